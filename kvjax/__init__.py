@@ -1,0 +1,55 @@
+"""kvjax: the KV cache for JAX.
+
+A cache is an immutable pytree of preallocated arrays, ``(batch, kv_heads, max_len, head_dim)``;
+every operation is a pure function, and a decode step an ordinary one to ``jit``, ``scan``,
+``vmap``, differentiate and donate.
+"""
+
+from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
+from kvjax.attention import attend, self_attend
+from kvjax.cache import (
+    KVCache,
+    LayerCache,
+    advance,
+    append,
+    check,
+    fork,
+    init_cache,
+    nbytes,
+    read,
+    rewind,
+)
+from kvjax.codecs import Raw
+from kvjax.layouts import Dense
+from kvjax.placement import Device
+from kvjax.policy import CachePolicy, policy
+from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheOverflowError",
+    "CachePolicy",
+    "CheckpointError",
+    "Dense",
+    "Device",
+    "KVCache",
+    "KvjaxError",
+    "LayerCache",
+    "NonFiniteError",
+    "Raw",
+    "RotaryTable",
+    "advance",
+    "append",
+    "apply_rotary",
+    "attend",
+    "check",
+    "fork",
+    "init_cache",
+    "nbytes",
+    "policy",
+    "read",
+    "rewind",
+    "rotary_table",
+    "self_attend",
+]

@@ -1,0 +1,26 @@
+"""Shape aliases: the axes' names, as they stand in public signatures.
+
+``batch`` rows, ``heads`` query heads, ``kv_heads`` key-value heads, ``new`` tokens of one call,
+``slots`` places for tokens in a cache, ``head_dim`` channels a head.
+"""
+
+from jaxtyping import Array, Bool, Float, Int
+
+Queries = Float[Array, "batch heads new head_dim"]
+KeysValues = Float[Array, "batch kv_heads new head_dim"]
+CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
+Rows = Int[Array, " batch"]
+Positions = Int[Array, "batch new"]
+SlotPositions = Int[Array, "batch slots"]
+Visible = Bool[Array, "batch new slots"]
+
+__all__ = [
+    "Array",
+    "CachedKeysValues",
+    "KeysValues",
+    "Positions",
+    "Queries",
+    "Rows",
+    "SlotPositions",
+    "Visible",
+]

@@ -1,0 +1,297 @@
+"""Queries against a cache: causal by position, with cost that follows the filled length.
+
+``attend`` walks the cache in blocks and merges them by the online softmax (Milakov and
+Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135), so no score matrix and no decoded copy
+of a layer exist. Blocks that hold nothing to see are skipped by ``lax.cond`` inside a ``scan`` of
+static length: as cheap as a loop of dynamic length, and differentiable. The path ``reference`` is
+the same in one piece, for tests and for reading.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._tree import state, static_field
+from kvjax._typing import Array, KeysValues, Positions, Queries, Rows, Visible
+from kvjax.cache import KVCache, LayerCache, accepted, query_positions
+from kvjax.codecs import Raw
+from kvjax.layouts import Dense
+from kvjax.policy import CachePolicy
+from kvjax.rotary import RotaryTable, apply_rotary
+
+Bias = Callable[[Array, Array], Array]
+"""``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
+float32, broadcast to [batch, heads, new, n]."""
+
+FINE = 128
+"""Slots of a block where the filled part ends."""
+COARSE = 1024
+"""Slots of a block elsewhere: large enough that its copy is shared among the CPU's threads."""
+QUERIES = 512
+"""Queries taken together where there is no cache."""
+_LOWEST = -1e30
+
+
+@state
+class Sight:
+    """What a query sees and how scores are made: settings, and the queries' own positions."""
+
+    queries: Positions
+    scale: float = static_field()
+    window: int | None = static_field(default=None)
+    sinks: int = static_field(default=0)
+    soft_cap: float | None = static_field(default=None)
+    bias: Bias | None = static_field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
+
+    def visible(self, positions: Array) -> Visible:
+        """Which keys, at ``positions`` int32[batch, n] (-1: none), each query sees."""
+        keys, queries = positions[:, None, :], self.queries[:, :, None]
+        seen = (keys >= 0) & (keys <= queries)
+        if self.window is not None:
+            seen &= (keys > queries - self.window) | (keys < self.sinks)
+        return seen
+
+    def reaches(self, low: Array, high: Array) -> Array:
+        """bool[]: whether any query may see any position from ``low`` to ``high``."""
+        reached = (low <= high) & (low <= jnp.max(self.queries))
+        if self.window is not None:
+            reached &= (high > jnp.min(self.queries) - self.window) | (low < self.sinks)
+        return reached
+
+    def scores(self, queries: Array, keys: Array, positions: Array) -> tuple[Array, Array]:
+        """Scores of grouped queries [batch, kv_heads, group, new, head_dim] with keys
+        [batch, kv_heads, n, head_dim], float32[batch, kv_heads, group, new, n], and which of them
+        count, bool[batch, 1, 1, new, n]."""
+        batch, kv_heads, group, new, head_dim = queries.shape
+        flat = queries.reshape(batch, kv_heads, group * new, head_dim)
+        scores = self.scale * _product("bhqd,bhkd->bhqk", flat, keys)
+        scores = scores.reshape(batch, kv_heads, group, new, -1)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        if self.bias is not None:
+            bias = jnp.broadcast_to(
+                self.bias(self.queries, positions), (batch, kv_heads * group, new, keys.shape[2])
+            )
+            scores = scores + bias.reshape(scores.shape)
+        return scores, self.visible(positions)[:, None, None]
+
+
+def attend(
+    queries: Queries,
+    cache: KVCache,
+    layer: int,
+    *,
+    rotary: RotaryTable | None = None,
+    lengths: Rows | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    soft_cap: float | None = None,
+    bias: Bias | None = None,
+    path: str = "blocks",
+) -> Queries:
+    """Attention of a call's queries to all that their rows hold: after ``append``, before
+    ``advance``.
+
+    Args:
+      queries: [batch, heads, new, head_dim], unrotated; ``heads`` is a multiple of the cache's
+        ``kv_heads``, and consecutive heads share one.
+      cache: the cache that this call's keys and values were appended to.
+      layer: which layer.
+      rotary: the table that ``append`` was given.
+      lengths: int32[batch], as ``append`` was given.
+      scale: what scores are multiplied by; by default ``head_dim ** -0.5``.
+      window: the query at ``p`` sees positions above ``p - window`` only.
+      sinks: positions below ``sinks`` stay visible in spite of ``window``.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
+      bias: added to the scores, see ``Bias``.
+      path: ``"blocks"``, or ``"reference"``: over every slot in one piece.
+
+    Returns:
+      [batch, heads, new, head_dim] in the queries' dtype. A query that sees nothing gets zeros.
+
+    Raises:
+      ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive, or
+        ``path`` is not known.
+    """
+    held = cache.layers[layer]
+    if path not in _PATHS:
+        raise ValueError(f"unknown attention path {path!r}: there are {', '.join(_PATHS)}")
+    new = queries.shape[2]
+    sight = Sight(
+        query_positions(cache, new), _scale(queries, scale), window, sinks, soft_cap, bias
+    )
+    queries = apply_rotary(queries, sight.queries, rotary)
+    length = cache.length + accepted(cache, layer, new, lengths)
+    return _PATHS[path](queries, held, length, jnp.maximum(cache.written, length), sight)
+
+
+def self_attend(
+    queries: Queries,
+    keys: KeysValues,
+    values: KeysValues,
+    *,
+    rotary: RotaryTable | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    soft_cap: float | None = None,
+    bias: Bias | None = None,
+) -> Queries:
+    """Causal attention of a text to itself, without a cache: the training pass.
+
+    Args:
+      queries: [batch, heads, new, head_dim], unrotated, at positions 0 to ``new - 1``.
+      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
+      rotary, scale, window, sinks, soft_cap, bias: as in ``attend``.
+
+    Returns:
+      [batch, heads, new, head_dim] in the queries' dtype; differentiable.
+
+    Raises:
+      ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
+    """
+    batch, _, new, _ = queries.shape
+    positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (batch, new))
+    policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
+    text = LayerCache(apply_rotary(keys, positions, rotary), values, policy)
+    queries = apply_rotary(queries, positions, rotary)
+    whole = new <= 2 * QUERIES
+    parts = []
+    for start in range(0, new, new if whole else QUERIES):
+        stop = new if whole else min(start + QUERIES, new)
+        sight = Sight(
+            positions[:, start:stop], _scale(queries, scale), window, sinks, soft_cap, bias
+        )
+        length = jnp.full((batch,), stop, jnp.int32)
+        path = _at_once if whole else _blockwise
+        parts.append(path(queries[:, :, start:stop], text, length, length, sight))
+    return jnp.concatenate(parts, axis=2)
+
+
+def _at_once(
+    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
+) -> Queries:
+    """Softmax over all slots together."""
+    slots = jnp.arange(held.policy.layout.slots, dtype=jnp.int32)
+    positions = held.policy.layout.positions(length, written, slots)
+    keys = held.policy.keys.decode(held.keys)
+    values = held.policy.values.decode(held.values)
+    scores, seen = sight.scores(_grouped(queries, keys), keys, positions)
+    scores = jnp.where(seen, scores, _LOWEST)
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    mixed = _mix(weights / jnp.where(total == 0, 1.0, total), values)
+    return mixed.reshape(queries.shape).astype(queries.dtype)
+
+
+def _blockwise(
+    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
+) -> Queries:
+    """Softmax block by block: coarse blocks up to where all is filled, fine ones after that."""
+    layout, grouped = held.policy.layout, _grouped(queries, held.keys)
+    fine, coarse = _block_sizes(layout.slots)
+
+    def visit(start: Array, size: int, merged: _Merged) -> _Merged:
+        # A last block that would pass the end is moved down; what it shares is not seen twice.
+        origin = jnp.minimum(start, layout.slots - size)
+        slots = origin + jnp.arange(size, dtype=jnp.int32)
+        positions = layout.positions(length, written, slots)
+        positions = jnp.where(slots >= start, positions, -1)
+        keys = held.policy.keys.decode(_slice(held.keys, origin, size))
+        values = held.policy.values.decode(_slice(held.values, origin, size))
+        return _merge(merged, grouped, keys, values, positions, sight)
+
+    def walk(merged: _Merged, first: Array | int, blocks: int, size: int, end: Array) -> _Merged:
+        def one(merged: _Merged, block: Array) -> tuple[_Merged, None]:
+            start = first + block * size
+            wanted = (start < end) & sight.reaches(*layout.bounds(length, start, size))
+            merged = lax.cond(wanted, lambda m: visit(start, size, m), lambda m: m, merged)
+            return merged, None
+
+        steps = jnp.arange(blocks, dtype=jnp.int32)
+        return lax.scan(jax.checkpoint(one, prevent_cse=False), merged, steps)[0]
+
+    rows = grouped.shape[:-1]
+    merged = (
+        jnp.full(rows, _LOWEST, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(grouped.shape, jnp.float32),
+    )
+    first = jnp.int32(0)
+    end = jnp.int32(layout.slots)
+    if coarse > fine:
+        first = layout.occupied(length) // coarse * coarse
+        merged = walk(merged, 0, layout.slots // coarse, coarse, first)
+    merged = walk(merged, first, -(-min(coarse, layout.slots) // fine), fine, end)
+    _, total, mixed = merged
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return mixed.reshape(queries.shape).astype(queries.dtype)
+
+
+_PATHS = {"blocks": _blockwise, "reference": _at_once}
+
+_Merged = tuple[Array, Array, Array]
+"""Of the blocks so far, float32: the highest score and the sum of weights [batch, kv_heads, group,
+new], and the weighted sum of values [batch, kv_heads, group, new, head_dim]."""
+
+
+def _merge(
+    merged: _Merged, queries: Array, keys: Array, values: Array, positions: Array, sight: Sight
+) -> _Merged:
+    """Take one more block in, by the online softmax."""
+    highest, total, mixed = merged
+    scores, seen = sight.scores(queries, keys, positions)
+    scores = jnp.where(seen, scores, _LOWEST)
+    new_highest = jnp.maximum(highest, scores.max(-1))
+    weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
+    shrink = jnp.exp(highest - new_highest)
+    total = total * shrink + weights.sum(-1)
+    return new_highest, total, mixed * shrink[..., None] + _mix(weights, values)
+
+
+def _mix(weights: Array, values: Array) -> Array:
+    """Weights [batch, kv_heads, group, new, n] times values [batch, kv_heads, n, head_dim]."""
+    batch, kv_heads, group, new, slots = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * new, slots)
+    mixed = _product("bhqk,bhkd->bhqd", flat.astype(values.dtype), values)
+    return mixed.reshape(batch, kv_heads, group, new, -1)
+
+
+def _product(form: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+
+def _slice(store: Array, start: Array, size: int) -> Array:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), store)
+
+
+def _block_sizes(slots: int) -> tuple[int, int]:
+    """Fine and coarse block sizes: a coarse block is at most a quarter of a layer."""
+    fine = min(FINE, slots)
+    quarter = 1 << max(slots // 4, 1).bit_length() - 1
+    return fine, max(fine, min(COARSE, quarter))
+
+
+def _grouped(queries: Queries, keys: Array) -> Array:
+    """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group, new, head_dim]."""
+    batch, heads, new, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    if heads % kv_heads or (batch, head_dim) != (keys.shape[0], keys.shape[3]):
+        raise ValueError(
+            f"queries [batch, heads, new, head_dim] {queries.shape} do not fit keys "
+            f"[batch, kv_heads, slots, head_dim] {keys.shape}"
+        )
+    return queries.reshape(batch, kv_heads, heads // kv_heads, new, head_dim)
+
+
+def _scale(queries: Queries, scale: float | None) -> float:
+    return queries.shape[3] ** -0.5 if scale is None else scale

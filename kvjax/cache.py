@@ -1,0 +1,309 @@
+"""The cache: an immutable pytree of arrays, and the pure functions on it.
+
+A step appends each layer's new keys and values, lets its queries attend, and at the end advances
+all rows at once::
+
+    cache = append(cache, layer, keys, values, rotary=table)
+    mixed = attend(queries, cache, layer, rotary=table)
+    ...                                                    # the other layers
+    cache = advance(cache, new)
+
+Rows are independent. Each has its own cursor, ``length``, where its next token goes, so rows of
+different lengths need no padding on the left. Keys and queries come unrotated: the cache knows
+the positions and turns them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._errors import CacheOverflowError, NonFiniteError
+from kvjax._tree import state, static_field, tree_bytes
+from kvjax._typing import Array, CachedKeysValues, KeysValues, Positions, Rows, SlotPositions
+from kvjax.policy import CachePolicy, per_layer
+from kvjax.rotary import RotaryTable, apply_rotary
+
+OVERFLOW = 1
+"""Status bit: tokens past the capacity were dropped."""
+NON_FINITE = 2
+"""Status bit: the model gave logits that are not finite."""
+REWOUND_TOO_FAR = 4
+"""Status bit: a rewind asked for more tokens than the row holds."""
+
+
+class CacheShape(Protocol):
+    """What ``init_cache`` asks of a model's config; any object with these attributes serves."""
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@state
+class LayerCache:
+    """Keys and values of one layer, as their codecs store them, and the policy they follow.
+
+    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim].
+    """
+
+    keys: Any
+    values: Any
+    policy: CachePolicy = static_field()
+
+
+@state
+class KVCache:
+    """A model's cache.
+
+    ``layers``: one ``LayerCache`` a layer, each with its own arrays.
+    ``length``: int32[batch], tokens that each row holds.
+    ``written``: int32[batch], the most that each row has ever held: after a rewind it tells which
+    slots hold tokens that are no longer part of the text.
+    ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: Rows
+    written: Rows
+    status: Rows
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.length.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a row can hold."""
+        return min(layer.policy.layout.slots for layer in self.layers)
+
+
+def init_cache(
+    config: CacheShape,
+    policy: CachePolicy | Sequence[CachePolicy] | None = None,
+    *,
+    batch: int = 1,
+    max_len: int,
+) -> KVCache:
+    """Allocate an empty cache.
+
+    Args:
+      config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
+        and ``dtype`` are read, and ``position_limit`` where it has one.
+      policy: one for all layers, or a list with one a layer; by default ``policy("static")``.
+      batch: rows.
+      max_len: tokens a row can hold.
+
+    Raises:
+      ValueError: if ``batch`` or ``max_len`` is not positive, ``max_len`` is more than the model
+        has positions, or a list of policies has the wrong length.
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    if max_len < 1:
+        raise ValueError(f"max_len must be at least 1, got {max_len}")
+    limit = getattr(config, "position_limit", None)
+    if limit is not None and max_len > limit:
+        raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
+    policies = per_layer(CachePolicy() if policy is None else policy, config.num_hidden_layers)
+    layers = []
+    for layer_policy in policies:
+        resolved = layer_policy.resolve(max_len, config.dtype)
+        shape = (batch, config.num_key_value_heads, resolved.layout.slots, config.head_dim)
+        stores = resolved.keys.empty(shape), resolved.values.empty(shape)
+        layers.append(LayerCache(*resolved.placement.put(stores), policy=resolved))
+    rows = [policies[0].placement.put(jnp.zeros(batch, jnp.int32)) for _ in range(3)]
+    return KVCache(tuple(layers), *rows)
+
+
+def append(
+    cache: KVCache,
+    layer: int,
+    keys: KeysValues,
+    values: KeysValues,
+    *,
+    rotary: RotaryTable | None = None,
+    lengths: Rows | None = None,
+) -> KVCache:
+    """Write a layer's new keys and values behind what each row holds; ``advance`` makes it count.
+
+    Args:
+      cache: the cache; donate it to write in place.
+      layer: which layer.
+      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
+      rotary: the layer's table, to rotate keys by, or None.
+      lengths: int32[batch], how many of ``new`` are real tokens; by default all. What stands
+        after them is not written.
+
+    Returns:
+      The cache. A row that can't hold its tokens is left as it was.
+    """
+    _check_new(cache, keys, "keys")
+    _check_new(cache, values, "values")
+    old = cache.layers[layer]
+    layout = old.policy.layout
+    count = accepted(cache, layer, keys.shape[2], lengths)
+    start = layout.first_slot(cache.length)
+    keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
+
+    def write(store: Any, encoded: Any) -> Any:
+        return jax.tree.map(lambda into, x: _write_rows(into, x, start, count), store, encoded)
+
+    new = LayerCache(
+        keys=write(old.keys, old.policy.keys.encode(keys)),
+        values=write(old.values, old.policy.values.encode(values)),
+        policy=old.policy,
+    )
+    layers = (*cache.layers[:layer], new, *cache.layers[layer + 1 :])
+    return KVCache(layers, cache.length, cache.written, cache.status)
+
+
+def advance(cache: KVCache, new: int, lengths: Rows | None = None) -> KVCache:
+    """Count the tokens that all layers have appended as held.
+
+    Args:
+      cache: the cache after ``append`` on every layer.
+      new: tokens a row in this call.
+      lengths: int32[batch], the real ones among them; by default all.
+
+    Returns:
+      The cache with its cursors moved. Rows that could not hold their tokens stay where they
+      were and get the status ``OVERFLOW``.
+    """
+    asked = _real(cache, new, lengths)
+    count = accepted(cache, 0, new, lengths)
+    length = cache.length + count
+    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
+    return KVCache(cache.layers, length, jnp.maximum(cache.written, length), status)
+
+
+def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
+    """A layer's decoded content, for attention of one's own.
+
+    Returns:
+      Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
+      slot holds, int32[batch, slots], -1 where it is empty or stale.
+    """
+    held = cache.layers[layer]
+    layout = held.policy.layout
+    positions = layout.positions(cache.length, cache.written, jnp.arange(layout.slots))
+    return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
+
+
+def rewind(cache: KVCache, tokens: int | Rows) -> KVCache:
+    """Forget the newest tokens.
+
+    Args:
+      cache: the cache.
+      tokens: how many, for all rows, or int32[batch], one number a row.
+
+    Returns:
+      The cache. A row that holds fewer is emptied and gets the status ``REWOUND_TOO_FAR``.
+
+    Raises:
+      ValueError: if ``tokens`` is a negative number.
+    """
+    if isinstance(tokens, int) and tokens < 0:
+        raise ValueError(f"rewind takes tokens away: {tokens} is negative")
+    tokens = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), cache.length.shape)
+    wrong = (tokens > cache.length) | (tokens < 0)
+    length = jnp.clip(cache.length - tokens, 0, cache.length)
+    status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
+    return KVCache(cache.layers, length, cache.written, status)
+
+
+def fork(cache: KVCache) -> KVCache:
+    """A second cache with the same content, which survives the donation of the first."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def check(cache: KVCache) -> None:
+    """Raise what traced steps could only record.
+
+    Raises:
+      CacheOverflowError: if a row was given more tokens than it can hold, or was rewound past
+        its beginning.
+      NonFiniteError: if the model gave logits that are not finite.
+    """
+    status = np.asarray(cache.status)
+
+    def rows(bit: int) -> str:
+        return ", ".join(str(row) for row in np.flatnonzero(status & bit))
+
+    if np.any(status & OVERFLOW):
+        raise CacheOverflowError(
+            f"the cache holds {cache.max_len} tokens a row, and row(s) {rows(OVERFLOW)} were given "
+            "more: what did not fit was dropped; start with a larger max_len"
+        )
+    if np.any(status & REWOUND_TOO_FAR):
+        raise CacheOverflowError(
+            f"row(s) {rows(REWOUND_TOO_FAR)} were rewound by more tokens than they held"
+        )
+    if np.any(status & NON_FINITE):
+        raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")
+
+
+def nbytes(cache: KVCache) -> dict[str, int]:
+    """Bytes of all layers' keys and values, by the place where they are."""
+    totals: dict[str, int] = {}
+    for layer in cache.layers:
+        place = layer.policy.placement.place
+        totals[place] = totals.get(place, 0) + tree_bytes((layer.keys, layer.values))
+    return totals
+
+
+def accepted(cache: KVCache, layer: int, new: int, lengths: Rows | None) -> Rows:
+    """int32[batch]: how many of a call's tokens each row of a layer takes."""
+    layout = cache.layers[layer].policy.layout
+    return layout.accepts(cache.length, _real(cache, new, lengths))
+
+
+def query_positions(cache: KVCache, new: int) -> Positions:
+    """int32[batch, new]: the positions of a call's tokens."""
+    return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+
+
+def _real(cache: KVCache, new: int, lengths: Rows | None) -> Rows:
+    if lengths is None:
+        return jnp.full_like(cache.length, new)
+    return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
+
+
+def _check_new(cache: KVCache, x: Array, name: str) -> None:
+    if x.ndim != 4 or x.shape[0] != cache.batch:
+        raise ValueError(
+            f"{name} must be [batch={cache.batch}, kv_heads, new, head_dim], got {x.shape}"
+        )
+
+
+def _write_rows(into: Array, x: Array, start: Rows, count: Rows) -> Array:
+    """Write ``x[:, :, :count]`` into each row at ``start``, in place, and nothing else.
+
+    A chunk that is padded past the capacity must not push its real tokens to lower slots, as
+    ``dynamic_update_slice`` would: the window is moved down, and the old content put back.
+    """
+    x = x[:, :, : into.shape[2]]
+    new = x.shape[2]
+    index = jnp.arange(new, dtype=jnp.int32)
+
+    def write(into: Array, x: Array, start: Array, count: Array) -> Array:
+        origin = jnp.clip(start, 0, into.shape[1] - new)
+        shift = start - origin
+        real = (index >= shift) & (index < shift + count)
+        if new > 1:
+            x = jnp.roll(x, shift, axis=1)
+        old = lax.dynamic_slice_in_dim(into, origin, new, axis=1)
+        return lax.dynamic_update_slice_in_dim(
+            into, jnp.where(real[:, None], x, old), origin, axis=1
+        )
+
+    return jax.vmap(write)(into, x, start, count)

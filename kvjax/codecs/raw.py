@@ -1,0 +1,75 @@
+"""The codec that stores keys and values as they are."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Store numbers in ``dtype``, without loss where the model computes in the same dtype.
+
+    ``dtype``: a floating dtype's name; None is the dtype the model computes in.
+    ``as_bits``: keep a 16-bit float's bits in a ``uint16`` array. The values are the same, and
+    every reader gets ``dtype``; it is chosen by ``resolve`` where the compiler would otherwise
+    rewrite the whole array in float32 at every write.
+    """
+
+    dtype: str | None = None
+    as_bits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
+            raise ValueError(f"Raw stores floating-point numbers, got dtype {self.dtype!r}")
+
+    def resolve(self, model_dtype: str, platform: str) -> "Raw":
+        """Fix what was left open: the dtype, and how its bits are best kept on ``platform``."""
+        dtype = jnp.dtype(self.dtype or model_dtype)
+        narrow = dtype.itemsize == 2 and platform == "cpu" and _rewrites_16_bit_floats()
+        return replace(self, dtype=dtype.name, as_bits=narrow)
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """A zeroed store for numbers of ``shape``."""
+        return jnp.zeros(shape, self._stored_dtype)
+
+    def encode(self, x: Array) -> Array:
+        """Numbers to their stored form, shape for shape."""
+        x = x.astype(self.dtype)
+        return _to_bits(x) if self.as_bits else x
+
+    def decode(self, store: Array) -> Array:
+        """The stored form back to numbers in ``dtype``."""
+        return lax.bitcast_convert_type(store, jnp.dtype(self.dtype)) if self.as_bits else store
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the store of numbers of ``shape``."""
+        return int(np.prod(shape)) * jnp.dtype(self._stored_dtype).itemsize
+
+    @property
+    def _stored_dtype(self) -> Any:
+        if self.dtype is None:
+            raise ValueError("this Raw has no dtype yet: init_cache takes it from the model")
+        return jnp.uint16 if self.as_bits else jnp.dtype(self.dtype)
+
+
+def _rewrites_16_bit_floats() -> bool:
+    """Whether this version's CPU compiler widens a whole 16-bit float array to update a slice."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+
+
+@jax.custom_jvp
+def _to_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+@_to_bits.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): "
+        'use policy("static", dtype="float32")'
+    )

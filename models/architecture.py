@@ -1,0 +1,113 @@
+"""A model as a pure function: what is static is split off once, parameters are a plain dict."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import KVCache
+
+from .config import GPT2Config, LlamaConfig
+from .gpt2 import GPT2
+from .llama import Llama
+
+Params = dict[str, Any]
+"""Nested dicts of arrays; the keys on the way to one are the parts of its name."""
+
+Config = LlamaConfig | GPT2Config
+
+_FAMILIES: dict[type, type[nnx.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model without its parameters: hashable, so it can be a static argument of ``jit``."""
+
+    config: Config
+
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch new"],
+        cache: KVCache | None = None,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+        last_only: bool = False,
+        max_len: int | None = None,
+    ) -> Any:
+        """Run the model.
+
+        Args:
+          params: nested dict of arrays, as ``load`` and ``init_params`` give it.
+          tokens: int32[batch, new], right-padded where rows differ.
+          cache: what came before; None runs the training pass.
+          lengths: int32[batch], real tokens of this call, a row; by default all.
+          last_only: logits of each row's last real token only.
+          max_len: without a cache, the length that length-dependent rotary kinds (dynamic,
+            longrope) go by; by default ``new``. With a cache it is the cache's.
+
+        Returns:
+          float32[batch, new, vocab] (``[batch, 1, vocab]`` with ``last_only``), and, if a cache
+          was given, the cache with the new tokens in it.
+
+        Raises:
+          ValueError: if the shapes of tokens and cache do not fit, or there are more tokens than
+            a model with learned positions has.
+        """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [batch, new], got shape {tokens.shape}")
+        if cache is not None and cache.batch != tokens.shape[0]:
+            raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache has {cache.batch}")
+        graph, empty = _split(self.config)
+        module = nnx.merge(graph, _restore(empty, params))
+        logits, cache = module(
+            tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len
+        )
+        return logits if cache is None else (logits, cache)
+
+    def abstract_params(self) -> Params:
+        """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
+        return _plain(_split(self.config)[1])
+
+    def init_params(self, seed: int) -> Params:
+        """Random parameters, for training from scratch."""
+
+        def make(key: Array) -> Params:
+            return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
+
+        return jax.jit(make)(jax.random.key(seed))
+
+
+@functools.lru_cache(maxsize=64)
+def _split(config: Config) -> tuple[Any, Any]:
+    """The module's graph, and its state with shapes in place of arrays."""
+    family = _FAMILIES[type(config)]
+    return nnx.split(nnx.eval_shape(lambda: family(config, rngs=nnx.Rngs(0))))
+
+
+def _plain(state: Any) -> Params:
+    """An NNX state as nested dicts whose keys are strings."""
+
+    def strings(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {str(key): strings(child) for key, child in node.items()}
+        return node
+
+    return strings(nnx.to_pure_dict(state))
+
+
+def _restore(empty: Any, params: Params) -> Any:
+    """``params`` in the form of the state ``empty``."""
+
+    def fill(path: tuple[Any, ...], variable: Any) -> Any:
+        node: Any = params
+        for key in path:
+            node = node[str(key)]
+        return variable.replace(node)
+
+    flat = nnx.to_flat_state(empty)
+    return nnx.from_flat_state([(path, fill(path, variable)) for path, variable in flat])

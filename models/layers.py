@@ -1,0 +1,118 @@
+"""Layers that the model families share. Parameters bear the names Transformers gives them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""By the names that ``hidden_act`` and ``activation_function`` have in ``config.json``."""
+
+
+class Linear(nnx.Module):
+    """``x @ weight.T + bias`` with ``weight`` [out, in], as checkpoints store it.
+
+    The product contracts the second axes of both: a transpose would copy the weights in a step
+    that has only one row.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: str, rngs: nnx.Rngs
+    ):
+        self.weight = nnx.Param(normal(rngs, (out_features, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        y = contract_last(x, self.weight[...]).astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """Rows of ``weight`` [count, features] by number, and their products for tied logits."""
+
+    def __init__(self, count: int, features: int, *, dtype: str, rngs: nnx.Rngs):
+        self.weight = nnx.Param(normal(rngs, (count, features), dtype))
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... features"]:
+        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+
+    def logits(self, x: Float[Array, "... features"]) -> Float[Array, "... count"]:
+        """float32 products of ``x`` with every row."""
+        return contract_last(x, self.weight[...])
+
+
+class RMSNorm(nnx.Module):
+    """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467)."""
+
+    def __init__(self, features: int, *, epsilon: float, dtype: str):
+        self.weight = nnx.Param(jnp.ones(features, dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return self.weight[...] * (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Centre, divide by the deviation, in float32; scale and shift (arXiv:1607.06450)."""
+
+    def __init__(self, features: int, *, epsilon: float, dtype: str):
+        self.weight = nnx.Param(jnp.ones(features, dtype))
+        self.bias = nnx.Param(jnp.zeros(features, dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normal = (centred * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+        return self.weight[...] * normal + self.bias[...]
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
+    """Random weights for training from scratch: normal, deviation 0.02."""
+    return (0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype)
+
+
+def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
+    """float32[..., out]: ``x @ weight.T`` without the transpose."""
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, axes, preferred_element_type=jnp.float32)
+
+
+def split_heads(
+    x: Float[Array, "batch new features"], heads: int
+) -> Float[Array, "batch heads new head_dim"]:
+    """[batch, new, heads * head_dim] to [batch, heads, new, head_dim]."""
+    batch, new, features = x.shape
+    return x.reshape(batch, new, heads, features // heads).swapaxes(1, 2)
+
+
+def merge_heads(
+    x: Float[Array, "batch heads new head_dim"],
+) -> Float[Array, "batch new features"]:
+    """[batch, heads, new, head_dim] to [batch, new, heads * head_dim]."""
+    batch, heads, new, head_dim = x.shape
+    return x.swapaxes(1, 2).reshape(batch, new, heads * head_dim)
+
+
+def last_real(
+    x: Float[Array, "batch new features"], lengths: Int[Array, " batch"] | None
+) -> Float[Array, "batch 1 features"]:
+    """Each row's last real token: at ``lengths - 1``, or the last of all."""
+    if lengths is None:
+        return x[:, -1:]
+    at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)
