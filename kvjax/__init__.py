@@ -20,6 +20,7 @@ from kvjax.cache import (
     rewind,
 )
 from kvjax.codecs import Raw
+from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense
 from kvjax.placement import Device
 from kvjax.policy import CachePolicy, policy
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "Dense",
     "Device",
+    "GenerationResult",
     "KVCache",
     "KvjaxError",
     "LayerCache",
@@ -45,6 +47,7 @@ __all__ = [
     "attend",
     "check",
     "fork",
+    "generate",
     "init_cache",
     "nbytes",
     "policy",
@@ -52,4 +55,5 @@ __all__ = [
     "rewind",
     "rotary_table",
     "self_attend",
+    "stream",
 ]

@@ -4,12 +4,14 @@
 ``slots`` places for tokens in a cache, ``head_dim`` channels a head.
 """
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Queries = Float[Array, "batch heads new head_dim"]
-KeysValues = Float[Array, "batch kv_heads new head_dim"]
+Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
+KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]
 CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
-Rows = Int[Array, " batch"]
+Tokens = Int[Array | np.ndarray, "batch new"]
+Rows = Int[Array | np.ndarray, " batch"]
 Positions = Int[Array, "batch new"]
 SlotPositions = Int[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]
@@ -22,5 +24,6 @@ __all__ = [
     "Queries",
     "Rows",
     "SlotPositions",
+    "Tokens",
     "Visible",
 ]

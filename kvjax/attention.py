@@ -72,7 +72,7 @@ class Sight:
         count, bool[batch, 1, 1, new, n]."""
         batch, kv_heads, group, new, head_dim = queries.shape
         flat = queries.reshape(batch, kv_heads, group * new, head_dim)
-        scores = self.scale * _product("bhqd,bhkd->bhqk", flat, keys)
+        scores = self.scale * _product("bhqd,bhkd->bhqk", flat, keys.astype(queries.dtype))
         scores = scores.reshape(batch, kv_heads, group, new, -1)
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
@@ -189,7 +189,7 @@ def _at_once(
     scores = jnp.where(seen, scores, _LOWEST)
     weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     total = weights.sum(-1, keepdims=True)
-    mixed = _mix(weights / jnp.where(total == 0, 1.0, total), values)
+    mixed = _mix(weights / jnp.where(total == 0, 1.0, total), values.astype(queries.dtype))
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
@@ -210,15 +210,16 @@ def _blockwise(
         values = held.policy.values.decode(_slice(held.values, origin, size))
         return _merge(merged, grouped, keys, values, positions, sight)
 
-    def walk(merged: _Merged, first: Array | int, blocks: int, size: int, end: Array) -> _Merged:
-        def one(merged: _Merged, block: Array) -> tuple[_Merged, None]:
-            start = first + block * size
+    def walk(merged: _Merged, first: Array, blocks: int, size: int, end: Array) -> _Merged:
+        def one(carry: tuple[Array, _Merged], _: None) -> tuple[tuple[Array, _Merged], None]:
+            start, merged = carry
             wanted = (start < end) & sight.reaches(*layout.bounds(length, start, size))
             merged = lax.cond(wanted, lambda m: visit(start, size, m), lambda m: m, merged)
-            return merged, None
+            return (start + size, merged), None
 
-        steps = jnp.arange(blocks, dtype=jnp.int32)
-        return lax.scan(jax.checkpoint(one, prevent_cse=False), merged, steps)[0]
+        # The start is carried: a list of starts would be memory that grows with the capacity.
+        step = jax.checkpoint(one, prevent_cse=False)
+        return lax.scan(step, (first, merged), length=blocks)[0][1]
 
     rows = grouped.shape[:-1]
     merged = (
@@ -226,12 +227,11 @@ def _blockwise(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
     )
-    first = jnp.int32(0)
-    end = jnp.int32(layout.slots)
+    first, rest = jnp.int32(0), layout.slots
     if coarse > fine:
-        first = layout.occupied(length) // coarse * coarse
-        merged = walk(merged, 0, layout.slots // coarse, coarse, first)
-    merged = walk(merged, first, -(-min(coarse, layout.slots) // fine), fine, end)
+        first, rest = layout.occupied(length) // coarse * coarse, coarse
+        merged = walk(merged, jnp.int32(0), layout.slots // coarse, coarse, first)
+    merged = walk(merged, first, -(-rest // fine), fine, jnp.int32(layout.slots))
     _, total, mixed = merged
     mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return mixed.reshape(queries.shape).astype(queries.dtype)
@@ -255,7 +255,9 @@ def _merge(
     weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
     shrink = jnp.exp(highest - new_highest)
     total = total * shrink + weights.sum(-1)
-    return new_highest, total, mixed * shrink[..., None] + _mix(weights, values)
+    return new_highest, total, mixed * shrink[..., None] + _mix(
+        weights, values.astype(queries.dtype)
+    )
 
 
 def _mix(weights: Array, values: Array) -> Array:

@@ -28,8 +28,8 @@ class RotaryTable:
     ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
     """
 
-    fine: Float[Array, "stride 2 half"]
-    coarse: Float[Array, "rows 2 half"]
+    fine: Float[Array | np.ndarray, "stride 2 half"]
+    coarse: Float[Array | np.ndarray, "rows 2 half"]
     max_len: int = static_field()
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
@@ -69,17 +69,15 @@ def rotary_table(
     rows = -(-max_len // STRIDE)
     fine = table(np.arange(min(STRIDE, max_len)), scale)
     return RotaryTable(
-        fine=fine,  # type: ignore[arg-type]  # stays on the host until it is used
-        coarse=table(np.arange(rows) * STRIDE, 1.0),  # type: ignore[arg-type]
-        max_len=max_len,
+        fine=fine, coarse=table(np.arange(rows) * STRIDE, 1.0), max_len=max_len
     )
 
 
 def apply_rotary(
-    x: Float[Array, "batch heads new head_dim"],
+    x: Float[Array | np.ndarray, "batch heads new head_dim"],
     positions: Int[Array, "batch new"],
     table: RotaryTable | None,
-) -> Float[Array, "batch heads new head_dim"]:
+) -> Float[Array | np.ndarray, "batch heads new head_dim"]:
     """Rotate keys or queries to their positions.
 
     Args:

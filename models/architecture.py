@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
+from kvjax._typing import Rows, Tokens
 from kvjax.cache import KVCache
 
 from .config import GPT2Config, LlamaConfig
@@ -32,10 +33,10 @@ class Architecture:
     def apply(
         self,
         params: Params,
-        tokens: Int[Array, "batch new"],
+        tokens: Tokens,
         cache: KVCache | None = None,
         *,
-        lengths: Int[Array, " batch"] | None = None,
+        lengths: Rows | None = None,
         last_only: bool = False,
         max_len: int | None = None,
     ) -> Any:
@@ -65,7 +66,7 @@ class Architecture:
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
         logits, cache = module(
-            tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len
+            jnp.asarray(tokens), cache, lengths=lengths, last_only=last_only, max_len=max_len
         )
         return logits if cache is None else (logits, cache)
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax._typing import Rows
 from kvjax.attention import self_attend
 from kvjax.cache import KVCache
 from kvjax.rotary import RotaryTable
@@ -56,7 +57,7 @@ class Attention(nnx.Module):
         x: Hidden,
         cache: KVCache | None,
         rotary: RotaryTable,
-        lengths: Int[Array, " batch"] | None,
+        lengths: Rows | None,
     ) -> tuple[Hidden, KVCache | None]:
         config = self.config
         queries = split_heads(self.q_proj(x), config.num_attention_heads)
@@ -109,7 +110,7 @@ class Block(nnx.Module):
         x: Hidden,
         cache: KVCache | None,
         rotary: RotaryTable,
-        lengths: Int[Array, " batch"] | None,
+        lengths: Rows | None,
     ) -> tuple[Hidden, KVCache | None]:
         mixed, cache = self.self_attn(self.input_layernorm(x), cache, rotary, lengths)
         x = x + mixed
@@ -145,7 +146,7 @@ class Llama(nnx.Module):
         tokens: Int[Array, "batch new"],
         cache: KVCache | None,
         *,
-        lengths: Int[Array, " batch"] | None,
+        lengths: Rows | None,
         last_only: bool,
         max_len: int | None,
     ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:

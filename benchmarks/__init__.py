@@ -1,0 +1,1 @@
+"""What kvjax costs, beside Transformers on the same weights: `python -m benchmarks.decode`."""

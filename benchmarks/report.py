@@ -1,0 +1,194 @@
+"""A run's figures as a table, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.claims import fastest_peer, paired_ratio
+
+COLUMNS = (
+    "dtype",
+    "batch x prompt",
+    "engine",
+    "ms/token",
+    "tokens/s",
+    "of bandwidth",
+    "peak MB",
+    "prefill ms",
+    "prefill tokens/s",
+    "prefill peak MB",
+    "kvjax / peer",
+)
+CLAIM_COLUMNS = ("claim", "dtype", "cell", "measured", "limit", "")
+
+
+def bandwidth_fraction(results: dict[str, Any], engine: dict[str, Any]) -> float:
+    """Bytes a step must read, over the bytes the machine could have read in its time."""
+    seconds = 1e-3 * engine["milliseconds_per_token"]
+    return engine["bytes_per_step"] / seconds / results["bandwidth"]["bytes_per_second"]
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:,.0f}"
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row an engine and cell, as strings in the order of `COLUMNS`."""
+    table = []
+    for cell in results["cells"]:
+        engines, tokens = cell["engines"], cell["batch"] * cell["prompt"]
+        place = (cell["dtype"], f"{cell['batch']} x {cell['prompt']:,}")
+        ours, fastest = engines["kvjax"], fastest_peer(engines)
+        for name, found in engines.items():
+            filling = zip(found["prefill_seconds"], found["prefill_init_seconds"], strict=True)
+            prefill = statistics.median(map(sum, filling))
+            ratio = ""
+            if name != "kvjax":
+                ratio = f"{paired_ratio(ours['decode_seconds'], found['decode_seconds']):.2f}"
+            table.append(
+                (
+                    *place,
+                    name + (" *" if name == fastest else ""),
+                    f"{found['milliseconds_per_token']:.2f}",
+                    f"{found['tokens_per_second']:.1f}",
+                    f"{bandwidth_fraction(results, found):.0%}",
+                    _megabytes(found["decode_peak_bytes"]),
+                    f"{1e3 * prefill:,.0f}",
+                    f"{tokens / prefill:,.0f}",
+                    _megabytes(found["prefill_peak_bytes"]),
+                    ratio,
+                )
+            )
+        if "generate" in cell:
+            speed = cell["generate"]["decode_tokens_per_second"]
+            figures = (f"{1e3 * cell['batch'] / speed:.2f}", f"{speed:.1f}")
+            table.append((*place, "kvjax.generate", *figures, *[""] * 6))
+        whole = statistics.median(ours["uncached_seconds"])
+        figures = (f"{1e3 * whole:,.2f}", f"{cell['batch'] / whole:.2f}", "")
+        peak = _megabytes(ours["uncached_peak_bytes"])
+        table.append((*place, "kvjax without a cache", *figures, peak, "", "", "", ""))
+    return table
+
+
+def claim_rows(claims: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """One row a claim, as strings in the order of `CLAIM_COLUMNS`."""
+    found = []
+    for claim in claims:
+        verdict = "pass" if claim["passed"] else "FAIL"
+        if not claim["required"]:
+            verdict = f"({verdict.lower()})"
+        limit = f"{claim['sense']} {claim['limit']:.2f}"
+        text = (claim["claim"], claim["dtype"], claim["cell"], f"{claim['measured']:.2f}")
+        found.append((*text, limit, verdict))
+    return found
+
+
+def mismatches(results: dict[str, Any]) -> list[str]:
+    """A sentence for every cell whose engines do not compute the same."""
+    found = []
+    for cell in results["cells"]:
+        check = cell["check"]
+        where = f"{cell['dtype']} {cell['batch']}x{cell['prompt']}"
+        for name, value in check["difference"].items():
+            if value > check["tolerance"]:
+                found.append(
+                    f"{where}: the logits of {name} differ from {check['reference']}'s by "
+                    f"{value:.1e} of the largest, more than {check['tolerance']:.0e}"
+                )
+    return found
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What a reader must know to read the table."""
+    settings, bandwidth = results["settings"], results["bandwidth"]
+    resettable = all(
+        engine["peak_resettable"]
+        for cell in results["cells"]
+        for engine in cell["engines"].values()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    speed = f"{bandwidth['bytes_per_second'] / 1e9:.1f} GB/s ({bandwidth['method']})"
+    lines = [
+        f"{results['device']}, {results['threads']} threads; {versions}; read bandwidth {speed}.",
+        f"Medians of {settings['repeats']} groups of {settings['steps']} greedy steps, engines in "
+        "turn. ms/token: from a row's token to its next, a step of the whole batch. "
+        "kvjax / peer: the median of the ratios of neighbouring groups, below 1 where kvjax is "
+        "faster; * marks the fastest peer.",
+        "Of bandwidth: the bytes of the weights and of the filled cache, over what the machine "
+        "reads in the time of a step. Prefill: the whole prompt into a new cache, its allocation "
+        "included. Each engine has a process of its own; peak: the most it had resident"
+        + (" while it did that." if resettable else " since it began: no mark can be reset here."),
+    ]
+    for cell in results["cells"]:
+        equal = cell["check"].get("greedy_equal", {})
+        other = [name for name, same in equal.items() if not same]
+        if other:
+            lines.append(
+                f"{cell['dtype']} {cell['batch']}x{cell['prompt']}: greedy tokens of "
+                f"{', '.join(other)} left those of {cell['check']['reference']} at a near tie."
+            )
+    return lines
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print tables, notes, and mismatches in red."""
+    table = Table(title="Decode", caption_justify="left")
+    for index, column in enumerate(COLUMNS):
+        side = "left" if index in (0, 2) else "right"
+        table.add_column(textwrap.fill(column, 9), justify=side, no_wrap=True)
+    last = None
+    for row in rows(results):
+        if row[:2] != last:
+            table.add_section()
+            table.add_row(*row)
+        else:
+            table.add_row("", "", *row[2:])
+        last = row[:2]
+    console.print(table)
+    for line in notes(results):
+        console.print(line)
+    claims = Table(title="Claims", caption="(in brackets: beside the claim, not part of it)")
+    for index, column in enumerate(CLAIM_COLUMNS):
+        claims.add_column(column, justify="right" if index in (3, 4) else "left")
+    for row in claim_rows(results["claims"]):
+        claims.add_row(*row, style="red" if row[-1] == "FAIL" else "")
+    console.print(claims)
+    for sentence in mismatches(results):
+        console.print(f"MISMATCH: {sentence}", style="bold red")
+
+
+def _markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *body]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The same as a Markdown page."""
+    lines = [f"# Decode: {results['device']}, JAX {results['versions']['jax']}", ""]
+    lines += [f"`{results['command']}`, {results['created']}.", ""]
+    lines += ["![Milliseconds a token against prompt length](decode.png)", ""]
+    # A star would open emphasis.
+    body = [[text.replace("*", "\\*") for text in row] for row in rows(results)]
+    lines += [*_markdown_table(COLUMNS, body), ""]
+    for note in notes(results):
+        lines += [note.replace("*", "\\*"), ""]
+    lines += ["In brackets: figures beside the claim, not part of it.", ""]
+    lines += [*_markdown_table(CLAIM_COLUMNS, claim_rows(results["claims"])), ""]
+    for sentence in mismatches(results):
+        lines += [f"**Mismatch**: {sentence}.", ""]
+    return "\n".join(lines)
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Write `decode.md` and `decode.png` to `folder`."""
+    from benchmarks.plot import draw
+
+    (folder / "decode.md").write_text(markdown(results))
+    draw(results, folder / "decode.png")

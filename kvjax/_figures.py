@@ -1,0 +1,63 @@
+"""Figures as the command line prints them: one line, a table, or JSON."""
+
+import json
+from typing import Any
+
+FIGURES = (
+    "prompt_tokens",
+    "new_tokens",
+    "compile_seconds",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_tokens_per_second",
+    "cache_bytes",
+    "compilations",
+)
+
+
+def figures(stats: Any) -> dict[str, Any]:
+    """What the command line shows of a generation's stats, by name."""
+    return {name: getattr(stats, name) for name in FIGURES}
+
+
+def one_line(found: dict[str, Any]) -> str:
+    """The figures of one generation, to be read."""
+    places = [f"{readable_bytes(n)} {place}" for place, n in found["cache_bytes"].items()]
+    return " · ".join(
+        [
+            f"{found['prompt_tokens']} prompt + {found['new_tokens']} new tokens",
+            f"compile {found['compile_seconds']:.2f} s ({found['compilations']} programs)",
+            f"prefill {found['prefill_seconds']:.3f} s",
+            f"decode {found['decode_seconds']:.3f} s, "
+            f"{found['decode_tokens_per_second']:.1f} tokens/s",
+            f"cache {', '.join(places) or 'none'}",
+        ]
+    )
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line an entry: its name and its value."""
+    width = max(map(len, report)) + 2
+    return "\n".join(f"{k.replace('_', ' '):<{width}}{_readable(v)}" for k, v in report.items())
+
+
+def to_json(value: dict[str, Any]) -> str:
+    """One JSON object on one line."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in decimal units: ``1.5 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{_readable(v)} {k}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_readable, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

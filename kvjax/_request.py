@@ -1,0 +1,251 @@
+"""What a generation was asked for, checked before anything runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvjax._loop import Model
+from kvjax._text import Tokenizer
+from kvjax.cache import CacheShape, KVCache, check
+from kvjax.policy import CachePolicy, policy
+from kvjax.sampling import Filters, Settings, make_settings
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+CacheChoice = str | CachePolicy | Sequence[CachePolicy] | KVCache
+
+_SMALLEST_CAPACITY = 64
+_SMALLEST_CHUNK = 16
+
+
+class ModelConfig(CacheShape, Protocol):
+    """What generation asks of a model's config."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def position_limit(self) -> int | None: ...
+
+
+class Defaults(Protocol):
+    """What generation asks of a checkpoint's generation defaults."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class LanguageModel(Protocol):
+    """A loaded model: see ``kvjax.models.load``."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def generation(self) -> Defaults: ...
+    @property
+    def architecture(self) -> Model: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of ``generate``, as given."""
+
+    max_new_tokens: int
+    cache: CacheChoice
+    max_len: int | None
+    seed: int | Sequence[int]
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    min_new_tokens: int
+    stop: str | Sequence[str]
+    eos_token_ids: int | Sequence[int] | None
+    use_cache: bool
+    prefill_chunk: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A generation that can run.
+
+    ``prompts``: token ids, a row; ``start``: tokens that a given cache holds already, a row;
+    ``policy``: of the cache to make, or None where none is made.
+    """
+
+    prompts: list[list[int]]
+    start: np.ndarray
+    capacity: int
+    chunk: int
+    policy: CachePolicy | Sequence[CachePolicy] | None
+    cache: KVCache | None
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    limit: int
+    filters: Filters
+    settings: Settings
+
+    def width(self, tokens: int) -> int:
+        """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
+        if self.policy is None and self.cache is None:
+            return self.capacity
+        return chunk_bucket(tokens, self.chunk)
+
+
+def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
+    """Check a request against the model, and fix what was left open.
+
+    Raises:
+      ValueError: naming what can't be, and its limit.
+    """
+    limit = _count("max_new_tokens", options.max_new_tokens, 1)
+    least = _count("min_new_tokens", options.min_new_tokens, 0)
+    chunk = _count("prefill_chunk", options.prefill_chunk, 1)
+    if least > limit:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
+    given = options.cache if isinstance(options.cache, KVCache) else None
+    chosen = None
+    if given is None:
+        chosen = policy(options.cache) if isinstance(options.cache, str) else options.cache
+    elif not options.use_cache:
+        raise ValueError("a cache to continue was given together with use_cache=False")
+    rows = _token_ids(lm, prompts, continued=given is not None)
+    start = np.zeros(len(rows), np.int64)
+    if given is not None:
+        if given.batch != len(rows):
+            raise ValueError(f"the cache has {given.batch} rows, but there are {len(rows)} prompts")
+        check(given)
+        start = np.asarray(given.length, np.int64)
+    longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
+    capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    eos = (eos,) if isinstance(eos, int) else tuple(eos)
+    if options.eos_token_ids is not None:
+        _check_ids(lm.config, eos, "eos_token_ids")
+    filters, settings = make_settings(
+        seeds=_seeds(options.seed, len(rows)),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        min_new_tokens=least,
+        eos_token_ids=eos,
+    )
+    return Request(
+        prompts=rows,
+        start=start,
+        capacity=capacity,
+        # Without a cache every pass is over the whole capacity, so there is nothing to cut.
+        chunk=chunk if options.use_cache else capacity,
+        policy=chosen if options.use_cache else None,
+        cache=given,
+        eos=frozenset(eos),
+        stops=_stops(lm, options.stop),
+        limit=limit,
+        filters=filters,
+        settings=settings,
+    )
+
+
+def capacity_bucket(tokens: int) -> int:
+    """The smallest capacity 2**k or 3 * 2**k, from 64 up, that holds ``tokens``."""
+    power = max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
+    between = power // 4 * 3
+    return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
+
+
+def chunk_bucket(tokens: int, chunk: int) -> int:
+    """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
+    and at most ``chunk``."""
+    return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
+
+
+def _capacity(
+    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None
+) -> int:
+    need, positions = longest + limit, config.position_limit
+    asked = f"{longest} tokens of prompt and max_new_tokens={limit} make {need}"
+    if positions is not None and need > positions:
+        raise ValueError(f"{asked}, but the model has only {positions} positions")
+    if given is not None:
+        if max_len not in (None, given.max_len):
+            raise ValueError(f"max_len is {max_len}, but the cache given holds {given.max_len}")
+        max_len = given.max_len
+    if max_len is None:
+        bucket = capacity_bucket(need)
+        return bucket if positions is None else min(bucket, positions)
+    _count("max_len", max_len, 1)
+    if positions is not None and max_len > positions:
+        raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
+    if need > max_len:
+        raise ValueError(f"{asked}, but max_len is {max_len}")
+    return max_len
+
+
+def _token_ids(lm: LanguageModel, prompts: Prompts, *, continued: bool) -> list[list[int]]:
+    entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not entries:
+        raise ValueError("no prompts: the list is empty")
+    rows = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, str):
+            if lm.tokenizer is None:
+                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
+            # What a cache already holds has begun; a second BOS token would stand inside the text.
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not continued)
+        else:
+            ids = _ints(entry, number)
+        if not ids:
+            raise ValueError(f"prompt {number} is empty: there is no token to continue from")
+        _check_ids(lm.config, ids, f"prompt {number}")
+        rows.append(ids)
+    return rows
+
+
+def _ints(entry: Any, number: int) -> list[int]:
+    ids = np.asarray(entry)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"prompt {number} must be a text or a list of token ids, got {entry!r:.80}: "
+            "prompts are a text, a list of texts, or a list of lists of token ids"
+        )
+    return ids.tolist()
+
+
+def _check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise ValueError(
+                f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
+                f"tokens, 0 to {config.vocab_size - 1}"
+            )
+
+
+def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + row for row in range(rows)]
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
+    return list(seed)
+
+
+def _stops(lm: LanguageModel, stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a stop string must have at least one character, got {text!r}")
+    if stops and lm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
+    return stops
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return int(value)

@@ -1,0 +1,101 @@
+"""What a generation cost: seconds with and without compilation, and how much was compiled."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Figures of one ``generate`` or ``stream``.
+
+    ``prompt_tokens``, ``new_tokens``: sums over the rows.
+    ``compile_seconds``: tracing, lowering and compiling; in no other figure.
+    ``prefill_seconds``: from the prompts to the first new token of each row.
+    ``decode_seconds``: everything after that, decoding to text included, but not what the reader
+    of a stream does between two pieces.
+    ``decode_tokens_per_second``: tokens that the decode loop made, over ``decode_seconds``; 0.0
+    where it made none. What was made and then dropped for a stop string is counted.
+    ``cache_bytes``: of the cache, by place; empty without a cache.
+    ``compilations``: programs compiled, or fetched from the persistent compilation cache.
+    ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    cache_bytes: dict[str, int]
+    compilations: int
+    stop_reasons: tuple[str | None, ...]
+
+
+class Meter:
+    """Seconds spent inside ``with meter.running():``, and the part of them spent compiling."""
+
+    def __init__(self) -> None:
+        self.compilations = 0
+        self._wall = 0.0
+        # Events of nested functions lie inside those of the outer one: intervals, not a sum.
+        self._compiling: list[tuple[float, float]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure what this thread does inside; meters do not nest."""
+        _thread.meter = self
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wall += time.perf_counter() - start
+            _thread.meter = None
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of tracing, lowering and compiling."""
+        return sum((end - start for start, end in self._compiling), 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds without compilation."""
+        return max(0.0, self._wall - self.compile_seconds)
+
+    def record(self, event: str, seconds: float) -> None:
+        """Take in an event of JAX that ends now."""
+        if event not in _EVENTS:
+            return
+        end = time.perf_counter()
+        start = end - seconds
+        while self._compiling and self._compiling[-1][0] >= start:
+            self._compiling.pop()
+        if self._compiling:
+            start = max(start, self._compiling[-1][1])
+        self._compiling.append((start, end))
+        self.compilations += event == _COMPILED
+
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    _COMPILED,
+)
+
+# JAX compiles in the thread that calls, so a meter a thread needs no lock.
+_thread = threading.local()
+
+
+def _listen(event: str, seconds: float, **_: Any) -> None:
+    meter: Meter | None = getattr(_thread, "meter", None)
+    if meter is not None:
+        meter.record(event, seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -1,0 +1,242 @@
+"""A generation as it runs: chunked prefill, dispatches of the decode loop, text as it comes."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from kvjax import _loop
+from kvjax._errors import NonFiniteError
+from kvjax._request import LanguageModel, Request
+from kvjax._stats import GenerationStats, Meter
+from kvjax._text import RowText
+from kvjax.cache import KVCache, check, init_cache, nbytes, rewind
+from kvjax.placement import Device
+
+_WATCHED_STEPS = 32
+"""The most steps of a dispatch where somebody waits for its text."""
+_PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
+"""A streamed dispatch that takes less grows, one that takes more shrinks."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What ``generate`` gives.
+
+    ``text``: the new text of each row, without special tokens and without the prompt; None where
+    the model has no tokenizer.
+    ``tokens``: the new tokens of each row, the end-of-text token included.
+    ``stats``: what it cost, and why each row ended.
+    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache.
+    ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
+    or none where a stop string took back later ones. A continuation's prompts begin with them.
+
+    A row that met a stop string has the text before it, and the longest run of tokens whose text
+    does not reach into it. Where a stop string begins inside a token, ``text`` has the first
+    characters of that token, and ``tokens`` and ``cache`` end before it.
+    """
+
+    # The annotations leave None out: who has a tokenizer and a cache need not assert it.
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+    cache: KVCache
+    unfed: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of a ``stream`` adds: the new text (None without a tokenizer) and tokens of
+    each row, empty where there are none, and the figures so far."""
+
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+
+
+_Report = tuple[jax.Array, _loop.Progress]
+"""Of a dispatch: the tokens it chose, int32[batch, chunk], and where the rows stand after it."""
+
+
+class Stream(Iterator[Piece]):
+    """A generation that runs as it is iterated over: see ``stream``."""
+
+    def __init__(self, lm: LanguageModel, request: Request, *, watched: bool) -> None:
+        self._lm, self._request, self._watched = lm, request, watched
+        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
+        self._counts = np.zeros(len(self._rows), np.int32)
+        self._steps = 1 if watched else _WATCHED_STEPS if request.stops else _loop.CHUNK
+        self._prefill_meter, self._decode_meter = Meter(), Meter()
+        self._cache_bytes: dict[str, int] = {}
+        self._result: GenerationResult | None = None
+        self._pieces = self._run()
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            raise RuntimeError("the result is there after the last piece: iterate to the end")
+        return self._result
+
+    def _run(self) -> Iterator[Piece]:
+        with self._prefill_meter.running():
+            self._prefill()
+            self._absorb((self._progress.token[:, None], self._progress))
+        dispatched = 1
+        flying: deque[_Report] = deque()
+        # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
+        # if all rows are done by then; but only the host sees stop strings.
+        ahead = 1 if self._request.stops else 2
+        while any(row.reason is None for row in self._rows):
+            yield self._piece()
+            before = self._decode_meter.seconds
+            with self._decode_meter.running():
+                while len(flying) < ahead and dispatched < self._request.limit:
+                    steps = min(self._steps, self._request.limit - dispatched)
+                    flying.append(self._decode(steps))
+                    dispatched += steps
+                self._absorb(flying.popleft())
+            if self._watched:
+                self._pace(self._decode_meter.seconds - before)
+        with self._decode_meter.running():
+            cache, unfed = self._settle()
+        texts = None if self._lm.tokenizer is None else [row.text for row in self._rows]
+        tokens = [row.tokens for row in self._rows]
+        self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed)
+        yield self._piece()
+
+    def _prefill(self) -> None:
+        """Feed the prompts, and choose each row's first token."""
+        lm, request = self._lm, self._request
+        batch, vocab = len(request.prompts), lm.config.vocab_size
+        lengths = np.array([len(ids) for ids in request.prompts], np.int32)
+        context = self._empty_context()
+        # Beside a committed array every other is committed too, or each would compile anew.
+        home = jax.tree.leaves(context)[-1].sharding
+        logits = jax.device_put(np.zeros((batch, vocab), np.float32), home)
+        self._settings = jax.device_put(request.settings, home)
+        self._limit = jax.device_put(np.int32(request.limit), home)
+        for start in range(0, int(lengths.max()), request.chunk):
+            here = np.clip(lengths - start, 0, request.chunk)
+            tokens = np.zeros((batch, request.width(int(here.max()))), np.int32)
+            for row, ids in enumerate(request.prompts):
+                tokens[row, : here[row]] = ids[start : start + request.chunk]
+            ends = (lengths > start) & (lengths <= start + request.chunk)
+            context, logits = _loop.prefill(
+                lm.architecture, lm.params, context, logits, tokens, here, ends
+            )
+        seen = None
+        if request.filters.repetition_penalty:
+            mask = np.zeros((batch, vocab), bool)
+            for row, ids in enumerate(request.prompts):
+                mask[row, ids] = True
+            seen = jax.device_put(mask, home)
+        self._context = context
+        self._progress, self._seen = _loop.begin(
+            logits, request.filters, self._settings, self._limit, seen
+        )
+
+    def _empty_context(self) -> _loop.Context:
+        """What the prompts are appended to."""
+        request = self._request
+        batch = len(request.prompts)
+        if request.cache is not None:
+            cache = request.cache
+        elif request.policy is not None:
+            cache = init_cache(
+                self._lm.config, request.policy, batch=batch, max_len=request.capacity
+            )
+        else:
+            text = np.zeros((batch, request.capacity), np.int32)
+            return _loop.Uncached(*Device().put((text, np.zeros(batch, np.int32))))
+        self._cache_bytes = nbytes(cache)
+        return _loop.Cached(cache)
+
+    def _decode(self, steps: int) -> _Report:
+        """Dispatch so many steps, without waiting for them."""
+        halt = np.array([row.reason is not None for row in self._rows])
+        self._context, self._progress, self._seen, out = _loop.decode(
+            self._lm.architecture,
+            self._request.filters,
+            self._lm.params,
+            self._context,
+            self._progress,
+            self._seen,
+            halt,
+            self._settings,
+            self._limit,
+            np.int32(steps),
+        )
+        return out, self._progress
+
+    def _absorb(self, report: _Report) -> None:
+        """Wait for a dispatch, and take its tokens in.
+
+        Raises:
+          NonFiniteError: if a row's logits were not finite numbers.
+        """
+        out, progress = jax.device_get(report)
+        if progress.broken.any():
+            rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
+            raise NonFiniteError(
+                f"the logits of row(s) {rows} are not finite numbers, after "
+                f"{int(progress.count[progress.broken][0])} new tokens; nothing was drawn from them"
+            )
+        for i, row in enumerate(self._rows):
+            for token in out[i, : progress.count[i] - self._counts[i]].tolist():
+                row.push(token)
+            if progress.done[i] and row.reason is None:
+                row.finish("eos" if row.tokens[-1] in self._request.eos else "length")
+        self._counts = progress.count
+
+    def _settle(self) -> tuple[KVCache | None, list[list[int]]]:
+        """The cache as the texts have it, and each row's tokens that it lacks."""
+        kept = np.array([len(row.tokens) for row in self._rows], np.int32)
+        unfed = [
+            row.tokens[-1:] if whole else []
+            for row, whole in zip(self._rows, kept == self._counts, strict=True)
+        ]
+        cache = self._context.cache
+        if cache is None:
+            return None, unfed
+        surplus = np.maximum(self._counts - 1 - kept, 0)
+        if surplus.any():
+            cache = rewind(cache, jax.device_put(surplus, cache.length.sharding))
+        check(cache)
+        return cache, unfed
+
+    def _piece(self) -> Piece:
+        taken = [row.take() for row in self._rows]
+        text = None if self._lm.tokenizer is None else [text for text, _ in taken]
+        return Piece(text, [tokens for _, tokens in taken], self._stats())
+
+    def _stats(self) -> GenerationStats:
+        prefill, decode = self._prefill_meter, self._decode_meter
+        decoded = int(self._counts.sum()) - len(self._rows)
+        return GenerationStats(
+            prompt_tokens=sum(map(len, self._request.prompts)),
+            new_tokens=sum(len(row.tokens) for row in self._rows),
+            compile_seconds=prefill.compile_seconds + decode.compile_seconds,
+            prefill_seconds=prefill.seconds,
+            decode_seconds=decode.seconds,
+            decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
+            cache_bytes=self._cache_bytes,
+            compilations=prefill.compilations + decode.compilations,
+            stop_reasons=tuple(row.reason for row in self._rows),
+        )
+
+    def _pace(self, seconds: float) -> None:
+        """Choose how many steps the next dispatch of a stream has, by how long this one took."""
+        if seconds < _PROMPT_SECONDS:
+            self._steps = min(2 * self._steps, _WATCHED_STEPS)
+        elif seconds > _SLOW_SECONDS:
+            self._steps = max(self._steps // 2, 1)

@@ -1,0 +1,87 @@
+"""The text of one row as its tokens come: whole characters only, and an end at stop strings."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class TextStream(Protocol):
+    """Decodes one token at a time: see ``kvjax.models.text.TextStream``."""
+
+    def push(self, token: int, /) -> str: ...
+    def finish(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What generation asks of a tokenizer: see ``kvjax.models.text.Tokenizer``."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+    def stream(self, after: Iterable[int] = (), /) -> TextStream: ...
+
+
+class RowText:
+    """The new tokens and the text of one row, up to where a stop string begins.
+
+    ``tokens`` and ``text`` are what the row has so far, ``reason`` is why it has ended. ``take``
+    gives, piece by piece, the part that nothing can take back.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.reason: str | None = None
+        self._stops = stops
+        self._stream = None if tokenizer is None else tokenizer.stream(prompt)
+        self._ends: list[int] = []  # characters of text with each token, where they are known
+        self._given = (0, 0)
+
+    def push(self, token: int) -> None:
+        """Take a token, unless the text has ended."""
+        if self.reason is None:
+            self.tokens.append(token)
+            text = "" if self._stream is None else self._stream.push(token)
+            if text or self._stream is None:
+                self._extend(text)
+
+    def finish(self, reason: str) -> None:
+        """End the text for ``reason``, unless it has ended."""
+        if self.reason is None:
+            self._extend("" if self._stream is None else self._stream.finish())
+        if self.reason is None:
+            self.reason = reason
+
+    def take(self) -> tuple[str, list[int]]:
+        """What has become certain since the last call: text and tokens."""
+        characters, tokens = len(self.text), len(self.tokens)
+        if self.reason is None:
+            characters -= self._held()
+            tokens = bisect_right(self._ends, characters)
+        (old_characters, old_tokens), self._given = self._given, (characters, tokens)
+        return self.text[old_characters:characters], self.tokens[old_tokens:tokens]
+
+    def _extend(self, text: str) -> None:
+        searched = len(self.text)
+        self.text += text
+        # Tokens that make one character together end where it ends.
+        self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
+        found = []
+        for stop in self._stops if text else ():
+            start = self.text.find(stop, max(0, searched - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        if found:
+            # The one that is complete first, however the tokens cut the text.
+            end = min(found)[1]
+            self.text = self.text[:end]
+            del self.tokens[bisect_right(self._ends, end) :]
+            self.reason = "stop"
+
+    def _held(self) -> int:
+        """Characters at the end of the text that may be the beginning of a stop string."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self.text))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,233 @@
+"""The command line: ``kvjax generate`` and ``kvjax info``.
+
+Results go to standard output, everything else to standard error. What the user can mend (a file, an
+option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kvjax._errors import KvjaxError
+from kvjax._figures import figures, one_line, table, to_json
+
+# Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
+
+app = typer.Typer(
+    help="The KV cache for JAX.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# Older releases of typer take their usage errors from click, newer ones from a copy of their own.
+_UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
+]
+CacheOption = Annotated[str, typer.Option("--cache", help="The cache policy, by name.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from kvjax import __version__
+
+        typer.echo(f"kvjax {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def generate(
+    text: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file (UTF-8).")
+    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 128,
+    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest that make up p.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample among those of at least p times the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
+    ] = None,
+    cache: CacheOption = "static",
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute everything again for every token.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end.")
+    ] = False,
+) -> None:
+    """Continue a prompt, given as text, in a file, or on standard input."""
+    words = _prompt(text, prompt, file)
+    _use_compilation_cache()
+    import kvjax
+    from kvjax import models
+
+    lm = models.load(model, dtype=dtype, revision=revision)
+    entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        max_len=max_len,
+        cache=cache,
+        use_cache=not no_cache,
+    )
+    if as_json:
+        result = kvjax.generate(lm, [entry], **settings)
+        found = {"text": result.text[0], "tokens": result.tokens[0]}
+        typer.echo(to_json(found | {"stats": figures(result.stats)}))
+        return
+    running = kvjax.stream(lm, [entry], **settings)
+    for piece in running:
+        typer.echo(piece.text[0], nl=False)
+    typer.echo()
+    typer.echo(one_line(figures(running.result.stats)), err=True)
+
+
+@app.command()
+def info(
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = None,
+    cache: CacheOption = "static",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a model, the bytes its cache takes a token, and the devices."""
+    import jax
+
+    import kvjax
+    from kvjax import models
+
+    lm = models.load(model, dtype=dtype, revision=revision)
+    config, leaves = lm.config, jax.tree.leaves(lm.params)
+    policy = kvjax.policy(cache)
+    # Two sizes of the cache, so that what does not grow with the tokens does not count.
+    small, large = (
+        kvjax.nbytes(kvjax.init_cache(config, policy, batch=1, max_len=n)) for n in (512, 1024)
+    )
+    report = {
+        "model": model or "the embedded model",
+        "type": config.model_type,
+        "parameters": sum(leaf.size for leaf in leaves),
+        "parameter_bytes": sum(leaf.nbytes for leaf in leaves),
+        "dtype": config.dtype,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "cache": cache,
+        "cache_bytes_a_token": {place: (large[place] - small[place]) // 512 for place in large},
+        "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
+        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
+    }
+    typer.echo(to_json(report) if as_json else table(report))
+
+
+def main() -> None:
+    """Run the command line and leave the process with its exit code.
+
+    Raises:
+      SystemExit: 0 when all went well, 2 after an error that the user can mend (one line on
+        standard error), 130 when interrupted. Errors of kvjax itself keep their traceback.
+    """
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        _leave(error, error.format_message())
+    except (KvjaxError, ValueError, OSError) as error:
+        _leave(error, str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave(error: Exception, message: str) -> NoReturn:
+    if os.environ.get("KVJAX_DEBUG"):
+        raise error
+    typer.echo("kvjax: error: " + " ".join(message.split()), err=True)
+    sys.exit(2)
+
+
+def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
+    given = [value for value in (text, prompt, file) if value is not None]
+    if len(given) > 1:
+        raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
+    if file is not None:
+        source, raw = str(file), file.read_bytes()
+    elif not given and sys.stdin.isatty():
+        raise ValueError("no prompt: give a text, --file, or - to read standard input")
+    elif not given or given == ["-"]:
+        source, raw = "standard input", sys.stdin.buffer.read()
+    else:
+        return str(given[0])
+    try:
+        words = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: the prompt is not UTF-8 (byte {error.start})") from None
+    return words.removesuffix("\n").removesuffix("\r")
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache."""
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(_user_cache() / "kvjax" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _user_cache() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

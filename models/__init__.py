@@ -1,0 +1,29 @@
+"""Models: configurations, architectures, weights and tokenizers of checkpoints.
+
+``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
+families llama, mistral, qwen2, qwen3 and gpt2.
+"""
+
+from .architecture import Architecture
+from .config import GPT2Config, LlamaConfig, RopeConfig
+from .config_json import read_config
+from .generation import GenerationDefaults
+from .language_model import LanguageModel
+from .load import load
+from .rope import model_rotary
+from .stream import TextStream
+from .text import Tokenizer
+
+__all__ = [
+    "Architecture",
+    "GPT2Config",
+    "GenerationDefaults",
+    "LanguageModel",
+    "LlamaConfig",
+    "RopeConfig",
+    "TextStream",
+    "Tokenizer",
+    "load",
+    "model_rotary",
+    "read_config",
+]

@@ -1,0 +1,158 @@
+"""Chat templates: Jinja text from a checkpoint, rendered in a sandbox.
+
+A template is a program that someone else wrote. It runs in Jinja's immutable sandbox, and sees
+nothing but plain data: strings, numbers, lists and dicts, copied from what the caller gave.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvjax._errors import CheckpointError
+
+from .fields import Fields, read_text
+
+Message = Mapping[str, Any]
+
+
+class _Refused(jinja2.TemplateError):
+    """A template called ``raise_exception``."""
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant says, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplates:
+    """The templates of a checkpoint, by name; most have only ``default``."""
+
+    def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], source: str):
+        self._texts, self._variables, self._source = dict(texts), dict(variables), source
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        name: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+          messages: dicts with ``role`` and ``content``, oldest first.
+          add_generation_prompt: end with the header of the answer to come.
+          name: which template; by default ``tool_use`` where ``tools`` are given and there is
+            one, else ``default``.
+          **variables: what else the template may see: ``tools``, ``documents``, its own switches.
+
+        Raises:
+          ValueError: if there is no template, no message, a message is not plain data with a
+            role, or the template refuses them.
+          CheckpointError: if the template itself is wrong.
+        """
+        if not messages or isinstance(messages, (str, Mapping)):
+            raise ValueError("messages must be a list of at least one message, each a dict")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(f"a message must be a dict with a role, got {message!r}")
+        # As Transformers: templates know how to miss a key, not how to read None.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        try:
+            plain = json.loads(json.dumps({"messages": given, **variables}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"messages and variables must be plain data: {error}") from error
+        text = self._choose(name, tools=variables.get("tools") is not None)
+        scope = {"tools": None, "documents": None, **self._variables, **plain}
+        try:
+            return _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
+        except _Refused as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(f"{self._source}: the chat template fails: {error}") from error
+        except (OverflowError, RecursionError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"{self._source}: the chat template fails: {error!r}") from error
+
+    def _choose(self, name: str | None, *, tools: bool) -> str:
+        if not self._texts:
+            raise ValueError(f"{self._source}: this checkpoint has no chat template")
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self._texts else "default"
+        if name not in self._texts:
+            raise ValueError(
+                f"there is no chat template {name!r}; there are {', '.join(sorted(self._texts))}"
+            )
+        return self._texts[name]
+
+
+def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -> ChatTemplates:
+    """Read a checkpoint's templates: ``chat_template.jinja`` and its like, which go first, or
+    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names.
+
+    Raises:
+      CheckpointError: if a file can't be read or the field has a wrong form.
+    """
+    file = folder / "chat_template.jinja"
+    texts = {"default": read_text(file)} if file.exists() else {}
+    for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        texts[other.stem] = read_text(other)
+    if texts:
+        return ChatTemplates(texts, variables, str(file))
+    value = config.raw("chat_template")
+    if isinstance(value, str):
+        texts = {"default": value}
+    elif value is not None:
+        try:
+            texts = {str(entry["name"]): str(entry["template"]) for entry in value}
+        except (TypeError, KeyError) as error:
+            raise config.wrong("chat_template", "a text, or a list of name and template") from error
+    return ChatTemplates(texts, variables, str(config.file))
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(text: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(text)
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refused(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, leaves <, > and & as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,0 +1,176 @@
+"""Read ``config.json``.
+
+Defaults are those of Transformers' configuration classes (5.23): a field that a file leaves out
+has the value there that it has here. Fields that those models do not read are not read here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import DTYPES, Config, GPT2Config, LlamaConfig
+from .fields import Fields, read_json
+from .layers import ACTIVATIONS
+from .rope_json import read_rope
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What distinguishes a family: defaults of fields, and which fields it reads at all."""
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int | None = 32
+    head_dim: int | None = None
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: str = "none"
+    """Which layers have a window where ``layer_types`` does not say: none, some or all."""
+
+
+_FAMILIES = {
+    "llama": _Family(32000, 11008, None, None, 2048, attention_bias=True, mlp_bias=True),
+    "mistral": _Family(32000, 14336, 8, None, 131072, sliding_window="all"),
+    "qwen2": _Family(qkv_bias=True, sliding_window="some"),
+    "qwen3": _Family(head_dim=128, attention_bias=True, qk_norm=True, sliding_window="some"),
+}
+
+
+def read_config(folder: Path) -> Config:
+    """Read ``config.json`` of a checkpoint.
+
+    Args:
+      folder: the checkpoint's folder.
+
+    Returns:
+      The configuration; its ``dtype`` is the file's, or "" where the file has none.
+
+    Raises:
+      CheckpointError: if the file can't be read, the model is not of a known family, or a field
+        would change the result and is not understood; it names the file, the field, its value
+        and what was expected.
+    """
+    file = Path(folder) / "config.json"
+    config = Fields(file, read_json(file))
+    model_type = config.choice("model_type", "", _READERS)
+    if config.raw("quantization_config"):
+        raise config.wrong(
+            "quantization_config", "none: quantized weights are not read, only float ones"
+        )
+    if config.raw("per_layer_config"):
+        raise config.wrong("per_layer_config", "none: all layers have the same shape")
+    if not config.values.get("is_causal", True):
+        raise config.wrong("is_causal", "true: attention is causal")
+    return _READERS[model_type](config)
+
+
+def _llama(config: Fields) -> LlamaConfig:
+    model_type = config.choice("model_type", "", _FAMILIES)
+    family = _FAMILIES[model_type]
+    hidden = config.integer("hidden_size", 4096)
+    heads = config.integer("num_attention_heads", 32)
+    # null means as many as there are heads; left out, it has the family's default.
+    kv_default = heads if "num_key_value_heads" in config.values else family.num_key_value_heads
+    kv_heads = config.integer("num_key_value_heads", kv_default or heads)
+    if heads % kv_heads:
+        raise config.wrong(
+            "num_key_value_heads", f"a divisor of num_attention_heads = {heads}, not {kv_heads}"
+        )
+    head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
+    positions = config.integer("max_position_embeddings", family.max_position_embeddings)
+    bias = family.attention_bias and config.flag("attention_bias", False)
+    return LlamaConfig(
+        model_type=model_type,
+        vocab_size=config.integer("vocab_size", family.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", family.intermediate_size),
+        num_hidden_layers=(layers := config.integer("num_hidden_layers", 32)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
+        hidden_act=config.choice("hidden_act", "silu", ACTIVATIONS),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        qkv_bias=bias or family.qkv_bias,
+        output_bias=bias,
+        mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        rope=read_rope(config, head_dim=head_dim, max_position_embeddings=positions),
+        windows=_windows(config, family, layers),
+        dtype=_dtype(config),
+    )
+
+
+def _windows(config: Fields, family: _Family, layers: int) -> tuple[int | None, ...]:
+    if family.sliding_window == "none":
+        return (None,) * layers
+    # Left out, the window is 4,096; null switches it off.
+    has_window = "sliding_window" not in config.values or config.raw("sliding_window") is not None
+    window = config.integer("sliding_window", 4096) if has_window else None
+    if family.sliding_window == "some" and not config.flag("use_sliding_window", False):
+        window = None
+    kinds = config.raw("layer_types")
+    if kinds is None:
+        is_some = family.sliding_window == "some"
+        first = config.integer("max_window_layers", 28, least=0) if is_some else 0
+        return tuple(window if layer >= first else None for layer in range(layers))
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(k in known for k in kinds):
+        raise config.wrong(
+            "layer_types", f"{layers} names, each full_attention or sliding_attention"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise config.wrong("layer_types", "full_attention alone: sliding_window is not in use")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _gpt2(config: Fields) -> GPT2Config:
+    if config.flag("add_cross_attention", False):
+        raise config.wrong("add_cross_attention", "false: there is no encoder to attend to")
+    heads = _either(config, "num_attention_heads", "n_head", 12)
+    hidden = _either(config, "hidden_size", "n_embd", 768)
+    if hidden % heads:
+        raise config.wrong("n_head", f"a divisor of n_embd = {hidden}")
+    return GPT2Config(
+        model_type="gpt2",
+        vocab_size=config.integer("vocab_size", 50257),
+        hidden_size=hidden,
+        intermediate_size=config.integer("n_inner", 4 * hidden),
+        num_hidden_layers=_either(config, "num_hidden_layers", "n_layer", 12),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=_either(config, "max_position_embeddings", "n_positions", 1024),
+        layer_norm_epsilon=config.number("layer_norm_epsilon", 1e-5, positive=False),
+        activation=config.choice("activation_function", "gelu_new", ACTIVATIONS),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        scale_attn_weights=config.flag("scale_attn_weights", True),
+        scale_attn_by_inverse_layer_idx=config.flag("scale_attn_by_inverse_layer_idx", False),
+        dtype=_dtype(config),
+    )
+
+
+def _either(config: Fields, name: str, own: str, default: int) -> int:
+    """A field by its general name, which goes first, or by GPT-2's own."""
+    return config.integer(name if config.raw(name) is not None else own, default)
+
+
+def _dtype(config: Fields) -> str:
+    name = "dtype" if config.raw("dtype") is not None else "torch_dtype"
+    value = config.raw(name, "")
+    if isinstance(value, str):
+        value = value.removeprefix("torch.")
+    if value not in ("", "auto", *DTYPES):
+        raise config.wrong(name, f"one of {', '.join(DTYPES)}")
+    return "" if value == "auto" else value
+
+
+_READERS: dict[str, Callable[[Fields], Config]] = {
+    **dict.fromkeys(_FAMILIES, _llama),
+    "gpt2": _gpt2,
+}
+"""By ``model_type``."""

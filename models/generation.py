@@ -1,0 +1,74 @@
+"""What a checkpoint says of generation: which tokens end a text, and how to sample."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .fields import Fields, read_json
+
+_FAMILY_IDS = {"llama": (1, 2), "mistral": (1, 2), "gpt2": (50256, 50256)}
+"""First and last token where no file says: the defaults of Transformers' configurations."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Token ids, and the sampling settings that ``generation_config.json`` gives; None where it
+    is silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
+    """Read ``generation_config.json``; ids that it leaves out come from ``config.json``.
+
+    Raises:
+      CheckpointError: if a file can't be read or a field has a wrong form.
+    """
+    config = Fields(folder / "config.json", read_json(folder / "config.json"))
+    file = folder / "generation_config.json"
+    fields = Fields(file, read_json(file) if file.exists() else {})
+    bos, eos = (None, None) if fields.values else _FAMILY_IDS.get(model_type, (None, None))
+
+    def source(name: str) -> Fields:
+        return fields if fields.raw(name) is not None else config
+
+    def setting(name: str) -> float | None:
+        return None if fields.raw(name) is None else fields.number(name, positive=False)
+
+    def token(name: str, default: int | None = None) -> int | None:
+        if name in config.values:
+            default = None
+        value = source(name).raw(name, default)
+        if value == -1:
+            # Some files say -1 for none.
+            return None
+        return None if value is None else source(name).integer(name, default, least=0)
+
+    return GenerationDefaults(
+        eos_token_ids=_ids(source("eos_token_id"), "eos_token_id", eos, config),
+        bos_token_id=token("bos_token_id", bos),
+        pad_token_id=token("pad_token_id"),
+        do_sample=None if fields.raw("do_sample") is None else fields.flag("do_sample", False),
+        temperature=setting("temperature"),
+        top_k=None if fields.raw("top_k") is None else fields.integer("top_k", least=0),
+        top_p=setting("top_p"),
+        min_p=setting("min_p"),
+        repetition_penalty=setting("repetition_penalty"),
+    )
+
+
+def _ids(fields: Fields, name: str, default: int | None, config: Fields) -> tuple[int, ...]:
+    value = fields.raw(name, None if name in config.values else default)
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(x, int) and not isinstance(x, bool) for x in values):
+        raise fields.wrong(name, "a token id or a list of them")
+    return tuple(x for x in values if x >= 0)

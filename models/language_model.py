@@ -1,0 +1,121 @@
+"""A loaded model: its parameters, its tokenizer, and what its checkpoint says of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.placement import Device
+
+from .architecture import Architecture, Params
+from .chat import Message
+from .config import Config
+from .generation import GenerationDefaults
+from .text import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model and all that is needed to turn text into text.
+
+    ``params``: nested dict of arrays; the keys are the parts of the tensors' names in
+    Transformers, and all weights of linear layers are [out, in]. ``architecture``: the model
+    without its parameters, hashable: the static argument for ``jit``. ``tokenizer`` is None where
+    the checkpoint has none. ``source``: the folder that it came from.
+    """
+
+    config: Config
+    params: Params
+    tokenizer: Tokenizer | None
+    generation: GenerationDefaults
+    architecture: Architecture
+    source: str
+
+    @property
+    def apply(self) -> Callable[..., Any]:
+        """``apply(params, tokens, cache=None, ...)``; see ``Architecture.apply``."""
+        return self.architecture.apply
+
+    def encode(
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]]
+    ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
+        """Token ids of texts, padded on the right.
+
+        Args:
+          texts: a text, a list of texts, or a list of lists of token ids.
+
+        Returns:
+          int32[batch, new] and int32[batch], how many of each row are real.
+
+        Raises:
+          ValueError: if there are no texts, a row has no tokens, an id is not in the vocabulary,
+            or texts are given and there is no tokenizer.
+        """
+        rows = [texts] if isinstance(texts, str) else list(texts)
+        if not rows:
+            raise ValueError("there is nothing to encode: the list of texts is empty")
+        ids = [self._row(number, row) for number, row in enumerate(rows)]
+        lengths = np.array([len(row) for row in ids], np.int32)
+        tokens = np.full((len(ids), int(lengths.max())), self._padding(), np.int32)
+        for number, row in enumerate(ids):
+            tokens[number, : len(row)] = row
+        return Device().put((jnp.asarray(tokens), jnp.asarray(lengths)))
+
+    def _row(self, number: int, row: str | Sequence[int]) -> list[int]:
+        ids = self._need_tokenizer().encode(row) if isinstance(row, str) else _ints(row)
+        if not ids:
+            raise ValueError(f"prompt {number} is empty: it has no tokens to continue from")
+        self.check_ids(ids)
+        return ids
+
+    def _padding(self) -> int:
+        pad = self.generation.pad_token_id
+        if pad is None and self.tokenizer is not None:
+            pad = self.tokenizer.pad_token_id
+        return pad if pad is not None and pad < self.config.vocab_size else 0
+
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """Check that token ids are in the model's vocabulary.
+
+        Raises:
+          ValueError: naming the first that is not, and the vocabulary's size.
+        """
+        for i in ids:
+            if not 0 <= i < self.config.vocab_size:
+                raise ValueError(
+                    f"token id {i} is out of range: the vocabulary has {self.config.vocab_size} "
+                    f"tokens, 0 to {self.config.vocab_size - 1}"
+                )
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of one row of token ids, without padding.
+
+        Raises:
+          ValueError: if there is no tokenizer, or ``ids`` is not one row.
+        """
+        return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready to be answered; see ``Tokenizer.chat``.
+
+        Raises:
+          ValueError: if there is no tokenizer or no chat template, or it refuses the messages.
+        """
+        return self._need_tokenizer().chat(messages, **options)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source} has no tokenizer: give token ids instead of text")
+        return self.tokenizer
+
+
+def _ints(ids: Iterable[int]) -> list[int]:
+    """One row of token ids as Python ints."""
+    values = np.asarray(jax.device_get(ids) if isinstance(ids, jax.Array) else list(ids))
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(f"expected one row of token ids, got {type(ids).__name__}: {ids!r:.80}")
+    return [int(i) for i in values]

@@ -1,0 +1,109 @@
+"""Load a checkpoint: a folder, a model of the Hugging Face hub, or the embedded one."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax._errors import CheckpointError
+from kvjax.placement import Device
+
+from . import weights
+from .architecture import Architecture, Params
+from .config import DTYPES, Config
+from .config_json import read_config
+from .generation import read_generation
+from .hub import commit_of, locate
+from .language_model import LanguageModel
+from .text import read_tokenizer
+
+
+def load(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+) -> LanguageModel:
+    """Load a model, its tokenizer and its settings.
+
+    Weights come from safetensors, one tensor at a time, so that the peak of memory is little
+    over the model's own size; nothing is unpickled and no code of a checkpoint runs.
+
+    Args:
+      path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
+        model that comes with the package.
+      dtype: what to compute in: float32, bfloat16 or float16. By default the checkpoint's own on
+        an accelerator, float32 on a CPU, where 16-bit products of one row are slower.
+      revision: a hub id's branch, tag or commit.
+
+    Returns:
+      The model, with every parameter committed to the default device.
+
+    Raises:
+      CheckpointError: naming the file, the field or tensor, and what was expected; for a hub id,
+        what to do where it can't be had.
+      ValueError: if ``dtype`` is not one of the three, or ``revision`` is given for a folder.
+    """
+    wanted = None if dtype is None else _dtype_name(dtype)
+    folder = locate(path_or_id, revision, weights=False)
+    # Read first, so that a model that can't be used is refused before gigabytes are fetched.
+    config = read_config(folder)
+    tokenizer = read_tokenizer(folder)
+    generation = read_generation(folder, config.model_type)
+    folder = locate(path_or_id, commit_of(folder) or revision, weights=True)
+    stored = weights.find_tensors(folder)
+    if not stored:
+        raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
+    device = Device()
+    if wanted is None and device.platform() == "cpu":
+        wanted = "float32"
+    config = dataclasses.replace(
+        config, dtype=wanted or config.dtype or weights.stored_dtype(stored)
+    )
+    config, params = _read_params(config, stored, device)
+    return LanguageModel(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        generation=generation,
+        architecture=Architecture(config),
+        source=str(folder),
+    )
+
+
+def _read_params(config: Config, stored: weights.Stored, device: Device) -> tuple[Config, Params]:
+    names, tied = config.names, config.tie_word_embeddings
+    matched = weights.match_names(stored, _shapes(config), names, tied=tied)
+    if tied and weights.head_differs(matched, names):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    elif tied:
+        matched.pop(weights.HEAD, None)
+    shapes = _shapes(config)
+    weights.check_tensors(matched, shapes, names)
+    return config, weights.load_tensors(matched, shapes, names, config.dtype, device.put)
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The model's parameters: names as in files, shapes as in the model."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def walk(node: Any, path: str) -> None:
+        for key, child in node.items():
+            if isinstance(child, dict):
+                walk(child, f"{path}{key}.")
+            else:
+                shapes[path + key] = tuple(child.shape)
+
+    walk(Architecture(config).abstract_params(), "")
+    return shapes
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    return name

@@ -1,0 +1,84 @@
+"""What ``config.json`` says of rotary positions, in any of the forms it has had."""
+
+from .config import Parameter, RopeConfig
+from .fields import Fields
+
+KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+"""The kinds of rotary positions that Transformers has for the families here."""
+
+
+def read_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    """Read ``rope_parameters``, or its older forms ``rope_scaling`` and ``rope_theta``.
+
+    As in Transformers, ``rope_scaling`` goes before ``rope_parameters``, and ``rope_theta``,
+    ``partial_rotary_factor`` inside them before those beside them. A length before scaling that
+    stands outside goes before the one inside.
+
+    Raises:
+      CheckpointError: if the kind is not known, or a parameter is missing or of a wrong form.
+    """
+    rope = _rope_fields(config)
+    kind = _kind(rope)
+    theta = (rope if rope.raw("rope_theta") is not None else config).number("rope_theta", 10000.0)
+    outer = config.number("partial_rotary_factor", 1.0)
+    # Transformers' `default` kind of these families rotates all channels, whatever this says.
+    partial = 1.0 if kind == "default" else rope.number("partial_rotary_factor", outer)
+    result = RopeConfig(kind, theta, partial)
+    dim = result.rotary_dim(head_dim)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        where = config if "head_dim" in config.values else rope
+        name = "head_dim" if where is config else "partial_rotary_factor"
+        raise where.wrong(
+            name, f"an even number of rotated channels, at most head_dim = {head_dim}, not {dim}"
+        )
+    parameters = _parameters(kind, rope, dim)
+    if kind in ("llama3", "yarn", "longrope"):
+        name = "original_max_position_embeddings"
+        stated = config if config.raw(name) is not None else rope
+        parameters[name] = stated.integer(name, max_position_embeddings)
+    return RopeConfig(kind, theta, partial, tuple(sorted(parameters.items())))
+
+
+def _rope_fields(config: Fields) -> Fields:
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = config.inner(name)
+        if fields is not None and fields.values:
+            if nested := [key for key in fields.values if key.endswith("_attention")]:
+                raise fields.wrong(nested[0], "one set of rotary parameters for all layers")
+            return fields
+    return Fields(config.file, {}, "rope_parameters.")
+
+
+def _kind(rope: Fields) -> str:
+    name = "rope_type" if rope.raw("rope_type") is not None else "type"
+    return rope.choice(name, "default", KINDS)
+
+
+def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
+    """The kind's own parameters; those that the kind does not read are left out."""
+    if kind == "default":
+        return {}
+    if kind == "dynamic" and dim < 4:
+        raise rope.wrong("rope_type", f"another kind: dynamic needs 4 rotated channels, not {dim}")
+    if kind == "longrope":
+        parameters: dict[str, Parameter] = {
+            name: rope.numbers(name, dim // 2) for name in ("long_factor", "short_factor")
+        }
+        optional = ("factor", "attention_factor")
+    elif kind == "yarn":
+        if "factor" not in rope.values:
+            raise rope.wrong("factor", "a number above 0")
+        parameters = {"truncate": rope.flag("truncate", True)}
+        optional = (
+            "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        )  # fmt: skip
+    else:
+        parameters = {"factor": rope.number("factor")}
+        optional = ()
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            parameters[name] = rope.number(name)
+    for name in optional:
+        if rope.raw(name) is not None:
+            parameters[name] = rope.number(name, positive=name == "factor")
+    return parameters

@@ -1,0 +1,50 @@
+"""Text from tokens as they come."""
+
+from collections.abc import Callable, Iterable
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8
+"""Tokens before the first that are decoded with it."""
+_PATIENCE = 64
+"""Tokens after which text is given though it ends in an incomplete character."""
+
+
+class TextStream:
+    """Decodes token by token, and holds text back while its last character is incomplete.
+
+    Tokens are decoded behind those of the piece before, since a token's text can depend on its
+    neighbours. (``tokenizers.decoders.DecodeStream`` goes the same way, but fails where a stray
+    byte changes text that it has already given.)
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], after: Iterable[int] = ()):
+        """Begin a text.
+
+        Args:
+          decode: token ids to text.
+          after: tokens before the first; their text is not given again.
+        """
+        self._decode = decode
+        self._before = [int(i) for i in after][-_CONTEXT:]
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Take one token; the text that it completes, "" where there is none."""
+        self._pending.append(int(token))
+        text = self._new_text()
+        incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _PATIENCE
+        return "" if not text or incomplete else self._give(text)
+
+    def finish(self) -> str:
+        """What is still held back, with replacement characters where it is incomplete."""
+        return self._give(self._new_text()) if self._pending else ""
+
+    def _give(self, text: str) -> str:
+        self._before, self._pending = self._pending, []
+        return text
+
+    def _new_text(self) -> str:
+        before, whole = self._decode(self._before), self._decode(self._before + self._pending)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self._decode(self._pending)

@@ -1,0 +1,216 @@
+"""The text that the embedded model learns from: documentation that comes with every CPython.
+
+Three sources, read from the running interpreter: the topics of ``pydoc_data.topics``, docstrings
+and signatures in the standard library's own ``.py`` files, and the docstrings of its extension
+modules. They are written out in the form the topics have (a title, entries with their signatures,
+text indented below), one long document for a topic or a top-level module with its submodules.
+
+``split.json`` says which documents are for training, for validation (choosing when to stop) and
+held out (the figures of the model card); what it does not name, no part contains.
+"""
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import sysconfig
+import textwrap
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PARTS = ("train", "validation", "held_out")
+SHINGLE = 5
+"""Words in a shingle."""
+LIMIT = 0.5
+"""The share of an entry's shingles that may have been seen before."""
+
+_SKIPPED = re.compile(r"(^|\.)(tests?|idle_test|site-packages|__pycache__|_test\w*|_xx\w*)(\.|$)")
+_EASTER_EGGS = ("antigravity", "this", "__hello__", "__phello__")
+_INDENT = "   "
+
+Document = list[str]
+"""Entries, in order: a paragraph or a signature with its docstring each."""
+
+
+def read_documents() -> dict[str, Document]:
+    """Every document of this interpreter, by name: ``topic:NAME`` or ``module:NAME``."""
+    from pydoc_data.topics import topics
+
+    documents = {
+        f"topic:{name}": re.split(r"\n{2,}(?=\S)", text.strip("\n"))
+        for name, text in sorted(topics.items())
+    }
+    modules: dict[str, Document] = {}
+    for name, entries in [*_source_modules(), *_extension_modules()]:
+        top = name.split(".")[0].lstrip("_") or name
+        if len(entries) > 1:
+            modules.setdefault(f"module:{top}", []).extend(entries)
+    return documents | dict(sorted(modules.items()))
+
+
+def read_split() -> dict[str, list[str]]:
+    """The committed names of the documents of each part."""
+    return json.loads((Path(__file__).parent / "split.json").read_text(encoding="utf-8"))
+
+
+def read_parts(documents: dict[str, Document] | None = None) -> dict[str, dict[str, str]]:
+    """The text of each part's documents, by name, without what is nearly the same elsewhere.
+
+    An entry is dropped when half of its five-word shingles stand in entries kept before it;
+    documents are gone through part by part, the longest first. Then entries of training and
+    validation that the held-out text contains by half are dropped as well, since a short entry can
+    be part of a long one that is new as a whole.
+    """
+    documents = read_documents() if documents is None else documents
+    seen: set[bytes] = set()
+    kept: dict[str, dict[str, Document]] = {}
+    for part, names in read_split().items():
+        known = [name for name in names if name in documents]
+        kept[part] = {}
+        for name in sorted(known, key=lambda n: (-sum(map(len, documents[n])), n)):
+            kept[part][name] = [e for e in documents[name] if _is_new(e, seen, add=True)]
+    held_out: set[bytes] = set()
+    for entry in (e for document in kept["held_out"].values() for e in document):
+        held_out.update(shingles(entry))
+    parts: dict[str, dict[str, str]] = {}
+    for part, by_name in kept.items():
+        parts[part] = {}
+        for name, entries in sorted(by_name.items()):
+            if part != "held_out":
+                entries = [e for e in entries if _is_new(e, held_out, add=False)]
+            if sum(map(len, entries)) > 200:
+                parts[part][name] = "\n\n".join(entries) + "\n"
+    return parts
+
+
+def shingles(text: str) -> set[bytes]:
+    """Hashes of all runs of five words; of no text with fewer than that."""
+    words = re.findall(r"\w+", text.lower())
+    runs = (" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1))
+    return {hashlib.blake2b(run.encode(), digest_size=8).digest() for run in runs}
+
+
+def _is_new(entry: str, seen: set[bytes], *, add: bool) -> bool:
+    own = shingles(entry)
+    new = not own or len(own & seen) < LIMIT * len(own)
+    if new and add:
+        seen |= own
+    return new
+
+
+def _source_modules() -> Iterator[tuple[str, Document]]:
+    """Modules written in Python, parsed, never imported."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        name = ".".join(parts)
+        if not parts or _SKIPPED.search(name) or not name.replace(".", "").isidentifier():
+            continue
+        if parts[0] in _EASTER_EGGS or parts[0] not in sys.stdlib_module_names:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError):
+                continue  # templates and deliberately broken files
+        entries = [_title(name), *_entry("", ast.get_docstring(tree), 0)]
+        yield name, entries + [e for node in tree.body for e in _definitions(node, name, 0)]
+
+
+def _definitions(node: ast.stmt, owner: str, depth: int) -> Iterator[str]:
+    """The documented classes and functions in a statement, each after what contains it."""
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        head = f"class {owner}.{node.name}" + (f"({bases})" if bases else "")
+        entries = list(_entry(head, ast.get_docstring(node), depth))
+        inner = [e for child in node.body for e in _definitions(child, node.name, depth + 1)]
+        yield from entries or ([textwrap.indent(head, _INDENT * depth)] if inner else [])
+        yield from inner
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        word = "coroutine " if isinstance(node, ast.AsyncFunctionDef) else ""
+        head = f"{word}{owner}.{node.name}({_arguments(node.args)})"
+        yield from _entry(head, ast.get_docstring(node), depth)
+    elif isinstance(node, ast.If | ast.Try):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                yield from _definitions(child, owner, depth)
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    text = re.sub(r"^(self|cls)(, |$)", "", ast.unparse(arguments))
+    return text if len(text) <= 200 else "..."
+
+
+def _extension_modules() -> Iterator[tuple[str, Document]]:
+    """Modules written in C, imported: their docstrings are nowhere else."""
+    for name in sorted(sys.stdlib_module_names):
+        if _SKIPPED.search(name) or name in _EASTER_EGGS:
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+            compiled = spec and (spec.origin == "built-in" or str(spec.origin).endswith((".so", ".pyd")))
+            module = importlib.import_module(name) if compiled else None
+        except (ImportError, ValueError):
+            continue  # not built here, or for another platform
+        if module is not None:
+            yield name, [_title(name), *_entry("", module.__doc__, 0), *_members(module, name)]
+
+
+def _members(module: types.ModuleType, name: str) -> Iterator[str]:
+    for key, value in sorted(vars(module).items()):
+        if isinstance(value, type):
+            if value.__module__ in (name, name.lstrip("_")) and value.__name__ == key:
+                head = f"class {name}.{key}{_signature(value)}"
+                inner = [
+                    entry
+                    for method, function in sorted(vars(value).items())
+                    # Slot wrappers all say the same: "Implement iter(self)."
+                    if not isinstance(function, types.WrapperDescriptorType)
+                    and (callable(function) or inspect.isdatadescriptor(function))
+                    for entry in _entry(
+                        f"{key}.{method}{_signature(function)}", function.__doc__, 1
+                    )
+                ]
+                yield from [*_entry(head, value.__doc__, 0)] or ([head] if inner else [])
+                yield from inner
+        elif isinstance(value, types.BuiltinFunctionType):
+            yield from _entry(f"{name}.{key}{_signature(value)}", value.__doc__, 0)
+
+
+def _signature(function: object) -> str:
+    text = getattr(function, "__text_signature__", None) or ""
+    return re.sub(r"\$\w+(, /)?(, )?", "", text)
+
+
+def _title(name: str) -> str:
+    return f"{name}\n{'*' * len(name)}"
+
+
+def _entry(head: str, text: object, depth: int) -> Iterator[str]:
+    """A docstring below its signature, or nothing where there is none."""
+    if not isinstance(text, str) or not text.strip():
+        return
+    body = inspect.cleandoc(text)
+    lines = [line.rstrip() for line in body.expandtabs().splitlines()]
+    body = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    if head:
+        body = head + "\n\n" + textwrap.indent(body, _INDENT)
+    yield textwrap.indent(body, _INDENT * depth)
+
+
+def part_texts(parts: Iterable[str] = PARTS) -> dict[str, list[str]]:
+    """The documents of each part, without their names."""
+    texts = read_parts()
+    return {part: list(texts[part].values()) for part in parts}

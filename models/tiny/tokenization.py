@@ -1,0 +1,47 @@
+"""The tokenizer of the embedded model: byte-level BPE, learned from the training text alone."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+END = "<|endoftext|>"
+"""Stands before every document, and so between two; its id is 0."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Learn the merges: the 256 bytes, ``END``, and the most frequent joins up to the size."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, context: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    No BOS token is put before a text: training windows begin anywhere in a document, and so may
+    prompts.
+    """
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END,
+        "model_max_length": context,
+        "pad_token": END,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

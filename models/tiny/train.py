@@ -1,0 +1,328 @@
+"""Train the embedded model from scratch: ``python -m kvjax.models.tiny.train``.
+
+Stopped at any time, the same command goes on from the last checkpoint. The optimizer is Muon for
+the matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) with AdamW for the rest: a
+few hundred steps are all that so little text and one processor core allow, and it needs fewer of
+them. The learning rate rises, stays, and falls to zero over the last steps.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tokenizers
+from jaxtyping import Array, Int
+from optax.contrib import muon
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..architecture import Architecture
+from ..config import LlamaConfig
+from ..rope_config import RopeConfig
+from .corpus import read_parts
+from .export import export, plot_losses
+from .tokenization import END, save_tokenizer, train_tokenizer
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The model's shape and how it is trained.
+
+    ``rows`` windows of ``context`` tokens a step; ``decay`` is the share of the steps, at the end,
+    in which the learning rate falls.
+    """
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    context: int = 1024
+    rows: int = 4
+    steps: int = 700
+    warmup: int = 20
+    decay: float = 0.5
+    matrix_rate: float = 0.006
+    other_rate: float = 0.003
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            model_type="llama",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.context,
+            rms_norm_eps=1e-5,
+            hidden_act="silu",
+            tie_word_embeddings=True,
+            qkv_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            rope=RopeConfig(theta=10000.0),
+            windows=(None,) * self.layers,
+        )
+
+
+class Data:
+    """The tokens of the training and validation documents, in windows."""
+
+    def __init__(
+        self, texts: dict[str, dict[str, str]], tokenizer: tokenizers.Tokenizer, recipe: Recipe
+    ):
+        self.recipe = recipe
+        self.documents = encode(tokenizer, texts["train"])
+        stream = np.concatenate(encode(tokenizer, texts["validation"]))
+        count = (len(stream) - 1) // recipe.context
+        if sum(map(len, self.documents)) <= 2 * recipe.context or not count:
+            raise ValueError(f"too little text for windows of {recipe.context} tokens")
+        self.validation = _windows(stream, 0, count, recipe.context)
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def batch(self, step: int) -> np.ndarray:
+        """int32[rows, context + 1], the same whenever it is asked for."""
+        rows = self.recipe.rows
+        per_epoch = len(self._epoch(0))
+        picked = [divmod(i, per_epoch) for i in range(step * rows, (step + 1) * rows)]
+        return np.stack([self._epoch(epoch)[at] for epoch, at in picked])
+
+    def _epoch(self, number: int) -> np.ndarray:
+        """All windows of one pass: documents in a new order, cut at new places, shuffled."""
+        if number not in self._epochs:
+            context = self.recipe.context
+            rng = np.random.default_rng([self.recipe.seed, number])
+            order = rng.permutation(len(self.documents))
+            stream = np.concatenate([self.documents[i] for i in order])
+            windows = _windows(
+                stream, int(rng.integers(context)), (len(stream) - 1) // context - 1, context
+            )
+            self._epochs = {k: v for k, v in self._epochs.items() if k in (0, number - 1)}
+            self._epochs[number] = windows[rng.permutation(len(windows))]
+        return self._epochs[number]
+
+
+def encode(tokenizer: tokenizers.Tokenizer, texts: dict[str, str]) -> list[np.ndarray]:
+    """Token ids of documents, each after ``END``: int32[tokens] each."""
+    encoded = tokenizer.encode_batch([END + text for text in texts.values()])
+    return [np.array(one.ids, np.int32) for one in encoded]
+
+
+def _windows(stream: np.ndarray, start: int, count: int, context: int) -> np.ndarray:
+    at = start + context * np.arange(count)[:, None] + np.arange(context + 1)
+    return stream[at]
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for what is two-dimensional and no embedding; AdamW for the rest."""
+
+    def rate(peak: float) -> optax.Schedule:
+        falling = max(1, round(recipe.decay * recipe.steps))
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(peak / recipe.warmup, peak, recipe.warmup),
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, 0.0, falling),
+            ],
+            [recipe.warmup, max(recipe.warmup, recipe.steps - falling)],
+        )
+
+    def matrices(params: Params) -> Params:
+        def choose(path: Any, x: Array) -> Any:
+            wanted = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
+            return optax.contrib.MuonDimensionNumbers() if wanted else None
+
+        return jax.tree_util.tree_map_with_path(choose, params)
+
+    def decayed(params: Params) -> Params:
+        return jax.tree.map(lambda x: x.ndim == 2, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            rate(recipe.matrix_rate),
+            weight_decay=recipe.weight_decay,
+            weight_decay_mask=decayed,
+            adam_b2=0.98,
+            adam_weight_decay=recipe.weight_decay,
+            adam_learning_rate=rate(recipe.other_rate),
+            muon_weight_dimension_numbers=matrices,
+            consistent_rms=0.2,
+        ),
+    )
+
+
+def token_losses(
+    architecture: Architecture, params: Params, windows: Int[Array, "rows length"]
+) -> Array:
+    """float32[rows, length - 1]: nats of each token but the first, given those before it."""
+    logits = architecture.apply(params, windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+
+
+class Trainer:
+    """State, step and checkpoints of a run in ``workdir``."""
+
+    def __init__(self, recipe: Recipe, workdir: Path, *, save_every: int = 50):
+        self.recipe, self.workdir = recipe, workdir
+        self.architecture = Architecture(recipe.config())
+        self.optimizer = optimizer(recipe)
+        self._same_recipe()
+        self.manager = ocp.CheckpointManager(
+            (workdir / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every),
+        )
+        self.validate = jax.jit(functools.partial(token_losses, self.architecture))
+        self.update = jax.jit(self._update, donate_argnums=(0,))
+        self.state = self._start()
+        self.step = self.manager.latest_step() or 0
+        if self.step:
+            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
+            self.state = self.manager.restore(self.step, args=ocp.args.StandardRestore(target))
+
+    def _same_recipe(self) -> None:
+        """A run goes on only with the recipe that it began with; its length may change."""
+        file = self.workdir / "recipe.json"
+        mine = {k: v for k, v in dataclasses.asdict(self.recipe).items() if k != "steps"}
+        if file.exists():
+            found = json.loads(file.read_text())
+            differing = sorted(k for k in mine | found if mine.get(k) != found.get(k))
+            if differing:
+                raise ValueError(
+                    f"{file} was begun with another {', '.join(differing)}: choose a new --workdir"
+                )
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(mine, indent=1))
+
+    def _start(self) -> dict[str, Any]:
+        params = self.architecture.init_params(self.recipe.seed)
+        return {"params": params, "optimizer": self.optimizer.init(params)}
+
+    def _update(self, state: dict[str, Any], windows: Array) -> tuple[dict[str, Any], Array]:
+        def mean_loss(params: Params) -> Array:
+            return token_losses(self.architecture, params, windows).mean()
+
+        loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
+        updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": inner}, loss
+
+    def run(self, data: Data, until: int | None = None) -> Iterator[tuple[int, float]]:
+        """Steps taken so far and the loss of the last, one at a time; saves as it goes."""
+        until = self.recipe.steps if until is None else until
+        while self.step < until:
+            self.state, loss = self.update(self.state, jnp.asarray(data.batch(self.step)))
+            self.step += 1
+            self.save(force=self.step == until)
+            yield self.step, float(loss)
+
+    def save(self, *, force: bool = False) -> None:
+        if self.manager.latest_step() != self.step:
+            self.manager.save(self.step, args=ocp.args.StandardSave(self.state), force=force)
+
+    def validation_loss(self, data: Data) -> float:
+        rows = self.recipe.rows
+        batches = [data.validation[i : i + rows] for i in range(0, len(data.validation), rows)]
+        losses = [self.validate(self.state["params"], jnp.asarray(batch)) for batch in batches]
+        return float(jnp.concatenate(losses).mean())
+
+    def close(self) -> None:
+        self.manager.wait_until_finished()
+        self.manager.close()
+
+
+def train(recipe: Recipe, workdir: Path, folder: Path, *, every: int = 50) -> None:
+    """Train to the end and write the model's folder; every ``every`` steps what there is so far.
+
+    Args:
+      recipe: the shape and the training.
+      workdir: where checkpoints and the log of losses are kept.
+      folder: where the model is written.
+      every: steps between checkpoints, validation and exports.
+
+    Raises:
+      ValueError: if ``workdir`` holds a run of another recipe, or there is too little text.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    texts = read_parts()
+    tokenizer_file = workdir / "tokenizer.json"
+    if tokenizer_file.exists():
+        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    else:
+        tokenizer = train_tokenizer(texts["train"].values(), recipe.vocab_size)
+        save_tokenizer(tokenizer, workdir, recipe.context)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(workdir / name, folder / name)
+    data = Data(texts, tokenizer, recipe)
+    trainer = Trainer(recipe, workdir, save_every=every)
+    log = _Log(workdir / "losses.jsonl", trainer.step)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns) as progress:
+        task = progress.add_task("training", total=recipe.steps, completed=trainer.step)
+        for step, loss in trainer.run(data):
+            entry: dict[str, float] = {"step": step, "loss": loss}
+            if step % every == 0 or step == recipe.steps:
+                entry["validation"] = trainer.validation_loss(data)
+                export(trainer.state["params"], recipe.config(), folder)
+            log.add(entry)
+            words = ", ".join(f"{k} {v:.3f}" for k, v in entry.items() if k != "step")
+            progress.update(task, completed=step, description=words)
+            if "validation" in entry or not progress.console.is_terminal:
+                progress.console.print(f"step {step}: {words}")
+    trainer.close()
+    plot_losses(log.entries, recipe.rows * recipe.context, folder / "loss.png")
+
+
+class _Log:
+    """One JSON object a step; what a resumed run will repeat is cut off."""
+
+    def __init__(self, file: Path, step: int):
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.entries = [e for e in map(json.loads, lines) if e["step"] <= step]
+        self.file = file
+        file.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
+
+    def add(self, entry: dict[str, float]) -> None:
+        self.entries.append(entry)
+        with self.file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.train", description=__doc__)
+    cache = Path.home() / ".cache" / "kvjax" / "tiny"
+    parser.add_argument("--workdir", type=Path, default=cache, help="checkpoints (%(default)s)")
+    parser.add_argument("--out", type=Path, default=here, help="the model's folder (%(default)s)")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    for field in dataclasses.fields(Recipe):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=type(field.default), default=field.default)
+    given = vars(parser.parse_args())
+    workdir, out, every = given.pop("workdir"), given.pop("out"), given.pop("every")
+    out.mkdir(parents=True, exist_ok=True)
+    train(Recipe(**given), workdir, out, every=every)
+
+
+if __name__ == "__main__":
+    main()

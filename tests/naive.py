@@ -1,0 +1,99 @@
+"""A decoder in plain numpy float64, token by token, that shares no code with the project.
+
+It is what the cache is measured against: no cache, no blocks, no padding; each token looks at a
+list of the tokens before it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+
+def logits(
+    params: Any, config: Any, tokens: list[int], *, store: Any = lambda x: x
+) -> np.ndarray:
+    """[tokens, vocab]. ``store`` is what the codec does to the keys and values a cache holds."""
+    weights = _wide(params)
+    model = weights["model"]
+    x = model["embed_tokens"]["weight"][tokens]
+    for number in range(config.num_hidden_layers):
+        layer = model["layers"][str(number)]
+        h = _rms(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+        mixed = _attention(h, layer["self_attn"], config, config.windows[number], store)
+        x = x + mixed @ layer["self_attn"]["o_proj"]["weight"].T
+        h = _rms(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+        gate = h @ layer["mlp"]["gate_proj"]["weight"].T
+        up = h @ layer["mlp"]["up_proj"]["weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down_proj"]["weight"].T
+    return _rms(x, model["norm"]["weight"], config.rms_norm_eps) @ model["embed_tokens"]["weight"].T
+
+
+def attention(
+    query: np.ndarray,
+    keys: list[np.ndarray],
+    values: list[np.ndarray],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> np.ndarray:
+    """One query [head_dim], the newest of the text, over lists of [head_dim]."""
+    if not keys:
+        return np.zeros_like(query)
+    at = len(keys) - 1
+    seen = [p for p in range(len(keys)) if window is None or p > at - window or p < sinks]
+    scores = np.array([keys[p] @ query for p in seen])
+    scores = scores * (len(query) ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    weights = np.exp(scores - scores.max())
+    return (weights / weights.sum()) @ np.array([values[p] for p in seen])
+
+
+def rotate(x: np.ndarray, position: int, theta: float = 10000.0) -> np.ndarray:
+    """[head_dim] turned to its position; pairs are (i, i + half)."""
+    half = len(x) // 2
+    exponent = np.arange(0, 2 * half, 2, dtype=np.float32) / np.float32(2 * half)
+    angles = position * (1.0 / np.float32(theta) ** exponent).astype(np.float64)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
+
+
+def _attention(x: np.ndarray, weights: Any, config: Any, window: Any, store: Any) -> np.ndarray:
+    size, theta = config.head_dim, config.rope.theta
+    rows = []
+    keys: dict[int, list[np.ndarray]] = {h: [] for h in range(config.num_key_value_heads)}
+    values: dict[int, list[np.ndarray]] = {h: [] for h in range(config.num_key_value_heads)}
+    group = config.num_attention_heads // config.num_key_value_heads
+    for position, token in enumerate(x):
+        q = (weights["q_proj"]["weight"] @ token).reshape(-1, size)
+        k = (weights["k_proj"]["weight"] @ token).reshape(-1, size)
+        v = (weights["v_proj"]["weight"] @ token).reshape(-1, size)
+        for head in keys:
+            keys[head].append(store(rotate(k[head], position, theta)))
+            values[head].append(store(v[head]))
+        rows.append(
+            np.concatenate(
+                [
+                    attention(
+                        rotate(q[head], position, theta),
+                        keys[head // group],
+                        values[head // group],
+                        window=window,
+                    )
+                    for head in range(config.num_attention_heads)
+                ]
+            )
+        )
+    return np.array(rows)
+
+
+def _rms(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def _wide(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _wide(child) for key, child in tree.items()}
+    return np.asarray(tree, np.float64)

@@ -1,0 +1,150 @@
+"""``config.json`` in all the forms it has had means here what it means in Transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.models.config import LlamaConfig, RopeConfig
+from kvjax.models.config_json import read_config
+from kvjax.models.generation import read_generation
+from kvjax.models.rope import inverse_frequencies
+
+SIZES = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+FACTORS = {
+    "short_factor": [1.0 + i / 9 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+
+FORMS: dict[str, dict[str, Any]] = {
+    "llama-bare": {"model_type": "llama"},
+    "llama-sizes": {"model_type": "llama", **SIZES},
+    "llama-null": {"model_type": "llama", **SIZES, "num_key_value_heads": None, "head_dim": None},
+    "mistral-bare": {"model_type": "mistral"},
+    "mistral-null-window": {"model_type": "mistral", **SIZES, "num_key_value_heads": 2,
+                            "sliding_window": None},
+    "mistral-layer-types": {"model_type": "mistral", **SIZES, "num_key_value_heads": 2,
+                            "layer_types": ["full_attention", "attention", "sliding_attention"],
+                            "sliding_window": 8},
+    "qwen2-bare": {"model_type": "qwen2"},
+    "qwen2-unused-window": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2,
+                            "sliding_window": 8, "max_window_layers": 1},
+    "qwen2-window": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2, "sliding_window": 8,
+                     "use_sliding_window": True, "max_window_layers": 2},
+    "qwen2-attention-bias": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2,
+                             "attention_bias": False},
+    "qwen3-bare": {"model_type": "qwen3"},
+    "qwen3-types": {"model_type": "qwen3", **SIZES, "num_key_value_heads": 4, "sliding_window": 8,
+                    "use_sliding_window": True,
+                    "layer_types": ["sliding_attention", "attention", "sliding_attention"]},
+    "theta-beside": {"model_type": "llama", **SIZES, "rope_theta": 5e5},
+    "scaling-type": {"model_type": "llama", **SIZES, "rope_theta": 2e4,
+                     "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "scaling-both": {"model_type": "llama", **SIZES,
+                     "rope_scaling": {"rope_type": "dynamic", "type": "linear", "factor": 4.0}},
+    "scaling-first": {"model_type": "llama", **SIZES,
+                      "rope_scaling": {"type": "linear", "factor": 4.0},
+                      "rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+    "scaling-null": {"model_type": "llama", **SIZES, "rope_scaling": None, "rope_theta": 7e3},
+    "theta-inside": {"model_type": "llama", **SIZES, "rope_theta": 1e3,
+                     "rope_parameters": {"rope_theta": 9e3, "rope_type": "default"}},
+    "partial-default": {"model_type": "llama", **SIZES, "partial_rotary_factor": 0.5},
+    "llama3": {"model_type": "llama", **SIZES, "rope_theta": 5e5, "max_position_embeddings": 4096,
+               "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                "original_max_position_embeddings": 512, "rope_type": "llama3"}},
+    "llama3-equal": {"model_type": "llama", **SIZES,
+                     "rope_scaling": {"factor": 8.0, "low_freq_factor": 2, "high_freq_factor": 2,
+                                      "rope_type": "llama3"}},
+    "yarn-null-factor": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2,
+                         "max_position_embeddings": 4096,
+                         "rope_scaling": {"type": "yarn", "factor": None,
+                                          "original_max_position_embeddings": 1024}},
+    "yarn-outer-length": {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2,
+                          "max_position_embeddings": 4096, "head_dim": 24,
+                          "original_max_position_embeddings": 256,
+                          "rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16,
+                                           "original_max_position_embeddings": 1024}},
+    "yarn-no-length": {"model_type": "llama", **SIZES,
+                       "rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+    "yarn-mscale": {"model_type": "llama", **SIZES,
+                    "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.5,
+                                     "mscale_all_dim": 2}},
+    "longrope": {"model_type": "llama", **SIZES, "max_position_embeddings": 4096,
+                 "original_max_position_embeddings": 1024,
+                 "rope_scaling": {"type": "longrope", **FACTORS}},
+    "longrope-factor": {"model_type": "llama", **SIZES, "max_position_embeddings": 4096,
+                        "rope_scaling": {"type": "longrope", "factor": 16, **FACTORS}},
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(FORMS))
+def form(request: pytest.FixtureRequest, tmp_path: Path, transformers: Any) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(FORMS[request.param]))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    assert isinstance(ours, LlamaConfig)
+    return ours, theirs, tmp_path
+
+
+def their_windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if config.model_type == "llama":
+        window = None
+    if config.model_type in ("llama", "mistral"):  # mistral with layer_types becomes ministral
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def test_fields(form: Any) -> None:
+    ours, theirs, folder = form
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps",
+        "hidden_act", "tie_word_embeddings",
+    ):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    derived = theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or derived)
+    assert ours.windows == their_windows(theirs)
+    generation = read_generation(folder, ours.model_type)
+    assert generation.eos_token_ids == (() if theirs.eos_token_id is None else (2,))
+    assert generation.bos_token_id == theirs.bos_token_id
+
+
+def their_frequencies(config: Any, length: int, torch: Any) -> tuple[np.ndarray, float]:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    rotary(torch.zeros(1), torch.arange(length)[None])
+    return rotary.inv_freq.numpy(), rotary.attention_scaling
+
+
+def test_rotary_frequencies(form: Any, torch: Any) -> None:
+    """Equal to the last bit but for the powers' rounding, at lengths on both sides."""
+    ours, theirs, _ = form
+    for length in (16, ours.max_position_embeddings + 100):
+        expected, scale = their_frequencies(theirs, length, torch)
+        frequencies, our_scale = inverse_frequencies(ours, length)
+        assert frequencies.dtype == expected.dtype == np.float32
+        np.testing.assert_array_max_ulp(frequencies, expected, maxulp=2)
+        assert our_scale == pytest.approx(scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("theta", [100.0, 1e4, 5e5, 1e6, 1e7])
+def test_default_frequencies_bit_for_bit(theta: float, torch: Any) -> None:
+    """At least 98 of 100 are the same bits; the others are neighbours."""
+    same, total = 0, 0
+    for dim in (8, 32, 48, 64, 80, 96, 128, 256):
+        config = LlamaConfig(
+            "llama", 1, dim, 1, 1, 1, 1, dim, 64, 1e-6, "silu", True, False, False, False, False,
+            rope=RopeConfig(theta=theta), windows=(None,),
+        )  # fmt: skip
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        expected = (1.0 / (theta**exponents)).numpy()
+        frequencies, _ = inverse_frequencies(config, 64)
+        np.testing.assert_array_max_ulp(frequencies, expected, maxulp=1)
+        same += int(np.sum(frequencies == expected))
+        total += len(expected)
+    assert same >= 0.98 * total

@@ -1,0 +1,192 @@
+"""The benchmark runs, checks what it times, and writes what its README says. No times here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks import bandwidth, memory, report
+from benchmarks.cells import difference
+from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
+from benchmarks.claims import all_claims, paired_ratio
+from benchmarks.decode import PEERS, main, parse_cells
+from benchmarks.process import Worker, WorkerError
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
+    reason="needs torch and transformers (the extra `oracle`)",
+)
+
+
+def read_results(folder: Path) -> dict:
+    assert (folder / "decode.png").read_bytes().startswith(b"\x89PNG")
+    assert "| dtype |" in (folder / "decode.md").read_text()
+    return json.loads((folder / "decode.json").read_text())
+
+
+def check_engine(found: dict, repeats: int) -> None:
+    for name in ("milliseconds_per_token", "tokens_per_second", "bytes_per_step"):
+        assert found[name] > 0
+    assert len(found["decode_seconds"]) == repeats
+    assert len(found["prefill_seconds"]) == len(found["prefill_init_seconds"]) == 1
+    assert found["decode_peak_bytes"] > 0
+    assert found["prefill_peak_bytes"] > 0
+
+
+def test_quick_run_without_a_peer(tmp_path, capsys):
+    arguments = ["--quick", "--peers", "none", "--cells", "2x150", "--dtypes", "float32,bfloat16"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    results = read_results(tmp_path)
+    places = [(cell["dtype"], cell["batch"], cell["prompt"]) for cell in results["cells"]]
+    assert places == [("float32", 2, 150), ("bfloat16", 2, 150)]
+    assert results["bandwidth"]["bytes_per_second"] > 0
+    assert set(results["versions"]) == {"python", "kvjax", "jax"}
+    assert results["device"] and results["threads"] >= 1
+    assert "--out" not in results["command"]
+    for cell in results["cells"]:
+        assert cell["check"]["passed"]
+        assert set(cell["check"]["difference"]) == {"kvjax-uncached"}
+        assert set(cell["engines"]) == {"kvjax"}
+        check_engine(cell["engines"]["kvjax"], results["settings"]["repeats"])
+        assert cell["engines"]["kvjax"]["uncached_seconds"]
+    assert [capacity["dtype"] for capacity in results["capacity"]] == ["float32", "bfloat16"]
+    for capacity in results["capacity"]:
+        assert capacity["max_lens"] == [64, 256]
+        assert [len(seconds) for seconds in capacity["seconds"]] == [2, 2]
+    assert results["claims"] and not any(claim["required"] for claim in results["claims"])
+    assert "kvjax without a cache" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.oracle
+@needs_transformers
+def test_quick_run_beside_transformers(tmp_path):
+    command = ["-m", "benchmarks.decode", "--quick", "--cells", "2x150", "--repeats", "3"]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, *command, "--out", str(tmp_path)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = read_results(tmp_path)
+    assert {"torch", "transformers"} <= set(results["versions"])
+    for cell in results["cells"]:
+        assert list(cell["engines"]) == ["kvjax", *PEERS]
+        assert set(cell["check"]["difference"]) == {"kvjax", "kvjax-uncached", *PEERS[:-1]}
+        assert cell["check"]["passed"]
+        for found in cell["engines"].values():
+            check_engine(found, 3)
+        weights = {found["bytes_per_step"] for found in cell["engines"].values()}
+        assert len(weights) == 1, "all engines hold the same weights"
+    assert all(results["cells"][0]["check"]["greedy_equal"].values())
+    assert any(claim["claim"].startswith("a step against") for claim in results["claims"])
+
+
+def test_checkpoint_is_the_same_every_time(tmp_path):
+    write_checkpoint(tmp_path / "a", TINY, seed=3)
+    write_checkpoint(tmp_path / "b", TINY, seed=3)
+    one, two = (tmp_path / name / "model.safetensors" for name in "ab")
+    assert one.read_bytes() == two.read_bytes()
+    tensors = load_file(one)
+    assert {name: x.shape for name, x in tensors.items()} == shapes(TINY)
+    assert all(x.dtype == np.float32 for x in tensors.values())
+
+
+def test_full_size_model_is_the_one_described():
+    weights = sum(int(np.prod(shape)) for shape in shapes(Sizes()).values())
+    assert weights == 134_515_008
+    assert Sizes().cache_bytes_per_token(4) == 46_080
+
+
+@pytest.mark.parametrize("text", ["64", "1x", "0x64", "1x64,", "1x64;2x3"])
+def test_bad_cells_are_refused(text, capsys):
+    with pytest.raises(ValueError, match="a cell is BATCHxPROMPT"):
+        parse_cells(text)
+    assert main(["--quick", "--peers", "none", "--cells", text]) == 2
+    assert "a cell is BATCHxPROMPT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtypes", "float8"], "unknown dtypes ['float8']"),
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--pass-repeats", "0"], "pass_repeats must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, capsys):
+    assert main(["--quick", "--peers", "none", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_worker_that_fails_says_why(tmp_path):
+    absent = Worker("kvjax", tmp_path / "absent", "float32", [sys.executable])
+    with absent, pytest.raises(WorkerError, match="worker kvjax failed"):
+        absent.ready()
+    script = "import sys; print('out of luck', file=sys.stderr); sys.exit(7)"
+    dead = Worker("kvjax", tmp_path, "float32", [sys.executable, "-c", script])
+    with dead, pytest.raises(WorkerError, match="ended with code 7:\nout of luck"):
+        dead.ready()
+
+
+def results_of(difference: float, ratio: float) -> dict:
+    def engine(seconds: float) -> dict:
+        return {
+            "decode_seconds": [seconds, 2 * seconds],
+            "milliseconds_per_token": 1500.0 * seconds,
+            "prefill_seconds": [30.0],
+            "uncached_seconds": [30.0],
+        }
+
+    cell = {
+        "dtype": "float32",
+        "batch": 1,
+        "prompt": 2048,
+        "engines": {
+            "kvjax": engine(ratio),
+            "transformers-dynamic-eager": engine(1.5),
+            "transformers-dynamic-sdpa": engine(1.0),
+        },
+        "check": {"tolerance": 1e-4, "difference": {"kvjax": difference}, "reference": "peer"},
+    }
+    return {"cells": [cell], "capacity": [], "settings": {"full_size": True}}
+
+
+def test_claims_hold_kvjax_against_the_fastest_peer():
+    speed, cached, uncached = all_claims(results_of(0.0, 1.05))
+    assert speed["measured"] == pytest.approx(1.05)
+    assert speed["passed"] and speed["required"] and "dynamic-sdpa" in speed["claim"]
+    assert cached["measured"] == pytest.approx(30 / 1.575) and cached["passed"]
+    assert uncached["measured"] == 1.0 and uncached["passed"]
+    assert not all_claims(results_of(0.0, 1.2))[0]["passed"]
+
+
+def test_mismatches_are_named():
+    assert report.mismatches(results_of(1e-5, 1.0)) == []
+    (sentence,) = report.mismatches(results_of(1e-3, 1.0))
+    assert "float32 1x2048: the logits of kvjax differ from peer's by 1.0e-03" in sentence
+    assert difference(np.array([np.nan]), np.array([1.0])) == float("inf")
+    assert difference(np.array([1.0, 2.5]), np.array([1.0, 2.0])) == 0.25
+
+
+def test_ratio_is_the_median_of_pairs():
+    assert paired_ratio([1.0, 10.0, 3.0], [1.0, 5.0, 1.0]) == 2.0
+
+
+def test_peak_memory_sees_an_array_come_and_go():
+    if not memory.mark_peak():
+        pytest.skip("this system can't reset a process's high-water mark")
+    before = memory.peak_bytes()
+    np.ones(2**23).sum()
+    assert memory.peak_bytes() - before > 2**25
+
+
+def test_bandwidth_is_a_positive_number_for_every_method():
+    found = bandwidth.cpu_bandwidth(2**22, repeats=1) | bandwidth.jax_bandwidth(2**22, repeats=1)
+    assert len(found) == 4 and min(found.values()) > 0

@@ -1,0 +1,259 @@
+"""The command line: what it prints where, and one line and exit code 2 for what a user can mend."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kvjax
+from kvjax import cli
+
+STATS = {
+    "prompt_tokens",
+    "new_tokens",
+    "compile_seconds",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_tokens_per_second",
+    "cache_bytes",
+    "compilations",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run a command in this process: exit code, standard output, standard error."""
+
+    def run_command(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        if stdin is not None:
+            read, write = os.pipe()
+            os.write(write, stdin)
+            os.close(write)
+            monkeypatch.setattr(sys, "stdin", os.fdopen(read))
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        out, err = capfd.readouterr()
+        return leaving.value.code, out, err
+
+    return run_command
+
+
+def assert_refused(outcome, *words):
+    code, out, err = outcome
+    assert code == 2
+    assert out == ""
+    assert err.startswith("kvjax: error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert all(word in err for word in words), err
+
+
+def test_text_streams_and_figures_follow(run, tiny_llama_dir, tiny_llama):
+    code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 12)
+    expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=12)
+    assert code == 0
+    assert out == expected.text[0] + "\n"
+    assert "4 prompt + 12 new tokens" in err and "tokens/s" in err and err.count("\n") == 1
+
+
+def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
+    arguments = ("--max-new-tokens", 7, "--temperature", 0.8, "--top-k", 50, "--top-p", 0.9)
+    arguments += ("--min-p", 0.01, "--seed", 5, "--repetition-penalty", 1.1, "--max-len", 64)
+    code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--json", *arguments)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert set(found) == {"text", "tokens", "stats"} and set(found["stats"]) == STATS
+    expected = kvjax.generate(
+        tiny_llama,
+        ["Once"],
+        max_new_tokens=7,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=5,
+        repetition_penalty=1.1,
+        max_len=64,
+    )
+    assert found["text"] == expected.text[0] and found["tokens"] == expected.tokens[0]
+    assert found["stats"]["prompt_tokens"] == 4 and found["stats"]["new_tokens"] == 7
+    assert found["stats"]["cache_bytes"] == expected.stats.cache_bytes
+    assert set(found["stats"]["cache_bytes"]) == {"device"}
+
+
+def test_prompt_from_option_file_and_standard_input(run, tiny_llama_dir, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Wörter\n", encoding="utf-8")
+    common = ("--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
+    found = [
+        run("generate", "--prompt", "Wörter", *common),
+        run("generate", "--file", tmp_path / "prompt.txt", *common),
+        run("generate", "-", *common, stdin="Wörter\n".encode()),
+        run("generate", *common, stdin="Wörter\n".encode()),
+    ]
+    tokens = [json.loads(out)["tokens"] for _, out, _ in found]
+    assert tokens == [tokens[0]] * 4
+    assert all(json.loads(out)["stats"]["prompt_tokens"] == 7 for _, out, _ in found)
+
+
+def test_without_a_cache_the_text_is_the_same(run, tiny_llama_dir):
+    common = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 6, "--json")
+    cached, uncached = (json.loads(run(*common, *more)[1]) for more in ((), ("--no-cache",)))
+    assert cached["tokens"] == uncached["tokens"]
+    assert uncached["stats"]["cache_bytes"] == {}
+
+
+def test_chat_goes_through_the_template(run, tiny_llama_dir, tiny_llama):
+    common = ("--model", tiny_llama_dir, "--max-new-tokens", 4, "--json")
+    found = json.loads(run("generate", "hi", "--chat", *common)[1])
+    ids = tiny_llama.chat([{"role": "user", "content": "hi"}])
+    assert found["stats"]["prompt_tokens"] == len(ids)
+    assert found["tokens"] == kvjax.generate(tiny_llama, [ids], max_new_tokens=4).tokens[0]
+
+
+def test_stop_string_ends_the_text(run, tiny_llama_dir, tiny_llama):
+    whole = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=12).text[0]
+    stop = whole[5:7]
+    common = ("--model", tiny_llama_dir, "--max-new-tokens", 12, "--stop", stop)
+    assert run("generate", "Once", *common)[1] == whole[: whole.index(stop)] + "\n"
+
+
+def test_dtype_is_honoured(run, tiny_llama_dir):
+    common = ("--model", tiny_llama_dir, "--max-new-tokens", 3, "--json")
+    wide, narrow = (
+        json.loads(run("generate", "Once", "--dtype", dtype, *common)[1])["stats"]["cache_bytes"]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert wide["device"] > 1.5 * narrow["device"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-new-tokens", 0), ("max_new_tokens", "0")),
+        (("--max-new-tokens", "many"), ("--max-new-tokens", "integer")),
+        (("--temperature", -1), ("temperature", "-1")),
+        (("--top-p", 1.5), ("top_p", "1.5")),
+        (("--cache", "turbo"), ("turbo", "static")),
+        (("--dtype", "float8"), ("float8", "float32")),
+        (("--max-len", 8), ("8", "132")),
+        (("--model", "nowhere/at/all"), ("nowhere/at/all",)),
+        (("--prompt", "twice"), ("prompt", "once")),
+        (("--file", "twice.txt"), ("prompt", "once")),
+        (("--speed", 3), ("--speed",)),
+    ],
+)
+def test_bad_option_is_one_line(run, tiny_llama_dir, arguments, words):
+    model = () if "--model" in arguments else ("--model", tiny_llama_dir)
+    assert_refused(run("generate", "Once", *model, *arguments), *words)
+
+
+def test_bad_prompt_is_one_line(run, tiny_llama_dir, tmp_path):
+    common = ("generate", "--model", tiny_llama_dir)
+    assert_refused(run(*common, ""), "empty")
+    assert_refused(run(*common, stdin=b""), "empty")
+    assert_refused(run(*common, "-", stdin=b"\xff\xfe"), "standard input", "UTF-8")
+    assert_refused(run(*common, "--file", tmp_path / "none.txt"), "none.txt")
+    assert_refused(run(*common, "--file", tmp_path), str(tmp_path))
+    assert_refused(run(*common, "x" * 60, "--max-len", 64), "60", "128", "64")
+
+
+def test_bad_checkpoint_is_one_line(run, tiny_llama_dir, tmp_path):
+    assert_refused(run("info", "--model", tmp_path), "config.json")
+    for file in tiny_llama_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert_refused(run("generate", "Once", "--model", tmp_path), "model.safetensors")
+
+
+def test_no_prompt_at_a_terminal_is_one_line(run, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert_refused(run("generate"), "no prompt")
+
+
+def test_unknown_command_is_one_line(run):
+    assert_refused(run("degenerate"), "degenerate")
+
+
+def test_debug_shows_where(monkeypatch, tiny_llama_dir):
+    monkeypatch.setenv("KVJAX_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "", "--model", str(tiny_llama_dir)])
+    with pytest.raises(ValueError, match="empty"):
+        cli.main()
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, tiny_llama_dir):
+    def broken(*_, **__):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(kvjax, "stream", broken)
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "a", "--model", str(tiny_llama_dir)])
+    with pytest.raises(TypeError, match="a bug"):
+        cli.main()
+
+
+def test_info(run, tiny_llama_dir):
+    code, out, err = run("info", "--model", tiny_llama_dir, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["type"] == "llama" and found["layers"] == 2 and found["vocabulary"] == 258
+    # Keys and values, 2 layers, 2 heads of 16 channels, 4 bytes each.
+    assert found["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * 16 * 4}
+    assert found["devices"] and found["versions"]["kvjax"] == kvjax.__version__
+    code, out, err = run("info", "--model", tiny_llama_dir)
+    assert (code, err) == (0, "") and "cache bytes a token" in out and "512 device" in out
+
+
+def test_info_of_the_embedded_model(run):
+    code, out, _ = run("info", "--json")
+    assert code == 0
+    assert json.loads(out)["context"] >= 1024
+
+
+def test_help_and_version(run):
+    for arguments in ((), ("--help",), ("generate", "--help"), ("info", "--help")):
+        code, out, err = run(*arguments)
+        assert (code, err) == (0, "") and "Usage" in out
+    assert run("--version") == (0, f"kvjax {kvjax.__version__}\n", "")
+
+
+def test_help_loads_neither_flax_nor_tokenizers():
+    program = (
+        "import sys; sys.argv = ['kvjax', '--help']\n"
+        "from kvjax.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print({'flax', 'tokenizers', 'matplotlib'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.endswith("set()\n"), found.stdout + found.stderr
+
+
+def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment["LOCALAPPDATA"] = str(tmp_path)
+    for name in list(environment):
+        if name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")):
+            del environment[name]
+    command = [sys.executable, "-m", "kvjax", "generate", "Once", "--model", str(tiny_llama_dir)]
+    command += ["--max-new-tokens", "3"]
+
+    def run_once():
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+        return found, {str(p) for p in tmp_path.rglob("*-cache")}
+
+    first, kept = run_once()
+    second, kept_later = run_once()
+    assert kept and kept == kept_later
+    assert first.stdout == second.stdout
+    assert second.stderr.count("\n") == 1  # the figures, and no noise
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
+    command = f"{sys.executable} -m kvjax info --model {tiny_llama_dir} | true"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert found.stderr == ""

@@ -1,0 +1,118 @@
+"""Nothing recompiles for a new prompt, a new length, a new count, or a new number."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from kvjax import _loop
+from kvjax._stats import Meter
+from kvjax.generate import generate, stream
+
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 8,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+}
+
+# Ten prompt lengths and token counts of one bucket set: capacity 96, widths 16 and 32 (and, where
+# prompts are cut into chunks of 32, both of them in one prompt).
+LENGTHS = [
+    (1, 70),
+    (3, 64),
+    (15, 50),
+    (16, 51),
+    (17, 49),
+    (29, 40),
+    (32, 33),
+    (33, 60),
+    (48, 17),
+    (60, 36),
+]
+
+
+def programs():
+    return _loop.prefill._cache_size(), _loop.begin._cache_size(), _loop.decode._cache_size()
+
+
+def prompt(length):
+    return [(7 * i) % 250 for i in range(length)]
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_ten_lengths_and_counts_compile_nothing(tiny_llama, settings):
+    settings: dict[str, Any] = {"prefill_chunk": 32, "eos_token_ids": ()} | settings
+    for length in (16, 32):
+        generate(tiny_llama, [prompt(length)] * 2, max_new_tokens=66 - length, **settings)
+    before = programs()
+    for n, (length, count) in enumerate(LENGTHS):
+        prompts = [prompt(length), prompt(1 + length // 2)]
+        result = generate(tiny_llama, prompts, max_new_tokens=count, seed=n, **settings)
+        assert result.cache.max_len == 96
+        assert [len(tokens) for tokens in result.tokens] == [count, count]
+        assert result.stats.compilations == 0
+        assert result.stats.compile_seconds == 0
+    assert programs() == before
+
+
+def test_new_numbers_compile_nothing(tiny_llama):
+    prompts = [prompt(5)]
+    generate(tiny_llama, prompts, max_new_tokens=8, min_new_tokens=1, **SAMPLED)
+    changed = {"temperature": 0.3, "top_k": 100, "top_p": 0.5, "min_p": 0.1}
+    for other in (
+        {"seed": 2**40},
+        {"repetition_penalty": 0.9},
+        {"min_new_tokens": 5},
+        {"eos_token_ids": [1, 2, 3]},
+        changed,
+    ):
+        settings: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 2} | SAMPLED | other
+        assert generate(tiny_llama, prompts, **settings).stats.compilations == 0
+
+
+def test_streams_and_continuations_share_the_programs(tiny_llama):
+    prompts, settings = [prompt(9)], {"max_len": 64, "eos_token_ids": ()}
+    first = generate(tiny_llama, prompts, max_new_tokens=10, **settings)
+    for piece in stream(tiny_llama, prompts, max_new_tokens=40, **settings):
+        assert piece.stats.compilations == 0
+    settings: dict[str, Any] = {"cache": first.cache, "max_new_tokens": 10, "eos_token_ids": ()}
+    assert generate(tiny_llama, first.unfed, **settings).stats.compilations == 0
+
+
+def test_without_a_cache_too(tiny_llama):
+    settings: dict[str, Any] = {"use_cache": False, "eos_token_ids": ()}
+    generate(tiny_llama, [prompt(20)], max_new_tokens=10, **settings)
+    for length, count in ((1, 5), (17, 30), (40, 24)):
+        result = generate(tiny_llama, [prompt(length)], max_new_tokens=count, **settings)
+        assert result.stats.compilations == 0
+
+
+def test_compilations_and_their_seconds_are_counted():
+    meter, outside = Meter(), jax.jit(lambda x: x - 1)
+    inner = jax.jit(lambda x: 3 * x + 1)
+    outer = jax.jit(lambda x: inner(inner(x)) + inner(x[:2]).sum())
+    x = jax.numpy.arange(7.0)
+    with meter.running():
+        outer(x).block_until_ready()
+    outside(x).block_until_ready()  # nobody measures
+    assert meter.compilations == 1
+    compiling = meter.compile_seconds
+    assert compiling > 0
+    with meter.running():
+        outer(x).block_until_ready()
+    assert (meter.compilations, meter.compile_seconds) == (1, compiling)
+
+
+def test_nested_events_are_counted_once():
+    meter = Meter()
+    trace = "/jax/core/compile/jaxpr_trace_duration"
+    meter.record(trace, 1e-9)
+    meter.record(trace, 1e-9)
+    inner = meter.compile_seconds
+    meter.record(trace, 100.0)
+    meter.record("/jax/some/other/event", 5.0)
+    assert inner < meter.compile_seconds == pytest.approx(100.0)
+    assert meter.compilations == 0
+    assert meter.seconds == 0.0

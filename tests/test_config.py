@@ -1,0 +1,322 @@
+"""``config.json``: what is read, and the message of every refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax.models import GPT2Config, LlamaConfig, RopeConfig, read_config
+from kvjax.models.config import Config
+from kvjax.models.generation import GenerationDefaults, read_generation
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
+SCALED = {"rope_type": "linear", "factor": 2.0}
+
+
+def read(folder: Path, fields: dict[str, Any]) -> Config:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return read_config(folder)
+
+
+def llama(folder: Path, **fields: Any) -> LlamaConfig:
+    config = read(folder, {**LLAMA, **fields})
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+def test_explicit_fields(tmp_path: Path) -> None:
+    config = llama(
+        tmp_path,
+        num_key_value_heads=2,
+        head_dim=12,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+    )
+    assert (config.num_key_value_heads, config.head_dim) == (2, 12)
+    assert config.qkv_bias and config.output_bias and config.mlp_bias and not config.qk_norm
+    assert config.tie_word_embeddings
+    assert config.dtype == "bfloat16"
+    assert config.windows == (None, None, None)
+    assert config.position_limit is None
+    assert hash(config) == hash(
+        llama(tmp_path, **json.loads((tmp_path / "config.json").read_text()))
+    )
+
+
+def test_derived_fields(tmp_path: Path) -> None:
+    config = llama(tmp_path)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
+    assert config.dtype == ""
+    assert config.rope == RopeConfig()
+
+
+def test_families_differ(tmp_path: Path) -> None:
+    qwen2, qwen3 = (read(tmp_path, {**QWEN, "model_type": name}) for name in ("qwen2", "qwen3"))
+    assert isinstance(qwen2, LlamaConfig) and isinstance(qwen3, LlamaConfig)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    assert (qwen2.head_dim, qwen3.head_dim) == (8, 128)
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    config = read(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2})
+    assert isinstance(config, GPT2Config)
+    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (8, 4, 128)
+    assert (config.position_limit, config.tie_word_embeddings) == (1024, True)
+    assert config.activation == "gelu_new"
+    both = read(tmp_path, {"model_type": "gpt2", "n_embd": 32, "hidden_size": 48})
+    assert both.hidden_size == 48
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"model_type": "llama", "sliding_window": 8}, (None, None, None)),
+        ({"model_type": "mistral"}, (4096, 4096, 4096)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention", "attention"],
+            },
+            (None, 8, None),
+        ),
+        ({"sliding_window": 8, "max_window_layers": 0}, (None, None, None)),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8, 8),
+        ),
+        ({"use_sliding_window": True, "sliding_window": 8}, (None, None, None)),
+        ({"use_sliding_window": True, "sliding_window": None}, (None, None, None)),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple) -> None:
+    config = read(tmp_path, {**QWEN, **fields})
+    assert isinstance(config, LlamaConfig)
+    assert config.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig("linear", 5e5, parameters=(("factor", 2),)),
+        ),
+        (
+            {"rope_theta": 1.0, "rope_parameters": {**SCALED, "rope_theta": 3e4}},
+            RopeConfig("linear", 3e4, parameters=(("factor", 2.0),)),
+        ),
+        (
+            {"rope_parameters": {**SCALED, "partial_rotary_factor": 0.5}},
+            RopeConfig("linear", 1e4, 0.5, (("factor", 2.0),)),
+        ),
+        ({"partial_rotary_factor": 0.5}, RopeConfig()),
+        (
+            {
+                "original_max_position_embeddings": 32,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": None,
+                    "beta_fast": 8,
+                    "original_max_position_embeddings": 16,
+                    "unknown": 1,
+                },
+            },
+            RopeConfig(
+                "yarn",
+                parameters=(
+                    ("beta_fast", 8),
+                    ("original_max_position_embeddings", 32),
+                    ("truncate", True),
+                ),
+            ),
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "long_factor": [2] * 4, "short_factor": [1] * 4}},
+            RopeConfig(
+                "longrope",
+                parameters=(
+                    ("long_factor", (2.0,) * 4),
+                    ("original_max_position_embeddings", 64),
+                    ("short_factor", (1.0,) * 4),
+                ),
+            ),
+        ),
+    ],
+)
+def test_rope(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
+    assert llama(tmp_path, **fields).rope == rope
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mamba"}, 'model_type is "mamba"; expected one of gpt2, llama, mistral, qwen2'),
+    ({"model_type": None}, "model_type is null; expected one of"),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}; expected none'),
+    ({"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config is .*; expected none"),
+    ({"is_causal": False}, "is_causal is false; expected true"),
+    ({"hidden_act": "maxout"}, 'hidden_act is "maxout"; expected one of .*silu'),
+    ({"hidden_size": "32"}, 'hidden_size is "32"; expected an integer of at least 1'),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected an integer of at least 1"),
+    ({"vocab_size": True}, "vocab_size is true; expected an integer"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of .* = 4"),
+    ({"model_type": "mistral"}, "num_key_value_heads is null; expected a divisor of .* = 4, not 8"),
+    ({"rms_norm_eps": "tiny"}, 'rms_norm_eps is "tiny"; expected a number'),
+    ({"attention_bias": "yes"}, 'attention_bias is "yes"; expected true or false'),
+    ({"dtype": "float8"}, 'dtype is "float8"; expected one of bfloat16, float16, float32'),
+    ({"head_dim": 7}, "head_dim is 7; expected an even number of rotated channels"),
+    ({"rope_theta": -1}, "rope_theta is -1; expected a number above 0"),
+    ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; expected an object"),
+    ({"rope_scaling": {"type": "mrope"}}, 'rope_scaling.type is "mrope"; expected one of default'),
+    ({"rope_parameters": {"rope_type": "su"}}, 'rope_parameters.rope_type is "su"; expected one'),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention is .*; expected one set of rotary parameters",
+    ),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is null; expected a number"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "rope_scaling.factor is 0; expected"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is null; expected a number above 0"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}},
+        "rope_scaling.truncate is 1; expected true or false",
+    ),
+    (
+        {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1}},
+        "rope_scaling.high_freq_factor is null; expected a number",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "long_factor": [1, 2], "short_factor": [1] * 4}},
+        r"rope_scaling.long_factor is \[1, 2\]; expected a list of 4 numbers above 0, found 2",
+    ),
+    (
+        {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+        "expected another kind: dynamic needs 4 rotated channels, not 2",
+    ),
+    ({**QWEN, "layer_types": ["full_attention"]}, "layer_types is .*; expected 3 names"),
+    ({**QWEN, "layer_types": ["moe"] * 3}, "layer_types is .*; expected 3 names"),
+    (
+        {**QWEN, "layer_types": ["sliding_attention"] * 3},
+        "layer_types is .*; expected full_attention alone: sliding_window is not in use",
+    ),
+    (
+        {**QWEN, "model_type": "mistral", "sliding_window": 0},
+        "sliding_window is 0; expected an integer",
+    ),
+    ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is true; expected"),
+    ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_head is 4; expected a divisor of"),
+    ({"model_type": "gpt2", "activation_function": "x"}, 'activation_function is "x"; expected'),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    base = {} if fields.get("model_type") == "gpt2" else LLAMA
+    with pytest.raises(kvjax.CheckpointError, match=message) as error:
+        read(tmp_path, {**base, **fields})
+    assert str(error.value).startswith(str(tmp_path / "config.json") + ": ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pretraining_tp": 2, "attention_dropout": 0.5, "use_cache": False, "initializer_range": 9},
+        {"quantization_config": None, "rope_scaling": None, "auto_map": {"AutoModel": "x.Y"}},
+        {"sliding_window": 3, "layer_types": ["moe"], "architectures": ["Other"]},
+        {"rope_scaling": {}, "is_encoder_decoder": False, "whatever": {"a": 1}},
+        {"rope_parameters": {"rope_type": "default", "factor": 8.0, "mrope_section": [1, 2]}},
+    ],
+)
+def test_what_changes_nothing_is_not_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert llama(tmp_path, **fields) == llama(tmp_path)
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    with pytest.raises(kvjax.CheckpointError) as error:
+        read(tmp_path, {**LLAMA, "hidden_act": "x" * 999})
+    assert len(str(error.value)) < 600 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON: .*line 1"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b"\xff\xfe{}", "can't be read as text"),
+        (None, "there is no such file"),
+    ],
+)
+def test_unreadable(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(kvjax.CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(kvjax.CheckpointError, match=r"config\.json: can't be read"):
+        read_config(tmp_path)
+
+
+def generation(folder: Path, config: dict, fields: dict | None) -> GenerationDefaults:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    if fields is not None:
+        (folder / "generation_config.json").write_text(json.dumps(fields))
+    return read_generation(folder, "llama")
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    found = generation(
+        tmp_path,
+        {"eos_token_id": 7},
+        {"eos_token_id": [3, 4], "bos_token_id": 1, "pad_token_id": 0, "do_sample": True,
+         "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1},
+    )  # fmt: skip
+    assert found == GenerationDefaults((3, 4), 1, 0, True, 0.6, 20, 0.9, None, 1.1)
+
+
+def test_generation_ids_of_the_config(tmp_path: Path) -> None:
+    assert generation(tmp_path, {}, None) == GenerationDefaults((2,), 1)
+    assert generation(tmp_path, {"eos_token_id": [5], "bos_token_id": 4}, None).eos_token_ids == (
+        5,
+    )
+    assert generation(tmp_path, {"eos_token_id": None, "pad_token_id": -1}, None) == (
+        GenerationDefaults((), 1)
+    )
+    assert generation(tmp_path, {"eos_token_id": 6}, {"top_k": 5}).eos_token_ids == (6,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eos_token_id": "x"}, 'eos_token_id is "x"; expected a token id or a list of them'),
+        ({"temperature": "hot"}, 'temperature is "hot"; expected a number'),
+        ({"top_k": 0.5}, "top_k is 0.5; expected an integer of at least 0"),
+        ({"do_sample": 1}, "do_sample is 1; expected true or false"),
+    ],
+)
+def test_generation_refused(tmp_path: Path, fields: dict, message: str) -> None:
+    with pytest.raises(kvjax.CheckpointError, match=rf"generation_config.json: {message}"):
+        generation(tmp_path, {}, fields)

@@ -1,0 +1,93 @@
+"""The copy law: no step moves a cache, or half a layer of one, in vain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from copies import assert_no_copy, copies
+from jax import lax
+from matrix import CELLS, tiny_config
+
+import kvjax
+from kvjax.models.architecture import Architecture
+
+CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
+MODEL = Architecture(CONFIG)
+
+
+def one_step(params, token, cache):
+    logits, cache = MODEL.apply(params, token[:, None], cache)
+    return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), cache
+
+
+def loop_of_steps(params, token, cache):
+    def go_on(carry):
+        return jnp.all(carry[1].length < carry[2])
+
+    def step(carry):
+        token, cache = one_step(params, *carry[:2])
+        return token, cache, carry[2]
+
+    return lax.while_loop(go_on, step, (token, cache, cache.length[0] + 5))[:2]
+
+
+def scan_of_steps(params, token, cache):
+    def step(carry, _):
+        carry = one_step(params, *carry)
+        return carry, carry[0]
+
+    (_, cache), tokens = lax.scan(step, (token, cache), length=5)
+    return tokens, cache
+
+
+def chunk(params, token, cache):
+    tokens = jnp.tile(token[:, None], (1, 16))
+    return MODEL.apply(params, tokens, cache, last_only=True, lengths=token)
+
+
+FORMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps, "chunk": chunk}
+
+
+def compiled(form, policy, batch, max_len):
+    params = MODEL.abstract_params()
+    cache = jax.eval_shape(
+        lambda: kvjax.init_cache(CONFIG, policy, batch=batch, max_len=max_len)
+    )
+    token = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    program = jax.jit(FORMS[form], donate_argnums=2).lower(params, token, cache).compile()
+    return program, cache
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_cache_is_aliased_and_never_copied(form, cell):
+    temporary = []
+    for max_len in (8192, 32768):
+        program, cache = compiled(form, CELLS[cell].policy, 2, max_len)
+        size = kvjax.nbytes(cache)["device"]
+        assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_batches_do_not_copy(batch):
+    program, cache = compiled("step", kvjax.policy("static"), batch, 4096)
+    size = kvjax.nbytes(cache)["device"]
+    assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
+
+
+def test_the_search_finds_a_copy():
+    """The attention that reads the whole array at once makes copies: the search must see them."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(queries, cache):
+        cache = kvjax.append(cache, 0, queries, queries)
+        mixed = kvjax.attend(queries, cache, 0, path="reference")
+        return mixed + 1, jax.tree.map(lambda x: x * 2, cache)
+
+    config = tiny_config(num_hidden_layers=1, num_key_value_heads=4)
+    cache = jax.eval_shape(lambda: kvjax.init_cache(config, batch=1, max_len=4096))
+    queries = jax.ShapeDtypeStruct((1, 4, 1, 8), jnp.float32)
+    assert copies(step.lower(queries, cache).compile(), kvjax.nbytes(cache)["device"] // 2)

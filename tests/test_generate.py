@@ -1,0 +1,538 @@
+"""Generation: with and without a cache, ends of texts, streaming, continuation, bad input."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import kvjax
+from kvjax import _loop
+from kvjax._request import capacity_bucket, chunk_bucket
+from kvjax.generate import generate, stream
+from kvjax.models.text import Tokenizer, read_tokenizer
+from kvjax.sampling import make_settings
+from tests.checkpoints import write_tokenizer
+from tests.copies import assert_no_copy
+from tests.scripted import scripted
+
+PROMPTS = [list(range(40, 77)), [7], list(range(100, 120))]
+EOS = 257
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    """A token a byte, and 256 and 257 to begin and end a text."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return read_tokenizer(folder)
+
+
+def joined(*merges):
+    """A byte-level tokenizer that also has a token for each of ``merges``, pairs of letters."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = alphabet + ["".join(pair) for pair in merges]
+    model = tokenizers.models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=list(merges))
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+# The same tokens, however they are computed
+
+
+def naive_greedy(lm, prompt, new, penalty=1.0):
+    apply = jax.jit(lm.architecture.apply)
+    ids = list(prompt)
+    for _ in range(new):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(ids)] = ids
+        logits = np.array(apply(lm.params, tokens)[0, len(ids) - 1])
+        seen = np.unique(ids)
+        logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("chunk", [512, 16, 7])
+def test_greedy_tokens_are_those_of_the_uncached_model(tiny_llama, chunk):
+    expected = [naive_greedy(tiny_llama, prompt, 6) for prompt in PROMPTS]
+    result = generate(tiny_llama, PROMPTS, max_new_tokens=6, prefill_chunk=chunk, eos_token_ids=())
+    assert result.tokens == expected
+    assert result.cache.length.tolist() == [len(prompt) + 5 for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.2, "seed": 5},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
+    ],
+    ids=["greedy", "sampled", "filtered"],
+)
+def test_without_a_cache_come_the_same_tokens(tiny_llama, settings):
+    settings: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": ()} | settings
+    cached = generate(tiny_llama, PROMPTS, **settings)
+    uncached = generate(tiny_llama, PROMPTS, **settings, use_cache=False)
+    assert uncached.tokens == cached.tokens
+    assert uncached.text == cached.text
+    assert uncached.cache is None and uncached.stats.cache_bytes == {}
+
+
+def test_a_row_has_the_same_text_whatever_else_is_in_the_batch(tiny_llama):
+    settings: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "eos_token_ids": (),
+    }
+    together = generate(tiny_llama, PROMPTS, seed=[11, 5, 8], **settings)
+    reversed_rows = generate(tiny_llama, PROMPTS[::-1], seed=[8, 5, 11], **settings)
+    assert reversed_rows.tokens == together.tokens[::-1]
+    for row, seed in enumerate([11, 5, 8]):
+        alone = generate(tiny_llama, [PROMPTS[row]], seed=seed, **settings)
+        assert alone.tokens == together.tokens[row : row + 1]
+    counted = generate(tiny_llama, [PROMPTS[0]] * 3, seed=4, **settings)
+    listed = generate(tiny_llama, [PROMPTS[0]] * 3, seed=[4, 5, 6], **settings)
+    assert counted.tokens == listed.tokens
+    assert len({tuple(tokens) for tokens in counted.tokens}) == 3
+
+
+def test_the_repetition_penalty_knows_prompt_and_new_tokens(tiny_llama):
+    settings: dict[str, Any] = {"max_new_tokens": 8, "repetition_penalty": 1.8, "eos_token_ids": ()}
+    expected = [naive_greedy(tiny_llama, prompt, 8, penalty=1.8) for prompt in PROMPTS]
+    assert generate(tiny_llama, PROMPTS, **settings).tokens == expected
+
+
+# Where a text ends
+
+
+def test_a_row_ends_with_its_end_of_text_token(byte_tokenizer):
+    rows = [[*b"abc", EOS, *b"never"], list(b"abcdefghij"), [*b"a", EOS]]
+    lm = scripted(*rows, tokenizer=byte_tokenizer, eos=(EOS,))
+    result = generate(lm, [[1], [1, 1], [1]], max_new_tokens=6)
+    assert result.tokens == [[*b"bc", EOS], list(b"cdefgh"), [EOS]]
+    assert result.text == [decoded(lm, tokens) for tokens in (b"bc", b"cdefgh", b"")]
+    assert result.stats.stop_reasons == ("eos", "length", "eos")
+    # The newest token of each row is not fed, and the cache of a finished row does not grow.
+    assert result.cache.length.tolist() == [3, 7, 1]
+    assert result.unfed == [[EOS], [ord("h")], [EOS]]
+    assert (result.stats.prompt_tokens, result.stats.new_tokens) == (4, 10)
+
+
+def decoded(lm, tokens):
+    return lm.tokenizer.decode(list(tokens))
+
+
+def test_all_loops_end_when_all_rows_are_done(byte_tokenizer):
+    lm = scripted([1, 2, 3, EOS], [1, 2, EOS], tokenizer=byte_tokenizer, eos=(EOS,))
+    result = generate(lm, [[1], [1]], max_new_tokens=2000)
+    assert result.cache.length.tolist() == [3, 2]
+    assert np.asarray(result.cache.written).tolist() == [3, 2]
+    pieces = list(stream(lm, [[1], [1]], max_new_tokens=2000))
+    assert sum(len(piece.tokens[0]) for piece in pieces) == 3
+
+
+def test_end_of_text_tokens_of_ones_own(byte_tokenizer):
+    lm = scripted([1, 2, EOS, 3, 4, 5, 6], tokenizer=byte_tokenizer, eos=(EOS,))
+    assert generate(lm, [[1]], max_new_tokens=5, eos_token_ids=4).tokens == [[2, EOS, 3, 4]]
+    assert generate(lm, [[1]], max_new_tokens=5, eos_token_ids=[5, 3]).tokens == [[2, EOS, 3]]
+    never = generate(lm, [[1]], max_new_tokens=5, eos_token_ids=())
+    assert never.tokens == [[2, EOS, 3, 4, 5]]
+    assert never.text == [decoded(lm, [2, 3, 4, 5])]
+    many = generate(lm, [[1]], max_new_tokens=5, eos_token_ids=[*range(100, 120), 3])
+    assert many.tokens == [[2, EOS, 3]]
+
+
+def test_min_new_tokens_holds_the_end_back(byte_tokenizer):
+    lm = scripted([1, EOS, EOS, EOS, EOS], tokenizer=byte_tokenizer, eos=(EOS,))
+    tokens = generate(lm, [[1]], max_new_tokens=6, min_new_tokens=3).tokens[0]
+    assert len(tokens) == 4 and tokens.index(EOS) == 3
+
+
+def test_one_token(byte_tokenizer):
+    lm = scripted("abc", tokenizer=byte_tokenizer)
+    result = generate(lm, "a", max_new_tokens=1)
+    assert (result.text, result.cache.length.tolist()) == (["b"], [1])
+    assert result.stats.stop_reasons == ("length",)
+    assert result.stats.decode_tokens_per_second == 0.0
+
+
+LONG = "the quick brown fox jumps over the lazy dog, and then it sleeps; STOP the rest is noise"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("STOP", LONG[1:65]),
+        (["nowhere", "STOP"], LONG[1:65]),
+        ("dog", LONG[1:40]),
+        ("h", ""),
+        ("he", ""),
+        (["er the", "ver"], LONG[1:27]),  # "ver" is complete first
+        (["over th", "ver t"], LONG[1:27]),  # both begin, the second is complete first
+        ("q", "he "),
+        ("nowhere", LONG[1:81]),
+        # Held back as a possible beginning, and given at the end.
+        (LONG[70:81] + "?", LONG[1:81]),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_text_and_cache_end_before_a_stop_string(byte_tokenizer, stop, text, use_cache):
+    lm = scripted(LONG, tokenizer=byte_tokenizer)
+    result = generate(lm, LONG[:1], max_new_tokens=80, stop=stop, use_cache=use_cache)
+    assert result.text == [text]
+    assert result.tokens == [lm.tokenizer.encode(text)]
+    stopped = len(text) < 80
+    assert result.stats.stop_reasons == ("stop" if stopped else "length",)
+    if use_cache:
+        assert result.cache.length.tolist() == [1 + len(text) - (not stopped)]
+        assert result.unfed == [[] if stopped else result.tokens[0][-1:]]
+
+
+def test_rows_stop_each_on_their_own(byte_tokenizer):
+    rows = ["ab#" + 40 * "c", "a" + 50 * "b" + "#c", "abc"]
+    lm = scripted(*rows, tokenizer=byte_tokenizer)
+    result = generate(lm, ["a", "a", "a"], max_new_tokens=60, stop="#")
+    assert result.text[:2] == ["b", 50 * "b"]
+    assert result.stats.stop_reasons == ("stop", "stop", "length")
+    assert result.cache.length.tolist() == [2, 51, 60]
+
+
+def test_a_stop_string_that_begins_inside_a_token(byte_tokenizer):
+    tokenizer = joined(("x", "y"), ("z", "w"))
+    lm = scripted("axyzwb", tokenizer=tokenizer)
+    result = generate(lm, "a", max_new_tokens=3, stop="yz")
+    assert result.text == ["x"]
+    # "xy" reaches into the stop string: neither tokens nor cache have it.
+    assert (result.tokens, result.cache.length.tolist(), result.unfed) == ([[]], [1], [[]])
+    result = generate(lm, "a", max_new_tokens=3, stop="zw")
+    assert (result.text, result.cache.length.tolist()) == (["xy"], [2])
+    assert result.tokens == [tokenizer.encode("xy")]
+
+
+@pytest.mark.parametrize("stop", ["é", "本", "🙂🙂"])
+def test_stop_strings_of_several_bytes(byte_tokenizer, stop):
+    text = "a日本語é🙂🙂b"
+    lm = scripted(text, tokenizer=byte_tokenizer)
+    result = generate(lm, "a", max_new_tokens=20, stop=stop)
+    before = text[1 : text.index(stop)]
+    assert result.text == [before]
+    assert result.tokens == [lm.tokenizer.encode(before)]
+    assert result.cache.length.tolist() == [1 + len(before.encode())]
+
+
+# Streaming
+
+
+def assert_pieces_make_the_result(lm, prompts, **settings):
+    expected = generate(lm, prompts, **settings)
+    running = stream(lm, prompts, **settings)
+    pieces = list(running)
+    rows = range(len(expected.tokens))
+    assert ["".join(piece.text[row] for piece in pieces) for row in rows] == expected.text
+    assert [[t for piece in pieces for t in piece.tokens[row]] for row in rows] == expected.tokens
+    assert running.result.text == expected.text
+    assert running.result.tokens == expected.tokens
+    assert running.result.unfed == expected.unfed
+    np.testing.assert_array_equal(running.result.cache.length, expected.cache.length)
+    assert pieces[-1].stats.stop_reasons == expected.stats.stop_reasons
+    return pieces
+
+
+TEXTS = [
+    "a plain text, and quite a long one, so that it takes more than one dispatch to the device",
+    "日本語のテキスト、長い文章",
+    "🙂🙃 mixed é with ñ and 🏳️‍🌈 STOP after",
+    "",
+]
+
+
+@pytest.mark.parametrize("stop", [(), "STOP", ["のテ", "takes"], "\0never", "🙃"])
+def test_pieces_make_the_text(byte_tokenizer, stop):
+    lm = scripted(
+        *("p" + text for text in TEXTS),
+        tokenizer=byte_tokenizer,
+    )
+    for limit in (1, 2, 33, 60):
+        pieces = assert_pieces_make_the_result(lm, ["p"] * 4, max_new_tokens=limit, stop=stop)
+        if limit == 60:
+            assert len(pieces) > 3
+
+
+def test_only_whole_characters_are_streamed(byte_tokenizer):
+    text = "é日🙂" * 8
+    lm = scripted("p" + text, tokenizer=byte_tokenizer)
+    size = len(text.encode())
+    for piece in stream(lm, "p", max_new_tokens=size):
+        assert "\N{REPLACEMENT CHARACTER}" not in piece.text[0]
+        assert decoded(lm, piece.tokens[0]) == piece.text[0]
+    # A text that is cut inside a character says so, at its end only.
+    cut = generate(lm, "p", max_new_tokens=size - 2)
+    assert cut.text == [text[:-1] + "\N{REPLACEMENT CHARACTER}"]
+    assert_pieces_make_the_result(lm, "p", max_new_tokens=size - 2)
+
+
+def test_stray_bytes_are_survived(byte_tokenizer):
+    alphabet = byte_tokenizer.backend.get_vocab()
+    stray = [alphabet[c] for c in "æĹ"]  # the first two bytes of a character of three
+    rng = np.random.default_rng(0)
+    lm = scripted(
+        [1, *stray, *byte_tokenizer.encode("ok"), *stray],
+        [1, *rng.integers(0, 256, 100).tolist()],
+        tokenizer=byte_tokenizer,
+    )
+    assert_pieces_make_the_result(lm, [[1], [1]], max_new_tokens=100, stop="\0\0")
+
+
+def test_a_beginning_of_a_stop_string_is_held_back(byte_tokenizer):
+    lm = scripted("pabSTOabSTOP", tokenizer=byte_tokenizer)
+    shown = ""
+    for piece in stream(lm, "p", max_new_tokens=11, stop=["STOP"]):
+        shown += piece.text[0]
+        assert not shown.endswith(("S", "ST", "STO"))
+    assert shown == "abSTOab"
+
+
+def test_a_sentence_piece_text_keeps_its_spaces(tmp_path):
+    words = ["▁a", "▁b", "c", "▁", "<0xE6>", "<0x97>", "<0xA5>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True
+        )
+    )
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    lm = scripted([0, 1, 2, 0, 3, 4, 5, 6, 1], tokenizer=Tokenizer(backend), vocab_size=7)
+    assert generate(lm, [[0]], max_new_tokens=8).text == [" bc a 日 b"]
+    assert_pieces_make_the_result(lm, [[0]], max_new_tokens=8)
+
+
+def test_the_result_of_a_stream_comes_at_its_end(byte_tokenizer):
+    lm = scripted("abc", tokenizer=byte_tokenizer)
+    running = stream(lm, "a", max_new_tokens=2)
+    next(running)
+    with pytest.raises(RuntimeError, match="after the last piece"):
+        _ = running.result
+    assert list(running) and running.result.text == ["bc"]
+
+
+# Caches and capacities
+
+
+def test_a_cache_is_continued(tiny_llama):
+    settings: dict[str, Any] = {"eos_token_ids": (), "max_len": 128}
+    whole = generate(tiny_llama, PROMPTS, max_new_tokens=14, **settings)
+    first = generate(tiny_llama, PROMPTS, max_new_tokens=6, **settings)
+    kept = kvjax.fork(first.cache)
+    second = generate(
+        tiny_llama, first.unfed, cache=first.cache, max_new_tokens=8, eos_token_ids=()
+    )
+    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == whole.tokens
+    np.testing.assert_array_equal(second.cache.length, whole.cache.length)
+    assert first.cache.layers[0].keys.is_deleted()  # donated
+    again = generate(tiny_llama, first.unfed, cache=kept, max_new_tokens=8, eos_token_ids=())
+    assert again.tokens == second.tokens
+
+
+def test_a_continued_text_has_no_second_beginning(byte_tokenizer):
+    asked = []
+
+    class Recording(Tokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            asked.append(add_special_tokens)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    lm = scripted("abcdefgh", tokenizer=Recording(byte_tokenizer.backend))
+    asked.clear()
+    first = generate(lm, "a", max_new_tokens=2)
+    second = generate(lm, "cd", cache=first.cache, max_new_tokens=3)
+    assert asked == [True, False]
+    assert second.text == ["efg"]
+
+
+def test_capacities_and_widths():
+    expected = {1: 64, 64: 64, 65: 96, 96: 96, 97: 128, 128: 128, 129: 192, 193: 256, 3000: 3072}
+    assert {n: capacity_bucket(n) for n in expected} == expected
+    assert [chunk_bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
+    assert chunk_bucket(3, 5) == 5
+
+
+def test_the_capacity_of_the_cache(byte_tokenizer):
+    lm = scripted("abc", tokenizer=byte_tokenizer, position_limit=70)
+    assert generate(lm, "a", max_new_tokens=2).cache.max_len == 64
+    assert generate(lm, "a", max_new_tokens=65).cache.max_len == 70
+    assert generate(lm, "a", max_new_tokens=2, max_len=3).cache.max_len == 3
+
+
+def test_a_chunk_padded_past_the_capacity_loses_nothing(tiny_llama):
+    prompt = [list(range(30, 51))]
+    exact = generate(tiny_llama, prompt, max_new_tokens=4, max_len=25, eos_token_ids=())
+    roomy = generate(tiny_llama, prompt, max_new_tokens=4, max_len=64, eos_token_ids=())
+    assert exact.tokens == roomy.tokens
+
+
+def test_a_policy_for_each_layer_and_a_dtype(tiny_llama):
+    policy = kvjax.policy("static", dtype="bfloat16")
+    settings: dict[str, Any] = {"max_new_tokens": 4, "max_len": 64}
+    one = generate(tiny_llama, PROMPTS, cache=policy, **settings)
+    two = generate(tiny_llama, PROMPTS, cache=[policy, kvjax.policy("static")], **settings)
+    full = generate(tiny_llama, PROMPTS, **settings)
+    assert one.stats.cache_bytes["device"] * 2 == full.stats.cache_bytes["device"]
+    assert one.stats.cache_bytes["device"] < two.stats.cache_bytes["device"]
+    assert full.stats.cache_bytes == kvjax.nbytes(full.cache)
+
+
+def test_the_figures(tiny_llama):
+    stats = generate(tiny_llama, PROMPTS, max_new_tokens=5, eos_token_ids=()).stats
+    assert dataclasses.asdict(stats).keys() == {
+        "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
+        "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons",
+    }  # fmt: skip
+    assert stats.prompt_tokens == sum(map(len, PROMPTS)) and stats.new_tokens == 15
+    assert stats.decode_tokens_per_second == pytest.approx(12 / stats.decode_seconds)
+
+
+def test_a_model_without_a_tokenizer():
+    lm = scripted([1, 2, 3, 4], tokenizer=None, vocab_size=8)
+    result = generate(lm, [[1]], max_new_tokens=3)
+    assert (result.text, result.tokens) == (None, [[2, 3, 4]])
+    pieces = list(stream(lm, [[1]], max_new_tokens=3))
+    assert all(piece.text is None for piece in pieces)
+    assert [token for piece in pieces for token in piece.tokens[0]] == [2, 3, 4]
+
+
+# The copy law
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_the_loop_moves_no_cache(tiny_llama, settings):
+    filters, numbers = make_settings(seeds=[0, 1], eos_token_ids=(EOS,), **settings)
+    rows: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
+    flags: Any = jax.ShapeDtypeStruct((2,), bool)
+    temporary = []
+    for max_len in (8192, 32768):
+        config = dataclasses.replace(tiny_llama.config, max_position_embeddings=max_len)
+        architecture = dataclasses.replace(tiny_llama.architecture, config=config)
+        cache = jax.eval_shape(
+            lambda config=config, n=max_len: kvjax.init_cache(config, batch=2, max_len=n)
+        )
+        program: Any = _loop.decode.lower(
+            architecture,
+            filters,
+            architecture.abstract_params(),
+            _loop.Cached(cache),
+            _loop.Progress(rows, rows, flags, flags),
+            None,
+            flags,
+            numbers,
+            np.int32(50),
+            np.int32(40),
+        ).compile()
+        size = kvjax.nbytes(cache)["device"]
+        assert_no_copy(program, size, size // config.num_hidden_layers)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("where", [4, 7])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
+    byte_tokenizer, where, bad, use_cache
+):
+    lm = scripted(
+        "abcdefghij", "abcdefghij", "abcdefghij",
+        tokenizer=byte_tokenizer, scale={(1, where): bad},
+    )  # fmt: skip
+    running = stream(lm, ["abcd"] * 3, max_new_tokens=6, use_cache=use_cache)
+    shown = [""] * 3
+    with pytest.raises(kvjax.NonFiniteError, match=r"row\(s\) 1 are not finite"):
+        for piece in running:
+            shown = [old + new for old, new in zip(shown, piece.text, strict=True)]
+    assert "efghij"[: where - 4].startswith(shown[1])
+    with pytest.raises(kvjax.NonFiniteError, match=f"after {where - 4} new tokens"):
+        generate(lm, ["abcd"] * 3, max_new_tokens=6, temperature=1.0, use_cache=use_cache)
+    # A row that has ended is not looked at.
+    if where > 4:
+        generate(lm, ["abcd"] * 3, max_new_tokens=where - 4, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ("", {}, "prompt 0 is empty"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([], {}, "no prompts"),
+        ([[1, 258]], {}, r"prompt 0: token id 258 is out of range: .* 258 tokens, 0 to 257"),
+        ([[-1]], {}, "token id -1 is out of range"),
+        ([1, 2], {}, "prompt 0 must be a text or a list of token ids, got 1"),
+        ([[1.5]], {}, "prompt 0 must be a text or a list of token ids"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be .* at least 1, got 0"),
+        ("a", {"max_new_tokens": -3}, "max_new_tokens must be .* at least 1, got -3"),
+        ("a", {"min_new_tokens": -1}, "min_new_tokens must be .* at least 0, got -1"),
+        ("a", {"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens only 5"),
+        ("a", {"prefill_chunk": 0}, "prefill_chunk must be"),
+        ("a", {"max_len": 0}, "max_len must be"),
+        (["a", "abcdef"], {"max_len": 10}, "6 tokens of prompt and max_new_tokens=5 make 11, but"),
+        (["a", "abcdef"], {"max_len": 10}, "but max_len is 10"),
+        ("a" * 96, {}, "make 101, but the model has only 100 positions"),
+        ("a", {"max_len": 200}, "max_len is 200, but the model has only 100 positions"),
+        ("a", {"top_p": 0}, "top_p must be"),
+        ("a", {"temperature": -1}, "temperature must be"),
+        (["a", "b"], {"seed": [1]}, "1 seeds for 2 prompts"),
+        ("a", {"cache": "dynamical"}, "unknown cache policy 'dynamical'"),
+        ("a", {"stop": ""}, "a stop string must have at least one character, got ''"),
+        ("a", {"eos_token_ids": [300]}, "eos_token_ids: token id 300 is out of range"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("entry", [generate, stream])
+def test_bad_requests_are_refused_before_anything_runs(
+    byte_tokenizer, prompts, settings, message, entry
+):
+    lm = scripted("abc", "abc", tokenizer=byte_tokenizer, position_limit=100)
+    lm.architecture = None  # nothing may run
+    with pytest.raises(ValueError, match=message):
+        entry(lm, prompts, **{"max_new_tokens": 5} | settings)
+
+
+def test_bad_requests_of_a_continuation(byte_tokenizer):
+    lm = scripted("abc", "abc", tokenizer=byte_tokenizer)
+    cache = generate(lm, "ab", max_new_tokens=5, max_len=8).cache
+    assert cache.length.tolist() == [6]
+    with pytest.raises(ValueError, match="7 tokens of prompt and max_new_tokens=2 make 9, but"):
+        generate(lm, "c", cache=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="the cache has 1 rows, but there are 2 prompts"):
+        generate(lm, ["a", "b"], cache=cache, max_new_tokens=1)
+    with pytest.raises(ValueError, match="max_len is 9, but the cache given holds 8"):
+        generate(lm, "a", cache=cache, max_len=9, max_new_tokens=1)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        generate(lm, "a", cache=cache, use_cache=False, max_new_tokens=1)
+    spoilt = dataclasses.replace(cache, status=cache.status | 1)
+    with pytest.raises(kvjax.CacheOverflowError):
+        generate(lm, "c", cache=spoilt, max_new_tokens=1)
+    assert generate(lm, "c", cache=cache, max_new_tokens=1).cache.length.tolist() == [7]
+
+
+def test_texts_need_a_tokenizer():
+    lm = scripted([1, 2, 3], tokenizer=None, vocab_size=8)
+    with pytest.raises(ValueError, match="no tokenizer: give prompts as lists of token ids"):
+        generate(lm, "a")
+    with pytest.raises(ValueError, match="no tokenizer, so there is no text"):
+        generate(lm, [[1]], stop="a")

@@ -1,0 +1,491 @@
+"""Loading: names, dtypes, shards, memory, and the message of every refusal."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import kvjax
+from kvjax import models
+from kvjax.models import hub
+from tests.checkpoints import llama_tensors, write_llama
+
+Tensors = dict[str, np.ndarray]
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2,
+        "n_positions": 32, "activation_function": "gelu_new"}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(tiny_llama_dir, tmp_path / "checkpoint"))
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = dict(load_file(folder / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def drop(tensors: Tensors, *names: str) -> None:
+    for name in names:
+        del tensors[name]
+
+
+def shard(folder: Path) -> dict[str, Any]:
+    """Cut the weights into two files with an index; gives the index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, index = sorted(tensors), {"metadata": {}, "weight_map": {}}
+    for number in (1, 2):
+        file = f"model-{number:05}-of-00002.safetensors"
+        part = {name: tensors[name] for name in names[number - 1 :: 2]}
+        save_file(part, folder / file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(part, file)
+    write_index(folder, index)
+    return index
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def gpt2_tensors() -> Tensors:
+    rng, tensors = np.random.default_rng(0), {}
+    shapes = {
+        "wte.weight": (40, 16),
+        "wpe.weight": (32, 16),
+        "ln_f.weight": (16,),
+        "ln_f.bias": (16,),
+    }
+    for i in range(2):
+        for name, shape in {
+            "ln_1": (16,), "attn.c_attn": (16, 48), "attn.c_proj": (16, 16), "ln_2": (16,),
+            "mlp.c_fc": (16, 64), "mlp.c_proj": (64, 16),
+        }.items():  # fmt: skip
+            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
+    for name, shape in shapes.items():
+        tensors[name] = rng.standard_normal(shape, dtype=np.float32)
+    return tensors
+
+
+def write_gpt2(folder: Path, tensors: Tensors, **fields: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**GPT2, **fields}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_parameters(tiny_llama_dir: Path, tiny_llama: models.LanguageModel) -> None:
+    """The file's tensors under the parts of their names, float32, committed to the device."""
+    stored = load_file(tiny_llama_dir / "model.safetensors")
+    for name, tensor in stored.items():
+        leaf: Any = tiny_llama.params
+        for part in name.split("."):
+            leaf = leaf[part]
+        assert isinstance(leaf, jax.Array) and leaf.committed
+        np.testing.assert_array_equal(leaf, tensor)
+    assert len(jax.tree.leaves(tiny_llama.params)) == len(stored)
+    assert tiny_llama.generation.eos_token_ids == (257,)
+    assert tiny_llama.source == str(tiny_llama_dir)
+
+
+def test_apply_is_static(tiny_llama: models.LanguageModel) -> None:
+    assert tiny_llama.apply == tiny_llama.architecture.apply
+    assert hash(tiny_llama.architecture) == hash(models.Architecture(tiny_llama.config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", jnp.bfloat16, np.float32, "f4"])
+def test_dtype(folder: Path, dtype: Any) -> None:
+    lm = models.load(folder, dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype(dtype)}
+    assert lm.config.dtype == jnp.dtype(dtype).name
+    logits = lm.apply(lm.params, jnp.ones((1, 3), jnp.int32))
+    assert logits.dtype == np.float32 and bool(jnp.isfinite(logits).all())
+
+
+def test_dtype_by_platform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU float32; on an accelerator what ``config.json`` says, or what the weights are."""
+    change_config(folder, torch_dtype="bfloat16")
+    assert models.load(folder).config.dtype == "float32"
+    monkeypatch.setattr(kvjax.Device, "platform", lambda self: "gpu")
+    assert models.load(folder).config.dtype == "bfloat16"
+    change_config(folder, torch_dtype=None)
+    change_tensors(folder, lambda t: t.update({k: v.astype(np.float16) for k, v in t.items()}))
+    assert models.load(folder).config.dtype == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "double", 3])
+def test_unknown_dtype(folder: Path, dtype: Any) -> None:
+    with pytest.raises(ValueError, match="expected one of bfloat16, float16, float32"):
+        models.load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stored_dtypes(folder: Path, dtype: str, tiny_llama: models.LanguageModel) -> None:
+    """16-bit weights are widened exactly."""
+    kind = jnp.dtype(dtype)
+    change_tensors(folder, lambda t: t.update({k: v.astype(kind) for k, v in t.items()}))
+    lm = models.load(folder, dtype="float32")
+    for found, exact in zip(*map(jax.tree.leaves, (lm.params, tiny_llama.params)), strict=True):
+        np.testing.assert_array_equal(found, np.asarray(exact).astype(kind).astype(np.float32))
+
+
+def test_shards(folder: Path, tiny_llama: models.LanguageModel) -> None:
+    shard(folder)
+    lm = models.load(folder)
+    assert jax.tree.structure(lm.params) == jax.tree.structure(tiny_llama.params)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), lm.params, tiny_llama.params)
+    )
+
+
+def test_without_a_head(folder: Path, tiny_llama: models.LanguageModel) -> None:
+    """A model saved without its head lacks the prefix; buffers of old files are left out."""
+
+    def strip(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    change_tensors(folder, strip)
+    lm = models.load(folder)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), lm.params, tiny_llama.params)
+    )
+
+
+def test_tied_head(folder: Path) -> None:
+    """A stored head that is the embedding is left out; either of the two will do; one that
+    differs counts."""
+    embedding = "model.embed_tokens.weight"
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t[embedding]}))
+    assert "lm_head" not in models.load(folder).params
+    change_tensors(folder, lambda t: drop(t, embedding))
+    lm = models.load(folder)
+    assert "lm_head" not in lm.params and lm.config.tie_word_embeddings
+    change_tensors(folder, lambda t: t.update({embedding: t["lm_head.weight"] + 1}))
+    lm = models.load(folder)
+    assert not lm.config.tie_word_embeddings
+    assert (
+        lm.params["lm_head"]["weight"] + 1 == lm.params["model"]["embed_tokens"]["weight"]
+    ).all()
+
+
+def test_gpt2_with_and_without_its_prefix(tmp_path: Path) -> None:
+    tensors = gpt2_tensors()
+    bare = models.load(write_gpt2(tmp_path / "bare", tensors))
+    buffers = {"h.0.attn.bias": np.ones((1, 1, 32, 32), np.uint8),
+               "h.0.attn.masked_bias": np.float32(-1e4)}  # fmt: skip
+    named = {f"transformer.{k}": np.asarray(v) for k, v in {**tensors, **buffers}.items()}
+    whole = models.load(write_gpt2(tmp_path / "whole", named))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), bare.params, whole.params))
+    weight = whole.params["transformer"]["h"]["0"]["attn"]["c_attn"]["weight"]
+    np.testing.assert_array_equal(weight, tensors["h.0.attn.c_attn.weight"].T)
+    assert whole.tokenizer is None
+    assert whole.generation.eos_token_ids == (50256,)
+    with pytest.raises(ValueError, match="has no tokenizer: give token ids instead"):
+        whole.encode("text")
+
+
+def test_gpt2_has_so_many_positions(tmp_path: Path) -> None:
+    lm = models.load(write_gpt2(tmp_path / "gpt2", gpt2_tensors()))
+    with pytest.raises(ValueError, match="33 tokens a row, but the model has only 32 positions"):
+        lm.apply(lm.params, jnp.zeros((1, 33), jnp.int32))
+    with pytest.raises(ValueError, match="max_len is 33, but the model has only 32 positions"):
+        kvjax.init_cache(lm.config, max_len=33)
+
+
+def test_gpt2_misshapen(tmp_path: Path) -> None:
+    tensors = gpt2_tensors()
+    tensors["h.1.mlp.c_fc.weight"] = tensors["h.1.mlp.c_fc.weight"].T.copy()
+    folder = write_gpt2(tmp_path / "gpt2", tensors)
+    message = r"h.1.mlp.c_fc.weight has shape \[64, 16\]; expected \[16, 64\] by config.json"
+    with pytest.raises(kvjax.CheckpointError, match=message):
+        models.load(folder)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: drop(t, NORM), f"missing tensor {NORM}"),
+        (
+            lambda t: drop(t, *[name for name in t if "layers.1" in name]),
+            r"missing tensors model\.layers\.1\..*, .*, .* and 6 more",
+        ),
+        (lambda t: t.update(score=t[NORM]), "surplus tensor score: the model that config.json"),
+        (lambda t: t.update({NORM: t[NORM][:9]}), rf"{NORM} has shape \[9\]; expected \[64\]"),
+        (
+            lambda t: t.update({NORM: t[NORM].astype(np.float64)}),
+            f"{NORM} has dtype F64; expected one of F32, F16, BF16",
+        ),
+    ],
+)
+def test_wrong_tensors(folder: Path, change: Callable, message: str) -> None:
+    change_tensors(folder, change)
+    with pytest.raises(kvjax.CheckpointError, match=rf"model\.safetensors: .*{message}"):
+        models.load(folder)
+
+
+def test_untied_head_is_missing(folder: Path) -> None:
+    change_config(folder, tie_word_embeddings=False)
+    with pytest.raises(kvjax.CheckpointError, match=r"missing tensor lm_head\.weight"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
+def test_truncated(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(kvjax.CheckpointError, match=r"model\.safetensors: truncated"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"{", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-8, 4]}}'],
+)  # fmt: skip
+def test_senseless_header(folder: Path, header: bytes) -> None:
+    content = len(header).to_bytes(8, "little") + header + bytes(64)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(kvjax.CheckpointError, match="the header is not one of a safetensors file"):
+        models.load(folder)
+
+
+def test_bytes_do_not_fit_the_shape(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[NORM]["data_offsets"][1] -= 4
+    raw = json.dumps(header).encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + content[8 + length :])
+    with pytest.raises(kvjax.CheckpointError, match=f"{NORM} has 252 bytes, which does not fit"):
+        models.load(folder)
+
+
+def test_wrong_index(folder: Path) -> None:
+    index = shard(folder)
+    file = index["weight_map"][NORM]
+    for weight_map, message in (
+        ({**index["weight_map"], NORM: "model-00009.safetensors"}, "there is no file model-00009"),
+        ({**index["weight_map"], NORM: f"../checkpoint/{file}"}, "there is no file ../checkpoint"),
+        ({**index["weight_map"], "more": file}, f"{file}: the tensor more is missing"),
+        (["a"], "weight_map: expected an object of file names"),
+    ):
+        write_index(folder, {"weight_map": weight_map})
+        with pytest.raises(kvjax.CheckpointError, match=message):
+            models.load(folder)
+
+
+def test_a_shard_is_truncated(folder: Path) -> None:
+    file = folder / shard(folder)["weight_map"][NORM]
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(kvjax.CheckpointError, match=f"{file.name}: truncated"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "a.gguf"])
+def test_other_formats(folder: Path, name: str) -> None:
+    """Nothing is unpickled: the message says how to convert."""
+    (folder / "model.safetensors").rename(folder / name)
+    message = rf"the weights are in {name}, which is not read.*from_pretrained\("
+    with pytest.raises(kvjax.CheckpointError, match=message):
+        models.load(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(kvjax.CheckpointError, match=r"no weights: expected model\.safetensors or"):
+        models.load(folder)
+
+
+def test_no_tensor(folder: Path) -> None:
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(kvjax.CheckpointError, match="hold no tensor"):
+        models.load(folder)
+
+
+def test_unreadable_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    message = r"model\.safetensors: can't be read: .*Permission denied"
+    with pytest.raises(kvjax.CheckpointError, match=message):
+        models.load(folder)
+
+
+def test_tokenizer_model_only(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(kvjax.CheckpointError, match=r"tokenizer\.model, which is not read"):
+        models.load(folder)
+
+
+def test_places_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "nowhere", "there is no such folder, and it is no hub id either"),
+        (folder / "config.json", "is a file; expected the folder of a checkpoint"),
+        ("a/b/c", "there is no such folder, and it is no hub id either"),
+        ("../x", "there is no such folder, and it is no hub id either"),
+        (tmp_path, r"config\.json: there is no such file"),
+    ):
+        with pytest.raises(kvjax.CheckpointError, match=message):
+            models.load(path)
+
+
+def test_revision_is_for_hub_ids(folder: Path) -> None:
+    with pytest.raises(ValueError, match="revision='main' is for hub ids"):
+        models.load(folder, revision="main")
+
+
+def test_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is read before the weights are fetched, both of the same commit."""
+    commit = "0123456789" * 4
+    cached = Path(shutil.copytree(folder, folder.parent / commit))
+    calls: list[tuple] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        wants_weights = "model.safetensors" in allow_patterns
+        calls.append((name, revision, wants_weights))
+        assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
+        return str(cached)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    lm = models.load("owner/name", revision="v1")
+    assert calls == [("owner/name", "v1", False), ("owner/name", commit, True)]
+    assert lm.source == str(cached)
+    calls.clear()
+    change_config(cached, model_type="mamba")
+    with pytest.raises(kvjax.CheckpointError, match="model_type"):
+        models.load("owner/name")
+    assert calls == [("owner/name", None, False)]
+
+
+def hub_error(kind: str, status: int | None = None) -> Exception:
+    """An error of the hub's client as it raises it, made without a request."""
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    error.args = ("what the client says",)
+    error.response = type("Response", (), {"status_code": status})()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (hub_error("GatedRepoError", 403), "is gated. Accept its terms.*HF_TOKEN"),
+        (hub_error("RepositoryNotFoundError", 401), "no such folder here and no such public model"),
+        (hub_error("RevisionNotFoundError", 404), "the hub has no revision 'v9' of it"),
+        (hub_error("LocalEntryNotFoundError"), "at revision v9: not in the hub's cache, and the "
+         "hub can't be reached.*HF_HUB_OFFLINE"),
+        (hub_error("OfflineModeIsEnabled"), "not in the hub's cache"),
+        (hub_error("HFValidationError"), "no such folder, and no hub id: what the client says"),
+        (hub_error("HfHubHTTPError", 401), r"refused access \(401\).*HF_TOKEN"),
+        (hub_error("HfHubHTTPError", 403), r"refused access \(403\).*accept the model's terms"),
+        (hub_error("HfHubHTTPError", 503), "the hub answered 503. Try again later"),
+        (OSError(28, "No space left on device"), "can't be downloaded: .*No space left"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_hub_says_no(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(kvjax.CheckpointError, match=f"owner/name.*{message}"):
+        models.load("owner/name", revision="v9")
+
+
+def test_hub_offline(tmp_path: Path) -> None:
+    """The real client with an empty cache and no network: one clear error."""
+    program = (
+        "import kvjax; from kvjax import models\n"
+        "try: models.load('owner/name')\n"
+        "except kvjax.CheckpointError as error: print(error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "owner/name: not in the hub's cache" in done.stdout, done.stderr
+
+
+def test_embedded_place() -> None:
+    assert hub.locate(None, None, weights=True) == hub.EMBEDDED
+    with pytest.raises(ValueError, match="is for hub ids"):
+        hub.locate(None, "main", weights=True)
+
+
+MEASURE = """
+import gc, sys
+import jax, jax.numpy as jnp
+from kvjax import models
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+jax.block_until_ready(jnp.zeros(8) + 1)
+models.load(sys.argv[1], dtype=sys.argv[3])
+gc.collect()
+before = status("VmRSS")
+lm = models.load(sys.argv[2], dtype=sys.argv[3])
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) / 2**20
+print(status("VmHWM") - before, size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+def test_peak_of_memory(tiny_llama_dir: Path, tmp_path: Path, stored: str, dtype: str) -> None:
+    """The peak is at most a fifth more than the parameters."""
+    folder = write_llama(
+        tmp_path / "large",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
+    config = json.loads((folder / "config.json").read_text())
+    tensors = llama_tensors(config)
+    kind = jnp.dtype(stored)
+    save_file({k: v.astype(kind) for k, v in tensors.items()}, folder / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tiny_llama_dir), str(folder), dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, size = map(float, done.stdout.split())
+    assert size > 150
+    assert peak <= 1.2 * size

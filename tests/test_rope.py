@@ -1,0 +1,146 @@
+"""Rotary kinds: their frequencies against the formulas, in float64 and written out again here."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models import LlamaConfig, RopeConfig, model_rotary
+from kvjax.models.rope import inverse_frequencies
+
+HEAD_DIM, TRAINED = 64, 2048
+
+
+def config(kind: str = "default", *, partial: float = 1.0, theta: float = 1e4, **given: Any):
+    rope = RopeConfig(kind, theta, partial, tuple(sorted(given.items())))
+    return LlamaConfig(
+        "llama", 10, 64, 64, 1, 1, 1, HEAD_DIM, TRAINED, 1e-6, "silu", True, False, False, False,
+        False, rope=rope, windows=(None,),
+    )  # fmt: skip
+
+
+def plain(theta: float = 1e4, dim: int = HEAD_DIM) -> np.ndarray:
+    return theta ** -(np.arange(0, dim, 2) / dim)
+
+
+def frequencies(config: LlamaConfig, max_len: int = 128) -> np.ndarray:
+    found, _ = inverse_frequencies(config, max_len)
+    assert found.dtype == np.float32
+    return found
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("theta", [1e3, 1e4, 5e5, 1e6])
+def test_default(theta: float) -> None:
+    close(frequencies(config(theta=theta)), plain(theta))
+    assert inverse_frequencies(config(), 8)[1] == 1.0
+
+
+def test_linear() -> None:
+    close(frequencies(config("linear", factor=4.0)), plain() / 4)
+
+
+def test_partial() -> None:
+    found = frequencies(config("linear", factor=2.0, partial=0.25))
+    close(found, plain(dim=16) / 2)
+
+
+def test_dynamic() -> None:
+    dynamic = config("dynamic", factor=2.0)
+    close(frequencies(dynamic, TRAINED), plain())
+    for max_len in (TRAINED + 1, 3 * TRAINED):
+        growth = 2.0 * max_len / TRAINED - 1
+        theta = 1e4 * growth ** (HEAD_DIM / (HEAD_DIM - 2))
+        close(frequencies(dynamic, max_len), plain(theta))
+
+
+def test_llama3() -> None:
+    found = frequencies(
+        config(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=256,
+        )
+    )
+    turns = 256 * plain() / (2 * math.pi)
+    blend = np.clip((turns - 1.0) / 3.0, 0, 1)
+    close(found, plain() * (blend + (1 - blend) / 8))
+    assert found[0] == np.float32(1)
+    assert (turns < 1).any() and (turns > 4).any() and ((turns > 1) & (turns < 4)).any()
+
+
+def yarn(**given: Any) -> LlamaConfig:
+    base = {"factor": 4.0, "truncate": True, "original_max_position_embeddings": 512}
+    return config("yarn", **{**base, **given})
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("betas", [{}, {"beta_fast": 20, "beta_slow": 2}])
+def test_yarn(truncate: bool, betas: dict[str, int]) -> None:
+    def pair(turns: float) -> float:
+        return HEAD_DIM * math.log(512 / (turns * 2 * math.pi)) / (2 * math.log(1e4))
+
+    low, high = pair(betas.get("beta_fast", 32)), pair(betas.get("beta_slow", 1))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    ramp = np.clip((np.arange(HEAD_DIM // 2) - low) / (high - low), 0, 1)
+    close(frequencies(yarn(truncate=truncate, **betas)), plain() * (1 - ramp + ramp / 4))
+
+
+def test_yarn_scale() -> None:
+    def scale(**given: Any) -> float:
+        return inverse_frequencies(yarn(**given), 8)[1]
+
+    assert scale() == pytest.approx(0.1 * math.log(4) + 1)
+    assert scale(attention_factor=1.5) == 1.5
+    ratio = (0.1 * 0.5 * math.log(4) + 1) / (0.1 * 2 * math.log(4) + 1)
+    assert scale(mscale=0.5, mscale_all_dim=2) == pytest.approx(ratio)
+    assert scale(mscale=0.5) == scale()
+    assert scale(factor=0.5) == 1.0
+    assert scale(factor=None) == scale()  # 2,048 over 512
+
+
+def test_longrope() -> None:
+    short = tuple(1 + i / 32 for i in range(32))
+    long = tuple(2.0 + i for i in range(32))
+    rope = config(
+        "longrope",
+        short_factor=short,
+        long_factor=long,
+        original_max_position_embeddings=512,
+    )
+    close(frequencies(rope, 512), plain() / np.array(short))
+    close(frequencies(rope, 513), plain() / np.array(long))
+    expected = math.sqrt(1 + math.log(4) / math.log(512))
+    assert inverse_frequencies(rope, 8)[1] == pytest.approx(expected)
+    for extra, scale in (({"attention_factor": 1.2}, 1.2), ({"factor": 0.9}, 1.0)):
+        given = {**dict(rope.rope.parameters), **extra}
+        assert inverse_frequencies(config("longrope", **given), 8)[1] == scale
+
+
+def test_table() -> None:
+    table = model_rotary(yarn(), 3000)
+    assert model_rotary(yarn(), 3000) is table
+    positions = jnp.array([0, 1, 2999])
+    cos, sin = table.angles(positions)
+    found, scale = inverse_frequencies(yarn(), 3000)
+    angles = np.asarray(positions)[:, None] * found.astype(np.float64)
+    np.testing.assert_allclose(cos, scale * np.cos(angles), atol=3e-7)
+    np.testing.assert_allclose(sin, scale * np.sin(angles), atol=3e-7)
+
+
+def test_max_len_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
+        model_rotary(config(), 0)
+
+
+def test_configs_are_static_arguments() -> None:
+    assert hash(yarn()) == hash(dataclasses.replace(yarn()))

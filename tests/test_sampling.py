@@ -1,0 +1,300 @@
+"""Sampling against naive numpy, Transformers, and the distributions that it promises."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.sampling import (
+    Filters,
+    filter_logits,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    make_settings,
+    penalize,
+    sample,
+)
+
+VOCAB = 500
+
+
+def some_logits(rows=4, vocab=VOCAB, seed=0, scale=3.0):
+    rng = np.random.default_rng(seed)
+    return (scale * rng.standard_normal((rows, vocab))).astype(np.float32)
+
+
+def softmax(x):
+    weights = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def naive_top_k(logits, k):
+    kept = np.full_like(logits, -np.inf)
+    for row, out in zip(logits, kept, strict=True):
+        best = np.argsort(-row, kind="stable")[:k]
+        out[best] = row[best]
+    return kept
+
+
+def naive_top_p(logits, p):
+    kept = np.full_like(logits, -np.inf)
+    for row, probabilities, out in zip(logits, softmax(logits), kept, strict=True):
+        mass = 0.0
+        for i in np.argsort(-row, kind="stable"):
+            if mass >= p:
+                break
+            out[i] = row[i]
+            mass += probabilities[i]
+    return kept
+
+
+def naive_min_p(logits, min_p):
+    probabilities = softmax(logits)
+    return np.where(probabilities >= min_p * probabilities.max(-1, keepdims=True), logits, -np.inf)
+
+
+def naive_penalty(logits, seen, penalty):
+    out = logits.copy()
+    for row, token in zip(*np.nonzero(seen), strict=True):
+        value = logits[row, token]
+        out[row, token] = value * penalty if value < 0 else value / penalty
+    return out
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 64, 499, 500, 100_000])
+def test_top_k_is_the_naive_one(k):
+    logits = some_logits()
+    np.testing.assert_array_equal(keep_top_k(jnp.asarray(logits), k), naive_top_k(logits, k))
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_top_p_is_the_naive_one(p, scale):
+    logits = some_logits(scale=scale)
+    np.testing.assert_array_equal(keep_top_p(jnp.asarray(logits), p), naive_top_p(logits, p))
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.01, 0.3, 1.0])
+def test_min_p_is_the_naive_one(min_p):
+    logits = some_logits()
+    np.testing.assert_array_equal(
+        keep_min_p(jnp.asarray(logits), min_p), naive_min_p(logits, min_p)
+    )
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_repetition_penalty_is_the_naive_one(penalty):
+    logits, seen = some_logits(), np.random.default_rng(1).random((4, VOCAB)) < 0.3
+    penalized = penalize(jnp.asarray(logits), jnp.asarray(seen), penalty)
+    np.testing.assert_allclose(penalized, naive_penalty(logits, seen, penalty), rtol=1e-6)
+
+
+def test_ties_at_the_threshold_are_all_kept():
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0]], jnp.float32)
+    kept = np.isfinite(keep_top_k(logits, 2))[0]
+    np.testing.assert_array_equal(kept, [False, True, True, True, False, False])
+    np.testing.assert_array_equal(np.isfinite(keep_top_k(logits, 5))[0], [True] * 6)
+    assert np.isfinite(keep_top_p(logits, 0.3)).sum() == 3
+
+
+def test_filters_pass_over_what_is_masked_already():
+    logits = some_logits()
+    logits[:, ::2] = -np.inf
+    x = jnp.asarray(logits)
+    for kept in (keep_top_k(x, 300), keep_top_p(x, 0.999), keep_min_p(x, 1e-9)):
+        assert not np.isfinite(kept)[:, ::2].any()
+        assert not np.isnan(kept).any()
+
+
+def chosen(logits, *, count=0, seen=None, seeds=None, **settings):
+    rows = logits.shape[0]
+    filters, numbers = make_settings(seeds=range(rows) if seeds is None else seeds, **settings)
+    token, finite = sample(
+        jnp.asarray(logits),
+        filters,
+        jax.device_put(numbers),
+        count=jnp.full(rows, count, jnp.int32),
+        seen=None if seen is None else jnp.asarray(seen),
+    )
+    return np.asarray(token), np.asarray(finite)
+
+
+def test_all_filters_in_the_order_of_transformers():
+    logits, seen = some_logits(), np.random.default_rng(1).random((4, VOCAB)) < 0.3
+    filters, settings = make_settings(
+        seeds=range(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.5,
+        min_new_tokens=3, eos_token_ids=(int(logits[0].argmax()), 7),
+    )  # fmt: skip
+    expected = naive_penalty(logits, seen, 1.5)
+    expected[:, [int(logits[0].argmax()), 7]] = -np.inf
+    expected = (expected - expected.max(-1, keepdims=True)) / np.float32(0.7)
+    expected = naive_min_p(naive_top_p(naive_top_k(expected, 40), 0.8), 0.05)
+    got = filter_logits(
+        jnp.asarray(logits),
+        filters,
+        jax.device_put(settings),
+        count=jnp.full(4, 2, jnp.int32),
+        seen=jnp.asarray(seen),
+    )
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.oracle
+def test_filters_give_the_distribution_of_transformers():
+    import torch
+    from transformers import LogitsProcessorList
+    from transformers.generation import logits_process as theirs
+
+    logits = some_logits()
+    prompt = np.random.default_rng(2).integers(0, VOCAB, (4, 60))
+    seen = np.zeros((4, VOCAB), bool)
+    np.put_along_axis(seen, prompt, True, axis=1)
+    processors = LogitsProcessorList(
+        [
+            theirs.RepetitionPenaltyLogitsProcessor(1.4),
+            theirs.MinNewTokensLengthLogitsProcessor(60, 3, [5, 6], device="cpu"),
+            theirs.TemperatureLogitsWarper(0.8),
+            theirs.TopKLogitsWarper(50),
+            theirs.TopPLogitsWarper(0.85),
+            theirs.MinPLogitsWarper(0.03),
+        ]
+    )
+    expected = processors(torch.LongTensor(prompt), torch.from_numpy(logits)).softmax(-1)
+    filters, settings = make_settings(
+        seeds=range(4), temperature=0.8, top_k=50, top_p=0.85, min_p=0.03,
+        repetition_penalty=1.4, min_new_tokens=3, eos_token_ids=(5, 6),
+    )  # fmt: skip
+    got = filter_logits(
+        jnp.asarray(logits),
+        filters,
+        jax.device_put(settings),
+        count=jnp.zeros(4, jnp.int32),
+        seen=jnp.asarray(seen),
+    )
+    np.testing.assert_allclose(jax.nn.softmax(got), expected.numpy(), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 2.5}, {"temperature": 0.4}],
+    ids=str,
+)
+def test_draws_follow_the_distribution(settings):
+    """A chi-squared test over 20,000 draws: at 1e-4, and the draws are the same every time."""
+    settings: dict[str, Any] = {"temperature": 1.0} | settings
+    draws, vocab = 20_000, 12
+    row = some_logits(1, vocab, scale=1.5)
+    filters, numbers = make_settings(seeds=range(draws), **settings)
+    count = jnp.zeros(draws, jnp.int32)
+    tiled = jnp.asarray(np.tile(row, (draws, 1)))
+    tokens, _ = jax.jit(sample, static_argnums=1)(tiled, filters, numbers, count=count)
+    filtered = filter_logits(
+        tiled[:1], filters, jax.device_put(make_settings(seeds=[0], **settings)[1]), count=count[:1]
+    )
+    expected = draws * softmax(np.asarray(filtered))[0]
+    observed = np.bincount(np.asarray(tokens), minlength=vocab)
+    possible = expected > 0
+    assert not observed[~possible].any()
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    assert statistic < 40  # chi-squared, 11 degrees of freedom: 40 is passed once in 30,000
+
+
+def test_draws_of_one_seed_follow_the_distribution_over_the_tokens_of_a_text():
+    draws = 20_000
+    row = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
+    filters, settings = make_settings(seeds=[7] * draws, temperature=1.0)
+    tiled = jnp.asarray(np.tile(row, (draws, 1)))
+    count = jnp.arange(draws, dtype=jnp.int32)
+    tokens, _ = jax.jit(sample, static_argnums=1)(tiled, filters, settings, count=count)
+    shares = np.bincount(np.asarray(tokens), minlength=4) / draws
+    np.testing.assert_allclose(shares, np.exp(row[0]), atol=0.012)
+
+
+def test_a_row_draws_the_same_in_any_batch():
+    logits = some_logits(6)
+    together, _ = chosen(logits, temperature=1.0, seeds=[3, 1, 4, 1, 5, 9], count=11)
+    for row, seed in enumerate([3, 1, 4, 1, 5, 9]):
+        alone, _ = chosen(logits[row : row + 1], temperature=1.0, seeds=[seed], count=11)
+        assert alone[0] == together[row]
+
+
+def test_seeds_differ_in_every_bit():
+    logits = np.zeros((67, 4096), np.float32)
+    seeds = [0, 2**64 - 1, 12345, *(1 << bit for bit in range(64))]
+    tokens, _ = chosen(logits, temperature=1.0, seeds=seeds)
+    assert len(set(tokens.tolist())) > 60
+    later, _ = chosen(logits, temperature=1.0, seeds=seeds, count=1)
+    assert (later != tokens).mean() > 0.9
+
+
+def test_greedy_is_the_largest_whatever_else_is_asked():
+    logits = some_logits()
+    for settings in ({}, {"top_k": 3, "top_p": 0.1}, {"temperature": 1e-60}):
+        np.testing.assert_array_equal(chosen(logits, **settings)[0], logits.argmax(-1))
+    assert make_settings(seeds=[0], temperature=1e-60)[0] == Filters()
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 2e-38, 1e-10, 1e30])
+def test_extreme_temperatures_neither_overflow_nor_draw_what_is_masked(temperature):
+    logits = some_logits(scale=1e6)
+    tokens, finite = chosen(logits, temperature=temperature, top_k=3)
+    best = np.argsort(-logits, axis=-1)[:, :3]
+    assert finite.all()
+    assert all(token in row for token, row in zip(tokens, best, strict=True))
+    if temperature < 1:
+        np.testing.assert_array_equal(tokens, logits.argmax(-1))
+
+
+def test_no_end_of_text_before_min_new_tokens():
+    logits = np.zeros((2, 20), np.float32)
+    logits[:, 3], logits[:, 4], logits[:, 5] = 9, 8, 7
+    settings: dict[str, Any] = {"min_new_tokens": 2, "eos_token_ids": (3, 4)}
+    assert chosen(logits, count=1, **settings)[0].tolist() == [5, 5]
+    assert chosen(logits, count=2, **settings)[0].tolist() == [3, 3]
+    many = {"min_new_tokens": 2, "eos_token_ids": [3, *range(6, 20)]}
+    assert chosen(logits, count=0, **many)[0].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_told(bad, temperature):
+    logits = some_logits()
+    logits[2, 17] = bad
+    _, finite = chosen(logits, temperature=temperature)
+    assert finite.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}])
+def test_nothing_is_sorted(settings):
+    filters, numbers = make_settings(seeds=[0, 1], temperature=1.0, **settings)
+    logits: Any = jax.ShapeDtypeStruct((2, VOCAB), jnp.float32)
+    count: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
+    program = jax.jit(sample, static_argnums=1).lower(logits, filters, numbers, count=count)
+    assert not re.search(r"\bsort\(|TopK", program.compile().as_text() or "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be .* at least 0, got -0\.1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"top_k": 0}, "top_k must be a whole number, at least 1, got 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1, got 0\.0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1"),
+        ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"seeds": [-1]}, r"a seed must be .* from 0 to 2\*\*64 - 1, got -1"),
+        ({"seeds": [2**64]}, "a seed must be"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_settings(**{"seeds": [0], **settings})
