@@ -57,7 +57,7 @@ def readable_bytes(count: float) -> str:
 
 def _readable(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{_readable(v)} {k}" for k, v in value.items())
+        return ", ".join(f"{k} {_readable(v)}" for k, v in value.items())
     if isinstance(value, list):
         return ", ".join(map(_readable, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

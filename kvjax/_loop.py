@@ -5,13 +5,14 @@ steps to run and every number of the sampling are traced. The cache is donated t
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax._model import Model
 from kvjax._tree import state
 from kvjax.cache import KVCache
 from kvjax.sampling import Filters, Settings, sample
@@ -22,21 +23,6 @@ CHUNK = 128
 Rows = Int[Array, " batch"]
 Tokens = Int[Array, "batch new"]
 Logits = Float[Array, "batch vocab"]
-
-
-class Model(Protocol):
-    """A model without its parameters, hashable: see ``kvjax.models.architecture``."""
-
-    def apply(
-        self,
-        params: Any,
-        tokens: Array,
-        cache: KVCache | None = None,
-        *,
-        lengths: Array | None = None,
-        last_only: bool = False,
-        max_len: int | None = None,
-    ) -> Any: ...
 
 
 @state

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvjax._loop import Model
-from kvjax._text import Tokenizer
-from kvjax.cache import CacheShape, KVCache, check
+from kvjax._model import LanguageModel, ModelConfig
+from kvjax.cache import KVCache, check
 from kvjax.policy import CachePolicy, policy
 from kvjax.sampling import Filters, Settings, make_settings
 
@@ -17,37 +16,6 @@ CacheChoice = str | CachePolicy | Sequence[CachePolicy] | KVCache
 
 _SMALLEST_CAPACITY = 64
 _SMALLEST_CHUNK = 16
-
-
-class ModelConfig(CacheShape, Protocol):
-    """What generation asks of a model's config."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def position_limit(self) -> int | None: ...
-
-
-class Defaults(Protocol):
-    """What generation asks of a checkpoint's generation defaults."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
-class LanguageModel(Protocol):
-    """A loaded model: see ``kvjax.models.load``."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def params(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def generation(self) -> Defaults: ...
-    @property
-    def architecture(self) -> Model: ...
 
 
 @dataclass(frozen=True)
@@ -108,11 +76,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     chunk = _count("prefill_chunk", options.prefill_chunk, 1)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    given = options.cache if isinstance(options.cache, KVCache) else None
-    chosen = None
-    if given is None:
-        chosen = policy(options.cache) if isinstance(options.cache, str) else options.cache
-    elif not options.use_cache:
+    given, chosen = _cache_choice(options.cache)
+    if given is not None and not options.use_cache:
         raise ValueError("a cache to continue was given together with use_cache=False")
     rows = _token_ids(lm, prompts, continued=given is not None)
     start = np.zeros(len(rows), np.int64)
@@ -164,6 +129,14 @@ def chunk_bucket(tokens: int, chunk: int) -> int:
     """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
     and at most ``chunk``."""
     return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
+
+
+def _cache_choice(
+    choice: CacheChoice,
+) -> tuple[KVCache | None, CachePolicy | Sequence[CachePolicy] | None]:
+    if isinstance(choice, KVCache):
+        return choice, None
+    return None, policy(choice) if isinstance(choice, str) else choice
 
 
 def _capacity(

@@ -92,10 +92,10 @@ _EVENTS = (
 _thread = threading.local()
 
 
-def _listen(event: str, seconds: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     meter: Meter | None = getattr(_thread, "meter", None)
     if meter is not None:
-        meter.record(event, seconds)
+        meter.record(event, duration_secs)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

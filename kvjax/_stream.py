@@ -3,13 +3,16 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _loop
 from kvjax._errors import NonFiniteError
-from kvjax._request import LanguageModel, Request
+from kvjax._model import LanguageModel
+from kvjax._request import Request
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
 from kvjax.cache import KVCache, check, init_cache, nbytes, rewind
@@ -109,7 +112,7 @@ class Stream(Iterator[Piece]):
                 self._pace(self._decode_meter.seconds - before)
         with self._decode_meter.running():
             cache, unfed = self._settle()
-        texts = None if self._lm.tokenizer is None else [row.text for row in self._rows]
+        texts = self._texts([row.text for row in self._rows])
         tokens = [row.tokens for row in self._rows]
         self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed)
         yield self._piece()
@@ -157,7 +160,8 @@ class Stream(Iterator[Piece]):
             )
         else:
             text = np.zeros((batch, request.capacity), np.int32)
-            return _loop.Uncached(*Device().put((text, np.zeros(batch, np.int32))))
+            rows: Any = Device().put((text, np.zeros(batch, np.int32)))
+            return _loop.Uncached(*rows)
         self._cache_bytes = nbytes(cache)
         return _loop.Cached(cache)
 
@@ -198,7 +202,7 @@ class Stream(Iterator[Piece]):
                 row.finish("eos" if row.tokens[-1] in self._request.eos else "length")
         self._counts = progress.count
 
-    def _settle(self) -> tuple[KVCache | None, list[list[int]]]:
+    def _settle(self) -> tuple[Any, list[list[int]]]:
         """The cache as the texts have it, and each row's tokens that it lacks."""
         kept = np.array([len(row.tokens) for row in self._rows], np.int32)
         unfed = [
@@ -210,14 +214,17 @@ class Stream(Iterator[Piece]):
             return None, unfed
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
-            cache = rewind(cache, jax.device_put(surplus, cache.length.sharding))
+            cache = rewind(cache, jnp.asarray(surplus))
         check(cache)
         return cache, unfed
 
     def _piece(self) -> Piece:
         taken = [row.take() for row in self._rows]
-        text = None if self._lm.tokenizer is None else [text for text, _ in taken]
+        text = self._texts([text for text, _ in taken])
         return Piece(text, [tokens for _, tokens in taken], self._stats())
+
+    def _texts(self, texts: list[str]) -> Any:
+        return None if self._lm.tokenizer is None else texts
 
     def _stats(self) -> GenerationStats:
         prefill, decode = self._prefill_meter, self._decode_meter

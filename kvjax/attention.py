@@ -8,6 +8,7 @@ the same in one piece, for tests and for reading.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,8 @@ FINE = 128
 """Slots of a block where the filled part ends."""
 COARSE = 1024
 """Slots of a block elsewhere: large enough that its copy is shared among the CPU's threads."""
-QUERIES = 512
-"""Queries taken together where there is no cache."""
+QUERIES = 256
+"""Queries that walk the blocks together: more of them would see more blocks in vain."""
 _LOWEST = -1e30
 
 
@@ -161,20 +162,12 @@ def self_attend(
     """
     batch, _, new, _ = queries.shape
     positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (batch, new))
-    policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
-    text = LayerCache(apply_rotary(keys, positions, rotary), values, policy)
     queries = apply_rotary(queries, positions, rotary)
-    whole = new <= 2 * QUERIES
-    parts = []
-    for start in range(0, new, new if whole else QUERIES):
-        stop = new if whole else min(start + QUERIES, new)
-        sight = Sight(
-            positions[:, start:stop], _scale(queries, scale), window, sinks, soft_cap, bias
-        )
-        length = jnp.full((batch,), stop, jnp.int32)
-        path = _at_once if whole else _blockwise
-        parts.append(path(queries[:, :, start:stop], text, length, length, sight))
-    return jnp.concatenate(parts, axis=2)
+    keys = apply_rotary(keys, positions, rotary)
+    policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
+    sight = Sight(positions, _scale(queries, scale), window, sinks, soft_cap, bias)
+    length = jnp.full((batch,), new, jnp.int32)
+    return _blockwise(queries, LayerCache(keys, values, policy), length, length, sight)
 
 
 def _at_once(
@@ -187,16 +180,37 @@ def _at_once(
     values = held.policy.values.decode(held.values)
     scores, seen = sight.scores(_grouped(queries, keys), keys, positions)
     scores = jnp.where(seen, scores, _LOWEST)
-    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    highest = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
     total = weights.sum(-1, keepdims=True)
-    mixed = _mix(weights / jnp.where(total == 0, 1.0, total), values.astype(queries.dtype))
+    mixed = _mix(weights, values.astype(queries.dtype)) / jnp.where(total == 0, 1.0, total)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
 def _blockwise(
     queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
 ) -> Queries:
-    """Softmax block by block: coarse blocks up to where all is filled, fine ones after that."""
+    """Softmax block by block, for some queries at a time."""
+    new = queries.shape[2]
+    whole = new // QUERIES * QUERIES if new > QUERIES else 0
+
+    def some(part: tuple[Array, Array]) -> Array:
+        return _walk(part[0], held, length, written, replace(sight, queries=part[1]))
+
+    parts = []
+    if whole:
+        split = jnp.stack(jnp.split(queries[:, :, :whole], whole // QUERIES, axis=2))
+        at = jnp.stack(jnp.split(sight.queries[:, :whole], whole // QUERIES, axis=1))
+        parts = list(lax.map(some, (split, at)))
+    if whole < new:
+        parts.append(some((queries[:, :, whole:], sight.queries[:, whole:])))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
+
+
+def _walk(
+    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
+) -> Queries:
+    """Coarse blocks up to where all is filled, fine ones after that."""
     layout, grouped = held.policy.layout, _grouped(queries, held.keys)
     fine, coarse = _block_sizes(layout.slots)
 
@@ -229,7 +243,9 @@ def _blockwise(
     )
     first, rest = jnp.int32(0), layout.slots
     if coarse > fine:
-        first, rest = layout.occupied(length) // coarse * coarse, coarse
+        # Tokens behind the last of these queries need not be walked to.
+        near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
+        first, rest = layout.occupied(near) // coarse * coarse, coarse
         merged = walk(merged, jnp.int32(0), layout.slots // coarse, coarse, first)
     merged = walk(merged, first, -(-rest // fine), fine, jnp.int32(layout.slots))
     _, total, mixed = merged

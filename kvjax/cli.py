@@ -184,6 +184,10 @@ def main() -> None:
         _leave(error, error.format_message())
     except (KvjaxError, ValueError, OSError) as error:
         _leave(error, str(error))
+    except RuntimeError as error:  # JAX has no class of its own for a device without memory left
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _leave(error, str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvjax._request import CacheChoice, LanguageModel, Options, Prompts, prepare
+from kvjax._model import LanguageModel
+from kvjax._request import CacheChoice, Options, Prompts, prepare
 from kvjax._stream import GenerationResult, Piece, Stream
 
 __all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]

@@ -1,15 +1,15 @@
 """Logits to tokens: the filters of Transformers, in its order, and one draw a row.
 
 The order is repetition penalty, ``min_new_tokens``, temperature, top-k, top-p, min-p. Nothing is
-sorted: a top-k or top-p filter keeps what lies at or above some threshold, and the threshold is
-found by bisection over the 2**32 ordered bit patterns of float32: 32 passes of one comparison,
-on a CPU a twentieth of the time of a sort of 49,152 logits. So ``k`` and ``p`` are ordinary
-traced numbers, and tokens that tie at the threshold are all kept.
+sorted: top-k and top-p keep what lies at or above some threshold, found by bisection over the
+2**32 ordered bit patterns of float32: on a CPU a twentieth of the time of a sort of 49,152 logits.
+So ``k`` and ``p`` are traced numbers, and tokens that tie at the threshold are all kept.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,16 @@ from kvjax._tree import state
 Logits = Float[Array, "batch vocab"]
 
 _NO_TOKEN = 2**31 - 1
+_TINY = float(np.finfo(np.float32).tiny)
+_RANGES = {
+    "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
+    "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    # Beyond this, finite logits might not stay finite.
+    "repetition_penalty": ("from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
+    "seed": ("a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
+}
 
 
 @dataclass(frozen=True)
@@ -74,26 +84,19 @@ def make_settings(
       top_p: draw among the fewest likeliest tokens that hold this share of the probability.
       min_p: draw among tokens at least this share as likely as the likeliest.
       repetition_penalty: above 1 makes tokens that the row has already less likely.
-      min_new_tokens: no end-of-text token before a row has so many new ones.
-      eos_token_ids: the end-of-text tokens.
+      min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
 
     Raises:
       ValueError: naming the value that is out of its range, and the range.
     """
-    _check("temperature", temperature, "a finite number, at least 0", lambda x: x >= 0)
-    if top_k is not None and (isinstance(top_k, bool) or int(top_k) != top_k or top_k < 1):
-        raise ValueError(f"top_k must be a whole number, at least 1, got {top_k!r}")
-    if top_p is not None:
-        _check("top_p", top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
-    if min_p is not None:
-        _check("min_p", min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
-    if repetition_penalty is not None:
-        _check("repetition_penalty", repetition_penalty, "above 0", lambda x: x > 0)
-    for seed in seeds:
-        if isinstance(seed, bool) or int(seed) != seed or not 0 <= seed < 2**64:
-            raise ValueError(f"a seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given |= {"repetition_penalty": repetition_penalty}
+    for name, value in [*given.items(), *(("seed", seed) for seed in seeds)]:
+        limits, fits = _RANGES[name]
+        if value is not None and not fits(value):
+            raise ValueError(f"{name} must be {limits}, got {value!r}")
     # A temperature that processors may round to nothing is the limit: greedy.
-    greedy = temperature < np.finfo(np.float32).tiny
+    greedy = temperature < _TINY
     filters = Filters(
         greedy=greedy,
         top_k=not greedy and top_k is not None,
@@ -102,26 +105,20 @@ def make_settings(
         repetition_penalty=repetition_penalty not in (None, 1),
         min_new_tokens=min_new_tokens > 0 and len(eos_token_ids) > 0,
     )
-    room = max(8, 1 << (len(eos_token_ids) - 1).bit_length()) if eos_token_ids else 8
-    eos = np.full(room, _NO_TOKEN, np.int32)
+    eos = np.full(max(8, 1 << len(eos_token_ids).bit_length()), _NO_TOKEN, np.int32)
     eos[: len(eos_token_ids)] = list(eos_token_ids)
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
-    settings = Settings(
-        temperature=np.float32(temperature),  # type: ignore[arg-type]  # host scalars, until jit
-        top_k=np.int32(min(top_k or 1, _NO_TOKEN)),  # type: ignore[arg-type]
-        top_p=np.float32(1 if top_p is None else top_p),  # type: ignore[arg-type]
-        min_p=np.float32(min_p or 0),  # type: ignore[arg-type]
-        repetition_penalty=np.float32(repetition_penalty or 1),  # type: ignore[arg-type]
-        min_new_tokens=np.int32(min(min_new_tokens, _NO_TOKEN)),  # type: ignore[arg-type]
-        seeds=np.asarray(words, np.uint32).reshape(-1, 2),  # type: ignore[arg-type]
-        eos=eos,  # type: ignore[arg-type]
-    )
-    return filters, settings
-
-
-def _check(name: str, value: float, limits: str, fits: Callable[[float], bool]) -> None:
-    if not (math.isfinite(value) and fits(value)):
-        raise ValueError(f"{name} must be {limits}, got {value!r}")
+    numbers: dict[str, Any] = {  # of the host, until jit takes them
+        "temperature": np.float32(temperature),
+        "top_k": np.int32(min(top_k or 1, _NO_TOKEN)),
+        "top_p": np.float32(1 if top_p is None else max(top_p, _TINY)),
+        "min_p": np.float32(min_p or 0),
+        "repetition_penalty": np.float32(repetition_penalty or 1),
+        "min_new_tokens": np.int32(min(min_new_tokens, _NO_TOKEN)),
+        "seeds": np.asarray(words, np.uint32).reshape(-1, 2),
+        "eos": eos,
+    }
+    return filters, Settings(**numbers)
 
 
 def sample(
@@ -137,8 +134,7 @@ def sample(
     Args:
       logits: float32[batch, vocab].
       filters, settings: as ``make_settings`` gives them.
-      count: int32[batch], new tokens that each row has so far. A row's draw depends on its seed
-        and this number alone, not on the other rows.
+      count: int32[batch], new tokens of each row so far: with its seed, all its draw depends on.
       seen: bool[batch, vocab], tokens that stand in a row; for the repetition penalty.
 
     Returns:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import DTYPES, Config, GPT2Config, LlamaConfig
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
-from .rope_json import read_rope
+from .rope_config import read_rope
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,15 @@ def locate(path_or_id: str | Path | None, revision: str | None, *, weights: bool
       ValueError: if ``revision`` is given for a folder.
     """
     folder = EMBEDDED if path_or_id is None else Path(path_or_id).expanduser()
-    if path_or_id is None or folder.is_dir():
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't be read: {error}") from error
+    if path_or_id is None or is_folder:
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for hub ids; {folder} is a folder")
         return folder
-    if folder.exists():
+    if exists:
         raise CheckpointError(f"{folder}: is a file; expected the folder of a checkpoint")
     if not _HUB_ID.fullmatch(str(path_or_id)):
         raise CheckpointError(f"{path_or_id}: there is no such folder, and it is no hub id either")
@@ -76,9 +80,7 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
             "(unset HF_HUB_OFFLINE if it is set), or give a folder"
         ) from error
     except errors.HfHubHTTPError as error:
-        raise CheckpointError(
-            f"{at}: {_refusal(error)}"
-        ) from error
+        raise CheckpointError(f"{at}: {_refusal(error)}") from error
     except OSError as error:
         raise CheckpointError(
             f"{at}: can't be downloaded: {error}. Check the connection and the space on disk, or "

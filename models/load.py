@@ -16,6 +16,7 @@ from .config_json import read_config
 from .generation import read_generation
 from .hub import commit_of, locate
 from .language_model import LanguageModel
+from .stored import Stored, find_tensors
 from .text import read_tokenizer
 
 
@@ -52,7 +53,7 @@ def load(
     tokenizer = read_tokenizer(folder)
     generation = read_generation(folder, config.model_type)
     folder = locate(path_or_id, commit_of(folder) or revision, weights=True)
-    stored = weights.find_tensors(folder)
+    stored = find_tensors(folder)
     if not stored:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
     device = Device()
@@ -72,7 +73,7 @@ def load(
     )
 
 
-def _read_params(config: Config, stored: weights.Stored, device: Device) -> tuple[Config, Params]:
+def _read_params(config: Config, stored: Stored, device: Device) -> tuple[Config, Params]:
     names, tied = config.names, config.tie_word_embeddings
     matched = weights.match_names(stored, _shapes(config), names, tied=tied)
     if tied and weights.head_differs(matched, names):

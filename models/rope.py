@@ -12,6 +12,7 @@ arXiv:2402.13753; Dubey et al., Llama 3, arXiv:2407.21783.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -124,7 +125,7 @@ def _longrope(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
     return 1 / (np.asarray(stretch, np.float32) * periods), float(scale)
 
 
-def _inverse(config: LlamaConfig, theta: float | np.float32) -> np.ndarray:
+def _inverse(config: LlamaConfig, theta: float | np.ndarray) -> np.ndarray:
     return 1 / _power(theta, _exponents(config.rope.rotary_dim(config.head_dim)))
 
 
@@ -132,7 +133,7 @@ def _exponents(dim: int) -> np.ndarray:
     return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
 
 
-def _power(base: float | np.floating, exponent: np.ndarray | np.floating) -> np.ndarray:
+def _power(base: Any, exponent: Any) -> np.ndarray:
     """float32 powers of a float32 base, correctly rounded."""
     return np.power(np.float64(np.float32(base)), np.float64(exponent)).astype(np.float32)
 

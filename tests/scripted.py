@@ -59,20 +59,19 @@ class ScriptedModel:
     architecture: Any
 
 
-def scripted(*rows, tokenizer, vocab_size=None, eos=(), scale=None, position_limit=None):
+def scripted(*rows, tokenizer: Any, vocab_size=0, eos=(), scale=None, position_limit=None):
     """A model that says ``rows`` (texts or lists of ids), counted from the prompt's beginning.
 
     A row that comes to its end says token 0 for ever. ``scale``: {(row, position): factor of the
     logits}, 10 elsewhere.
     """
-    encode = tokenizer.encode if tokenizer is not None else list
-    ids = [encode(row) if isinstance(row, str) else list(row) for row in rows]
+    ids = [tokenizer.encode(row) if isinstance(row, str) else list(row) for row in rows]
     script = np.zeros((len(ids), 4096), np.int32)
     for row, tokens in enumerate(ids):
         script[row, : len(tokens)] = tokens
     factors = np.full(script.shape, 10, np.float32)
     for place, factor in (scale or {}).items():
         factors[place] = factor
-    architecture = Scripted(vocab_size or tokenizer.vocab_size, position_limit=position_limit)
+    architecture = Scripted(vocab_size or int(tokenizer.vocab_size), position_limit=position_limit)
     params = {"script": jnp.asarray(script), "scale": jnp.asarray(factors)}
     return ScriptedModel(architecture, params, tokenizer, Ends(tuple(eos)), architecture)

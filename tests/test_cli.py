@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import kvjax
@@ -196,6 +197,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tiny_llama_dir):
         cli.main()
 
 
+def test_a_full_device_is_one_line(run, monkeypatch, tiny_llama_dir):
+    def full(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes.")
+
+    monkeypatch.setattr(kvjax, "stream", full)
+    assert_refused(run("generate", "a", "--model", tiny_llama_dir), "Out of memory", "9 bytes")
+
+
 def test_info(run, tiny_llama_dir):
     code, out, err = run("info", "--model", tiny_llama_dir, "--json")
     assert (code, err) == (0, "")
@@ -205,7 +214,7 @@ def test_info(run, tiny_llama_dir):
     assert found["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * 16 * 4}
     assert found["devices"] and found["versions"]["kvjax"] == kvjax.__version__
     code, out, err = run("info", "--model", tiny_llama_dir)
-    assert (code, err) == (0, "") and "cache bytes a token" in out and "512 device" in out
+    assert (code, err) == (0, "") and "cache bytes a token" in out and "device 512" in out
 
 
 def test_info_of_the_embedded_model(run):

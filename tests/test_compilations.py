@@ -34,7 +34,8 @@ LENGTHS = [
 
 
 def programs():
-    return _loop.prefill._cache_size(), _loop.begin._cache_size(), _loop.decode._cache_size()
+    functions: Any = (_loop.prefill, _loop.begin, _loop.decode)
+    return [function._cache_size() for function in functions]
 
 
 def prompt(length):
@@ -43,7 +44,7 @@ def prompt(length):
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_ten_lengths_and_counts_compile_nothing(tiny_llama, settings):
-    settings: dict[str, Any] = {"prefill_chunk": 32, "eos_token_ids": ()} | settings
+    settings = {"prefill_chunk": 32, "eos_token_ids": ()} | settings
     for length in (16, 32):
         generate(tiny_llama, [prompt(length)] * 2, max_new_tokens=66 - length, **settings)
     before = programs()

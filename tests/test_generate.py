@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_the_uncached_model(tiny_llama, chunk):
     ids=["greedy", "sampled", "filtered"],
 )
 def test_without_a_cache_come_the_same_tokens(tiny_llama, settings):
-    settings: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": ()} | settings
+    settings = {"max_new_tokens": 12, "eos_token_ids": ()} | settings
     cached = generate(tiny_llama, PROMPTS, **settings)
     uncached = generate(tiny_llama, PROMPTS, **settings, use_cache=False)
     assert uncached.tokens == cached.tokens

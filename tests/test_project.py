@@ -37,6 +37,7 @@ FLOORS = {
     "attention": 4,
     "kernels": 4,
     "sampling": 4,
+    "_model": 4,
     "_loop": 4.2,  # the parts of generate.py, in their order
     "_request": 4.4,
     "_stream": 4.6,

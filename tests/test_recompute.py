@@ -1,5 +1,7 @@
 """The recompute law: cached in any chunks, a text has the logits of one uncached pass."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import naive
@@ -77,7 +79,7 @@ def test_the_same_text_leaves_identical_arrays(name):
 
     def fill(cuts):
         cache = kvjax.init_cache(MODEL.config, cell.policy, batch=1, max_len=64)
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             for layer in range(MODEL.config.num_hidden_layers):
                 part = keys[:, :, start:stop]
                 cache = kvjax.append(cache, layer, part, part * 2)

@@ -186,7 +186,7 @@ def test_filters_give_the_distribution_of_transformers():
 )
 def test_draws_follow_the_distribution(settings):
     """A chi-squared test over 20,000 draws: at 1e-4, and the draws are the same every time."""
-    settings: dict[str, Any] = {"temperature": 1.0} | settings
+    settings = {"temperature": 1.0} | settings
     draws, vocab = 20_000, 12
     row = some_logits(1, vocab, scale=1.5)
     filters, numbers = make_settings(seeds=range(draws), **settings)
@@ -234,7 +234,8 @@ def test_seeds_differ_in_every_bit():
 
 def test_greedy_is_the_largest_whatever_else_is_asked():
     logits = some_logits()
-    for settings in ({}, {"top_k": 3, "top_p": 0.1}, {"temperature": 1e-60}):
+    cases: list[dict[str, Any]] = [{}, {"top_k": 3, "top_p": 0.1}, {"temperature": 1e-60}]
+    for settings in cases:
         np.testing.assert_array_equal(chosen(logits, **settings)[0], logits.argmax(-1))
     assert make_settings(seeds=[0], temperature=1e-60)[0] == Filters()
 
@@ -246,6 +247,9 @@ def test_extreme_temperatures_neither_overflow_nor_draw_what_is_masked(temperatu
     best = np.argsort(-logits, axis=-1)[:, :3]
     assert finite.all()
     assert all(token in row for token, row in zip(tokens, best, strict=True))
+    np.testing.assert_array_equal(
+        chosen(logits, temperature=1.0, top_p=1e-60)[0], logits.argmax(-1)
+    )
     if temperature < 1:
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
@@ -283,17 +287,21 @@ def test_nothing_is_sorted(settings):
     [
         ({"temperature": -0.1}, r"temperature must be .* at least 0, got -0\.1"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
+        ({"top_k": float("inf")}, "top_k must be a whole number"),
+        ({"seeds": [10**400]}, "seed must be a whole number"),
         ({"top_k": 0}, "top_k must be a whole number, at least 1, got 0"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"top_p": 0.0}, r"top_p must be above 0 and at most 1, got 0\.0"),
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
-        ({"seeds": [-1]}, r"a seed must be .* from 0 to 2\*\*64 - 1, got -1"),
-        ({"seeds": [2**64]}, "a seed must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-6 to 1e6"),
+        ({"seeds": [-1]}, r"seed must be .* from 0 to 2\*\*64 - 1, got -1"),
+        ({"seeds": [2**64]}, "seed must be"),
+        ({"seeds": [1.5]}, "seed must be a whole number"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):

@@ -160,7 +160,9 @@ def _extension_modules() -> Iterator[tuple[str, Document]]:
             continue
         try:
             spec = importlib.util.find_spec(name)
-            compiled = spec and (spec.origin == "built-in" or str(spec.origin).endswith((".so", ".pyd")))
+            compiled = spec and (
+                spec.origin == "built-in" or str(spec.origin).endswith((".so", ".pyd"))
+            )
             module = importlib.import_module(name) if compiled else None
         except (ImportError, ValueError):
             continue  # not built here, or for another platform

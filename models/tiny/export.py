@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -20,7 +20,7 @@ def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
     so that a folder in use never holds half a file.
     """
     tensors = {
-        name: np.ascontiguousarray(np.asarray(jax.device_get(x)).astype(ml_dtypes.bfloat16))
+        name: np.ascontiguousarray(np.asarray(jax.device_get(x)).astype(jnp.bfloat16))
         for name, x in _flat(params, "")
     }
     unfinished = folder / "model.safetensors.unfinished"

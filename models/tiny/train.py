@@ -27,8 +27,7 @@ from optax.contrib import muon
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..architecture import Architecture
-from ..config import LlamaConfig
-from ..rope_config import RopeConfig
+from ..config import LlamaConfig, RopeConfig
 from .corpus import read_parts
 from .export import export, plot_losses
 from .tokenization import END, save_tokenizer, train_tokenizer
@@ -52,12 +51,12 @@ class Recipe:
     kv_heads: int = 2
     head_dim: int = 64
     context: int = 1024
-    rows: int = 4
-    steps: int = 700
-    warmup: int = 20
+    rows: int = 2
+    steps: int = 3000
+    warmup: int = 40
     decay: float = 0.5
-    matrix_rate: float = 0.006
-    other_rate: float = 0.003
+    matrix_rate: float = 0.005
+    other_rate: float = 0.0025
     weight_decay: float = 0.1
     seed: int = 0
 
@@ -146,7 +145,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
             [recipe.warmup, max(recipe.warmup, recipe.steps - falling)],
         )
 
-    def matrices(params: Params) -> Params:
+    def matrices(params: Params) -> Any:
         def choose(path: Any, x: Array) -> Any:
             wanted = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
             return optax.contrib.MuonDimensionNumbers() if wanted else None

@@ -10,6 +10,7 @@ import pytest
 from kvjax.models.config import LlamaConfig, RopeConfig
 from kvjax.models.config_json import read_config
 from kvjax.models.generation import read_generation
+from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -148,3 +149,10 @@ def test_default_frequencies_bit_for_bit(theta: float, torch: Any) -> None:
         same += int(np.sum(frequencies == expected))
         total += len(expected)
     assert same >= 0.98 * total
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations(name: str, torch: Any, transformers: Any) -> None:
+    x = np.linspace(-9, 9, 2001, dtype=np.float32)
+    expected = transformers.activations.ACT2FN[name](torch.tensor(x)).numpy()
+    np.testing.assert_allclose(ACTIVATIONS[name](x), expected, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,131 @@
+"""Tensors in safetensors files: where they lie, and their values one by one.
+
+Files are read, not mapped: mapped pages would count as memory until they are unmapped, and change
+with the file.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._errors import CheckpointError
+
+from .fields import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of weights that are read, by their names in the files."""
+_OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.gguf", "*.ckpt", "*.npz")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: a file, and ``count`` bytes of it from ``start``."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+
+    def read(self) -> np.ndarray:
+        """The tensor's values, in a new array.
+
+        Raises:
+          CheckpointError: if the file ends before the tensor does, or can't be read.
+        """
+        raw = np.empty(self.count, np.uint8)
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.start)
+                got = stream.readinto(raw.data)
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: can't be read: {error}") from error
+        if got != self.count:
+            raise CheckpointError(f"{self.file}: truncated: it ends inside the tensor {self.name}")
+        return raw.view(jnp.dtype(STORED_DTYPES[self.dtype])).reshape(self.shape)
+
+
+Stored = dict[str, StoredTensor]
+
+
+def find_tensors(folder: Path) -> Stored:
+    """All tensors of a checkpoint's safetensors files, by name; nothing but headers is read.
+
+    Raises:
+      CheckpointError: if there are no such files, an index names a file or tensor that is not
+        there, a file is truncated, or its header makes no sense.
+    """
+    if (folder / SINGLE).is_file():
+        return _read_header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise _no_weights(folder)
+    index = folder / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise CheckpointError(f"{index}: weight_map: expected an object of file names")
+    stored: Stored = {}
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{index}: weight_map: there is no file {name} in this folder")
+        stored.update(_read_header(folder / name))
+    for tensor, name in places.items():
+        if tensor not in stored:
+            raise CheckpointError(f"{folder / name}: the tensor {tensor} is missing; {index} "
+                                  "says that it is there")  # fmt: skip
+    return stored
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    found = sorted(path.name for kind in _OTHER_FORMATS for path in folder.glob(kind))
+    found += sorted(path.name for path in folder.glob("pytorch_model.bin.index.json"))
+    message = f"{folder}: no weights: expected {SINGLE} or {INDEX}"
+    if found:
+        message = (
+            f"{folder}: the weights are in {found[0]}, which is not read: unpickling can run any "
+            f'code. Convert them once, where torch and transformers are installed: python -c "'
+            "from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    return CheckpointError(message)
+
+
+def _read_header(file: Path) -> Stored:
+    """The tensors of one file: 8 bytes of header length, a JSON header, the data."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            raw = stream.read(length) if size >= 8 + length else b""
+    except OSError as error:
+        raise CheckpointError(f"{file}: can't be read: {error}") from error
+    if size < 8 or size < 8 + length:
+        raise CheckpointError(
+            f"{file}: truncated, or not a safetensors file: {size:,} bytes are too few for its "
+            f"header of {length:,} bytes"
+        )
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        stored = {
+            name: StoredTensor(
+                file, name, entry["dtype"], tuple(int(n) for n in entry["shape"]),
+                8 + length + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        }  # fmt: skip
+        if any(tensor.count < 0 or tensor.start < 8 + length for tensor in stored.values()):
+            raise ValueError("a tensor's bytes begin before the data or end before they begin")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{file}: the header is not one of a safetensors file") from error
+    end = max((tensor.start + tensor.count for tensor in stored.values()), default=0)
+    if end > size:
+        raise CheckpointError(f"{file}: truncated: it has {size:,} bytes of {end:,}")
+    return stored

@@ -1,0 +1,199 @@
+"""Measure the embedded model on held-out text and write its card: ``python -m
+kvjax.models.tiny.evaluate``.
+
+Figures go to ``figures.json`` and from there into ``README.md``.
+"""
+
+import argparse
+import functools
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from ..architecture import Architecture
+from ..language_model import LanguageModel
+from ..load import load
+from .card import write_card
+from .corpus import PARTS, read_parts
+from .ngram import trigram_losses, unigram_losses
+from .train import Recipe, encode, token_losses
+
+BUCKET = 128
+"""Positions that share a row of the table."""
+STRIDE = 512
+"""Of the windows that the perplexity is measured with."""
+SPOT = ("module:socketserver", "module:textwrap", "topic:import")
+"""Documents that are the same in several versions of Python: what a test measures again."""
+PROMPTS = (
+    "The function returns",
+    "class collections.OrderedDict\n\n   ",
+    "If the file does not exist,",
+)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Nats of the tokens of documents, each but the first of its document.
+
+    ``losses``: float64[tokens]; ``text_bytes``: of the text they stand for, in UTF-8.
+    """
+
+    losses: np.ndarray
+    text_bytes: int
+
+    def figures(self) -> dict[str, float]:
+        """Mean nats and perplexity a token, and bits a byte of text."""
+        nats = float(self.losses.mean())
+        bits = float(self.losses.sum()) / math.log(2) / self.text_bytes
+        return {
+            "nats_per_token": round(nats, 4),
+            "perplexity": round(math.exp(nats), 2),
+            "bits_per_byte": round(bits, 4),
+        }
+
+
+def window_losses(
+    architecture: Architecture, params: Any, windows: np.ndarray, *, rows: int = 4
+) -> np.ndarray:
+    """float32[windows, length - 1]: nats of each token but the first of every window."""
+    run = _compiled(architecture)
+    parts = []
+    for start in range(0, len(windows), rows):
+        batch = windows[start : start + rows]
+        padded = np.pad(batch, ((0, rows - len(batch)), (0, 0)))
+        parts.append(np.asarray(run(params, jnp.asarray(padded)))[: len(batch)])
+    return np.concatenate(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(architecture: Architecture) -> Any:
+    return jax.jit(functools.partial(token_losses, architecture))
+
+
+def document_losses(
+    lm: LanguageModel, documents: Sequence[np.ndarray], context: int, stride: int = STRIDE
+) -> np.ndarray:
+    """Nats of each token but a document's first; behind the first window's end every token has at
+    least ``context - stride`` tokens before it."""
+    windows, wanted = [], []
+    for document in documents:
+        end = 1
+        for start in range(0, len(document), stride):
+            stop = min(start + context + 1, len(document))
+            if stop <= end:
+                break
+            window = document[start:stop]
+            windows.append(np.pad(window, (0, context + 1 - len(window))))
+            wanted.append((end - start - 1, stop - start - 1))
+            end = stop
+    losses = window_losses(lm.architecture, lm.params, np.stack(windows))
+    return np.concatenate(
+        [row[first:last] for row, (first, last) in zip(losses, wanted, strict=True)]
+    ).astype(np.float64)
+
+
+def position_losses(
+    lm: LanguageModel, documents: Sequence[np.ndarray], context: int, bucket: int = BUCKET
+) -> np.ndarray:
+    """Mean nats by how much text is before a token, the same tokens in every bucket.
+
+    Windows begin at every multiple of ``bucket``, so that each token stands once in every bucket;
+    tokens too near to the beginning of their document for that are left out.
+
+    Returns:
+      float64[context // bucket]: with 1 to ``bucket`` tokens before, and so on.
+    """
+    buckets = context // bucket
+    windows, counted = [], []
+    for document in documents:
+        runs = (len(document) - 1) // bucket  # whole ones, of targets from token 1 on
+        for start in range(runs if runs >= buckets else 0):
+            window = document[start * bucket :][: context + 1]
+            windows.append(np.pad(window, (0, context + 1 - len(window))))
+            # Run start + b stands in bucket b of this window.
+            counted.append([buckets - 1 <= start + b < runs for b in range(buckets)])
+    if not windows:
+        raise ValueError(f"no document is longer than {context} tokens")
+    losses = window_losses(lm.architecture, lm.params, np.stack(windows))
+    means = losses.reshape(len(windows), buckets, bucket).astype(np.float64).mean(-1)
+    weights = np.array(counted, np.float64)
+    return (means * weights).sum(0) / weights.sum(0)
+
+
+def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
+    """Mean nats a token of the first window of each document."""
+    length = lm.config.max_position_embeddings + 1
+    windows = np.stack([document[:length] for document in documents])
+    return float(window_losses(lm.architecture, lm.params, windows).mean())
+
+
+def figures(lm: LanguageModel) -> dict[str, Any]:
+    """Everything that the card says in numbers."""
+    from kvjax.generate import generate
+
+    texts = read_parts()
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.source} has no tokenizer to measure with")
+    backend: tokenizers.Tokenizer = lm.tokenizer.backend
+    tokens = {part: encode(backend, texts[part]) for part in PARTS}
+    sizes = {
+        part: {
+            "documents": len(tokens[part]),
+            "bytes": sum(len(text.encode()) for text in texts[part].values()),
+            "tokens": sum(map(len, tokens[part])),
+        }
+        for part in PARTS
+    }
+    context, vocab_size = lm.config.max_position_embeddings, lm.config.vocab_size
+    held_out = tokens["held_out"]
+
+    def measured(losses: np.ndarray) -> dict[str, float]:
+        return Losses(losses, sizes["held_out"]["bytes"]).figures()
+
+    spot = encode(backend, {name: texts["held_out"][name] for name in SPOT})
+    validation = document_losses(lm, tokens["validation"], context)
+    by_position = position_losses(lm, held_out, context)
+    samples = generate(lm, list(PROMPTS), max_new_tokens=160, temperature=0.7, top_p=0.95, seed=1)
+    return {
+        "python": platform.python_version(),
+        "parameters": sum(x.size for x in jax.tree.leaves(lm.params)),
+        "context": context,
+        "vocab_size": vocab_size,
+        "parts": sizes,
+        "model": measured(document_losses(lm, held_out, context)),
+        "validation_nats_per_token": round(float(validation.mean()), 4),
+        "trigram": measured(trigram_losses(tokens["train"], held_out, vocab_size)),
+        "unigram": measured(unigram_losses(tokens["train"], held_out, vocab_size)),
+        "spot": {"documents": SPOT, "nats_per_token": round(spot_losses(lm, spot), 4)},
+        "position_bucket": BUCKET,
+        "nats_by_position": [round(float(x), 4) for x in by_position],
+        "samples": [
+            {"prompt": prompt, "text": text}
+            for prompt, text in zip(PROMPTS, samples.text, strict=True)
+        ],
+    }
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.evaluate")
+    parser.add_argument("--folder", type=Path, default=here, help="the model (%(default)s)")
+    folder = parser.parse_args().folder
+    found = figures(load(folder))
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    (folder / "figures.json").write_text(text + "\n", encoding="utf-8")
+    write_card(found, Recipe(), folder / "README.md")
+    print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Where checkpoints come from: folders, the hub and its cache, and the messages of refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax import models
+from kvjax.models import hub
+
+
+@pytest.fixture
+def folder(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama_dir, tmp_path / "checkpoint"))
+
+
+def test_places_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "nowhere", "there is no such folder, and it is no hub id either"),
+        (folder / "config.json", "is a file; expected the folder of a checkpoint"),
+        ("a/b/c", "there is no such folder, and it is no hub id either"),
+        ("../x", "there is no such folder, and it is no hub id either"),
+        (tmp_path, r"config\.json: there is no such file"),
+    ):
+        with pytest.raises(kvjax.CheckpointError, match=message):
+            models.load(path)
+
+
+def test_unreadable_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(
+        kvjax.CheckpointError, match=r"checkpoint: can't be read: .*Permission denied"
+    ):
+        models.load(folder)
+
+
+def test_revision_is_for_hub_ids(folder: Path) -> None:
+    with pytest.raises(ValueError, match="revision='main' is for hub ids"):
+        models.load(folder, revision="main")
+
+
+def test_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is read before the weights are fetched, both of the same commit."""
+    commit = "0123456789" * 4
+    cached = Path(shutil.copytree(folder, folder.parent / commit))
+    calls: list[tuple] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        wants_weights = "model.safetensors" in allow_patterns
+        calls.append((name, revision, wants_weights))
+        assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
+        return str(cached)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    lm = models.load("owner/name", revision="v1")
+    assert calls == [("owner/name", "v1", False), ("owner/name", commit, True)]
+    assert lm.source == str(cached)
+    calls.clear()
+    config = json.loads((cached / "config.json").read_text())
+    (cached / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    with pytest.raises(kvjax.CheckpointError, match="model_type"):
+        models.load("owner/name")
+    assert calls == [("owner/name", None, False)]
+
+
+def hub_error(kind: str, status: int | None = None) -> Exception:
+    """An error of the hub's client as it raises it, made without a request."""
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))
+    error.args = ("what the client says",)
+    error.response = type("Response", (), {"status_code": status})()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (hub_error("GatedRepoError", 403), "is gated. Accept its terms.*HF_TOKEN"),
+        (hub_error("RepositoryNotFoundError", 401), "no such folder here and no such public model"),
+        (hub_error("RevisionNotFoundError", 404), "the hub has no revision 'v9' of it"),
+        (hub_error("LocalEntryNotFoundError"), "at revision v9: not in the hub's cache, and the "
+         "hub can't be reached.*HF_HUB_OFFLINE"),
+        (hub_error("OfflineModeIsEnabled"), "not in the hub's cache"),
+        (hub_error("HFValidationError"), "no such folder, and no hub id: what the client says"),
+        (hub_error("HfHubHTTPError", 401), r"refused access \(401\).*HF_TOKEN"),
+        (hub_error("HfHubHTTPError", 403), r"refused access \(403\).*accept the model's terms"),
+        (hub_error("HfHubHTTPError", 503), "the hub answered 503. Try again later"),
+        (OSError(28, "No space left on device"), "can't be downloaded: .*No space left"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_hub_says_no(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(kvjax.CheckpointError, match=f"owner/name.*{message}"):
+        models.load("owner/name", revision="v9")
+
+
+def test_hub_offline(tmp_path: Path) -> None:
+    """The real client with an empty cache and no network: one clear error."""
+    program = (
+        "import kvjax; from kvjax import models\n"
+        "try: models.load('owner/name')\n"
+        "except kvjax.CheckpointError as error: print(error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "owner/name: not in the hub's cache" in done.stdout, done.stderr
+
+
+def test_embedded_place() -> None:
+    assert hub.locate(None, None, weights=True) == hub.EMBEDDED
+    with pytest.raises(ValueError, match="is for hub ids"):
+        hub.locate(None, "main", weights=True)
