@@ -1,17 +1,19 @@
 """Shape aliases: the axes' names, as they stand in public signatures.
 
 ``batch`` rows, ``heads`` query heads, ``kv_heads`` key-value heads, ``new`` tokens of one call,
-``slots`` places for tokens in a cache, ``head_dim`` channels a head.
+``slots`` places for tokens in a cache, ``head_dim`` channels a head. What users give may be numpy.
 """
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
+Mixed = Float[Array, "batch heads new head_dim"]
 KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]
 CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
 Tokens = Int[Array | np.ndarray, "batch new"]
-Rows = Int[Array | np.ndarray, " batch"]
+Counts = Int[Array | np.ndarray, " batch"]
+Rows = Int[Array, " batch"]
 Positions = Int[Array, "batch new"]
 SlotPositions = Int[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]
@@ -19,7 +21,9 @@ Visible = Bool[Array, "batch new slots"]
 __all__ = [
     "Array",
     "CachedKeysValues",
+    "Counts",
     "KeysValues",
+    "Mixed",
     "Positions",
     "Queries",
     "Rows",

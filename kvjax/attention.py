@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax._tree import state, static_field
-from kvjax._typing import Array, KeysValues, Positions, Queries, Rows, Visible
+from kvjax._typing import (
+    Array,
+    Counts,
+    KeysValues,
+    Mixed,
+    Positions,
+    Queries,
+    Rows,
+    Visible,
+)
 from kvjax.cache import KVCache, LayerCache, accepted, query_positions
 from kvjax.codecs import Raw
 from kvjax.layouts import Dense
@@ -91,14 +100,14 @@ def attend(
     layer: int,
     *,
     rotary: RotaryTable | None = None,
-    lengths: Rows | None = None,
+    lengths: Counts | None = None,
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
     soft_cap: float | None = None,
     bias: Bias | None = None,
     path: str = "blocks",
-) -> Queries:
+) -> Mixed:
     """Attention of a call's queries to all that their rows hold: after ``append``, before
     ``advance``.
 
@@ -146,7 +155,7 @@ def self_attend(
     sinks: int = 0,
     soft_cap: float | None = None,
     bias: Bias | None = None,
-) -> Queries:
+) -> Mixed:
     """Causal attention of a text to itself, without a cache: the training pass.
 
     Args:
@@ -170,9 +179,7 @@ def self_attend(
     return _blockwise(queries, LayerCache(keys, values, policy), length, length, sight)
 
 
-def _at_once(
-    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
-) -> Queries:
+def _at_once(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
     """Softmax over all slots together."""
     slots = jnp.arange(held.policy.layout.slots, dtype=jnp.int32)
     positions = held.policy.layout.positions(length, written, slots)
@@ -188,8 +195,8 @@ def _at_once(
 
 
 def _blockwise(
-    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
-) -> Queries:
+    queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight
+) -> Mixed:
     """Softmax block by block, for some queries at a time."""
     new = queries.shape[2]
     whole = new // QUERIES * QUERIES if new > QUERIES else 0
@@ -207,9 +214,7 @@ def _blockwise(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
 
 
-def _walk(
-    queries: Queries, held: LayerCache, length: Rows, written: Rows, sight: Sight
-) -> Queries:
+def _walk(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
     """Coarse blocks up to where all is filled, fine ones after that."""
     layout, grouped = held.policy.layout, _grouped(queries, held.keys)
     fine, coarse = _block_sizes(layout.slots)
@@ -271,8 +276,10 @@ def _merge(
     weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
     shrink = jnp.exp(highest - new_highest)
     total = total * shrink + weights.sum(-1)
-    return new_highest, total, mixed * shrink[..., None] + _mix(
-        weights, values.astype(queries.dtype)
+    return (
+        new_highest,
+        total,
+        mixed * shrink[..., None] + _mix(weights, values.astype(queries.dtype)),
     )
 
 
@@ -299,7 +306,7 @@ def _block_sizes(slots: int) -> tuple[int, int]:
     return fine, max(fine, min(COARSE, quarter))
 
 
-def _grouped(queries: Queries, keys: Array) -> Array:
+def _grouped(queries: Mixed, keys: Array) -> Array:
     """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group, new, head_dim]."""
     batch, heads, new, head_dim = queries.shape
     kv_heads = keys.shape[1]

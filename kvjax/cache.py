@@ -23,7 +23,15 @@ from jax import lax
 
 from kvjax._errors import CacheOverflowError, NonFiniteError
 from kvjax._tree import state, static_field, tree_bytes
-from kvjax._typing import Array, CachedKeysValues, KeysValues, Positions, Rows, SlotPositions
+from kvjax._typing import (
+    Array,
+    CachedKeysValues,
+    Counts,
+    KeysValues,
+    Positions,
+    Rows,
+    SlotPositions,
+)
 from kvjax.policy import CachePolicy, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -132,7 +140,7 @@ def append(
     values: KeysValues,
     *,
     rotary: RotaryTable | None = None,
-    lengths: Rows | None = None,
+    lengths: Counts | None = None,
 ) -> KVCache:
     """Write a layer's new keys and values behind what each row holds; ``advance`` makes it count.
 
@@ -153,21 +161,21 @@ def append(
     layout = old.policy.layout
     count = accepted(cache, layer, keys.shape[2], lengths)
     start = layout.first_slot(cache.length)
-    keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
+    turned = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
 
     def write(store: Any, encoded: Any) -> Any:
         return jax.tree.map(lambda into, x: _write_rows(into, x, start, count), store, encoded)
 
     new = LayerCache(
-        keys=write(old.keys, old.policy.keys.encode(keys)),
-        values=write(old.values, old.policy.values.encode(values)),
+        keys=write(old.keys, old.policy.keys.encode(turned)),
+        values=write(old.values, old.policy.values.encode(jnp.asarray(values))),
         policy=old.policy,
     )
     layers = (*cache.layers[:layer], new, *cache.layers[layer + 1 :])
     return KVCache(layers, cache.length, cache.written, cache.status)
 
 
-def advance(cache: KVCache, new: int, lengths: Rows | None = None) -> KVCache:
+def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     """Count the tokens that all layers have appended as held.
 
     Args:
@@ -199,7 +207,7 @@ def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues
     return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
 
 
-def rewind(cache: KVCache, tokens: int | Rows) -> KVCache:
+def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     """Forget the newest tokens.
 
     Args:
@@ -261,7 +269,7 @@ def nbytes(cache: KVCache) -> dict[str, int]:
     return totals
 
 
-def accepted(cache: KVCache, layer: int, new: int, lengths: Rows | None) -> Rows:
+def accepted(cache: KVCache, layer: int, new: int, lengths: Counts | None) -> Rows:
     """int32[batch]: how many of a call's tokens each row of a layer takes."""
     layout = cache.layers[layer].policy.layout
     return layout.accepts(cache.length, _real(cache, new, lengths))
@@ -272,13 +280,13 @@ def query_positions(cache: KVCache, new: int) -> Positions:
     return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
 
 
-def _real(cache: KVCache, new: int, lengths: Rows | None) -> Rows:
+def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
     if lengths is None:
         return jnp.full_like(cache.length, new)
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
-def _check_new(cache: KVCache, x: Array, name: str) -> None:
+def _check_new(cache: KVCache, x: KeysValues, name: str) -> None:
     if x.ndim != 4 or x.shape[0] != cache.batch:
         raise ValueError(
             f"{name} must be [batch={cache.batch}, kv_heads, new, head_dim], got {x.shape}"

@@ -1,7 +1,7 @@
 """Placement: where a cache's arrays live. Values never change with it."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -24,8 +24,8 @@ class Device:
         return jax.device_put(tree, _default_device())
 
 
-def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device
+def _default_device() -> Any:
+    chosen = jax.config.values["jax_default_device"]
     if isinstance(chosen, jax.Device):
         return chosen
     return jax.local_devices(backend=chosen)[0]

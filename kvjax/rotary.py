@@ -68,16 +68,14 @@ def rotary_table(
 
     rows = -(-max_len // STRIDE)
     fine = table(np.arange(min(STRIDE, max_len)), scale)
-    return RotaryTable(
-        fine=fine, coarse=table(np.arange(rows) * STRIDE, 1.0), max_len=max_len
-    )
+    return RotaryTable(fine=fine, coarse=table(np.arange(rows) * STRIDE, 1.0), max_len=max_len)
 
 
 def apply_rotary(
     x: Float[Array | np.ndarray, "batch heads new head_dim"],
     positions: Int[Array, "batch new"],
     table: RotaryTable | None,
-) -> Float[Array | np.ndarray, "batch heads new head_dim"]:
+) -> Float[Array, "batch heads new head_dim"]:
     """Rotate keys or queries to their positions.
 
     Args:
@@ -88,6 +86,7 @@ def apply_rotary(
     Returns:
       ``x`` rotated, in its own dtype; computed in float32. Channels past the table's pairs pass.
     """
+    x = jnp.asarray(x)
     if table is None:
         return x
     cos, sin = (part[:, None] for part in table.angles(positions))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from kvjax._typing import Rows, Tokens
+from kvjax._typing import Counts, Tokens
 from kvjax.cache import KVCache
 
 from .config import GPT2Config, LlamaConfig
@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 Config = LlamaConfig | GPT2Config
 
-_FAMILIES: dict[type, type[nnx.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
+_FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GPT2Config: GPT2}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Architecture:
         tokens: Tokens,
         cache: KVCache | None = None,
         *,
-        lengths: Rows | None = None,
+        lengths: Counts | None = None,
         last_only: bool = False,
         max_len: int | None = None,
     ) -> Any:
@@ -56,8 +56,8 @@ class Architecture:
           was given, the cache with the new tokens in it.
 
         Raises:
-          ValueError: if the shapes of tokens and cache do not fit, or there are more tokens than
-            a model with learned positions has.
+          ValueError: if the shapes of tokens and cache do not fit, ``params`` lack a tensor, or
+            there are more tokens than a model with learned positions has.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, new], got shape {tokens.shape}")
@@ -107,6 +107,8 @@ def _restore(empty: Any, params: Params) -> Any:
     def fill(path: tuple[Any, ...], variable: Any) -> Any:
         node: Any = params
         for key in path:
+            if not isinstance(node, dict) or str(key) not in node:
+                raise ValueError(f"params lack {'.'.join(map(str, path))!r}")
             node = node[str(key)]
         return variable.replace(node)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax._typing import Rows
+from kvjax._typing import Counts
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -111,7 +111,7 @@ def merge_heads(
 
 
 def last_real(
-    x: Float[Array, "batch new features"], lengths: Rows | None
+    x: Float[Array, "batch new features"], lengths: Counts | None
 ) -> Float[Array, "batch 1 features"]:
     """Each row's last real token: at ``lengths - 1``, or the last of all."""
     if lengths is None:

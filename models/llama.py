@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax._typing import Rows
+from kvjax._typing import Counts
 from kvjax.attention import self_attend
 from kvjax.cache import KVCache
 from kvjax.rotary import RotaryTable
@@ -45,19 +45,15 @@ class Attention(nnx.Module):
         self.v_proj = linear(hidden, kv_width, config.qkv_bias)
         self.o_proj = linear(width, hidden, config.output_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(
-                config.head_dim, epsilon=config.rms_norm_eps, dtype=config.dtype
-            )
-            self.k_norm = RMSNorm(
-                config.head_dim, epsilon=config.rms_norm_eps, dtype=config.dtype
-            )
+            self.q_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=config.dtype)
+            self.k_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=config.dtype)
 
     def __call__(
         self,
         x: Hidden,
         cache: KVCache | None,
         rotary: RotaryTable,
-        lengths: Rows | None,
+        lengths: Counts | None,
     ) -> tuple[Hidden, KVCache | None]:
         config = self.config
         queries = split_heads(self.q_proj(x), config.num_attention_heads)
@@ -110,7 +106,7 @@ class Block(nnx.Module):
         x: Hidden,
         cache: KVCache | None,
         rotary: RotaryTable,
-        lengths: Rows | None,
+        lengths: Counts | None,
     ) -> tuple[Hidden, KVCache | None]:
         mixed, cache = self.self_attn(self.input_layernorm(x), cache, rotary, lengths)
         x = x + mixed
@@ -146,7 +142,7 @@ class Llama(nnx.Module):
         tokens: Int[Array, "batch new"],
         cache: KVCache | None,
         *,
-        lengths: Rows | None,
+        lengths: Counts | None,
         last_only: bool,
         max_len: int | None,
     ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:

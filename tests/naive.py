@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 
-def logits(
-    params: Any, config: Any, tokens: list[int], *, store: Any = lambda x: x
-) -> np.ndarray:
+def logits(params: Any, config: Any, tokens: list[int], *, store: Any = lambda x: x) -> np.ndarray:
     """[tokens, vocab]. ``store`` is what the codec does to the keys and values a cache holds."""
     weights = _wide(params)
     model = weights["model"]

@@ -51,9 +51,7 @@ FORMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps, "
 
 def compiled(form, policy, batch, max_len):
     params = MODEL.abstract_params()
-    cache = jax.eval_shape(
-        lambda: kvjax.init_cache(CONFIG, policy, batch=batch, max_len=max_len)
-    )
+    cache = jax.eval_shape(lambda: kvjax.init_cache(CONFIG, policy, batch=batch, max_len=max_len))
     token = jax.ShapeDtypeStruct((batch,), jnp.int32)
     program = jax.jit(FORMS[form], donate_argnums=2).lower(params, token, cache).compile()
     return program, cache

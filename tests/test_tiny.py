@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.models import tiny
-from kvjax.models.tiny import corpus, evaluate, ngram, train
+from kvjax.models.tiny import corpus, data, evaluate, ngram, recipe, tokenization, train
 
 FOLDER = Path(tiny.__file__).parent
 FIGURES = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
@@ -29,7 +29,7 @@ def parts():
 def held_out(parts, embedded):
     names = FIGURES["spot"]["documents"]
     texts = {name: parts["held_out"][name] for name in names}
-    return train.encode(embedded.tokenizer.backend, texts)
+    return data.encode(embedded.tokenizer.backend, texts)
 
 
 def test_split_names_each_document_once():
@@ -86,7 +86,7 @@ def test_folder_is_small_and_complete(embedded):
     assert config.max_position_embeddings >= 1024
     assert embedded.tokenizer.vocab_size == config.vocab_size
     assert embedded.architecture.config == config
-    assert train.Recipe().config().num_hidden_layers == config.num_hidden_layers
+    assert recipe.Recipe().config().num_hidden_layers == config.num_hidden_layers
 
 
 def test_tokenizer_gives_any_text_back(embedded):
@@ -125,17 +125,17 @@ def test_trigram_probabilities_sum_to_one():
 
 
 def test_training_resumes_to_the_same_state(tmp_path):
-    recipe = train.Recipe(
+    small = recipe.Recipe(
         vocab_size=300, hidden_size=64, intermediate_size=64, layers=1, heads=2, kv_heads=1,
         context=16, steps=2, warmup=1,
     )  # fmt: skip
     text = {"a": "Return the next item. " * 40}
-    tokenizer = train.train_tokenizer(text.values(), recipe.vocab_size)
-    data = train.Data({"train": text, "validation": text}, tokenizer, recipe)
+    tokenizer = tokenization.train_tokenizer(text.values(), small.vocab_size)
+    windows = data.Data({"train": text, "validation": text}, tokenizer, small)
 
     def run(folder: Path, until: int) -> dict:
-        trainer = train.Trainer(recipe, folder)
-        list(trainer.run(data, until))
+        trainer = train.Trainer(small, folder)
+        list(trainer.run(windows, until))
         trainer.close()
         return jax.device_get(trainer.state)
 
@@ -146,7 +146,7 @@ def test_training_resumes_to_the_same_state(tmp_path):
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), first["params"], whole["params"])
     assert all(jax.tree.leaves(changed))
     with pytest.raises(ValueError, match="another heads"):
-        train.Trainer(train.Recipe(**{**vars(recipe), "heads": 1}), tmp_path / "halves")
+        train.Trainer(recipe.Recipe(**{**vars(small), "heads": 1}), tmp_path / "halves")
 
 
 def test_greedy_text_is_made_of_words(embedded, parts):

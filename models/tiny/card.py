@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .train import Recipe
+from .recipe import Recipe
 
 
 def write_card(figures: dict[str, Any], recipe: Recipe, file: Path) -> None:

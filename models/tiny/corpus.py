@@ -163,7 +163,9 @@ def _extension_modules() -> Iterator[tuple[str, Document]]:
             compiled = spec and (
                 spec.origin == "built-in" or str(spec.origin).endswith((".so", ".pyd"))
             )
-            module = importlib.import_module(name) if compiled else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(name) if compiled else None
         except (ImportError, ValueError):
             continue  # not built here, or for another platform
         if module is not None:

@@ -12,162 +12,23 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tokenizers
 from jaxtyping import Array, Int
-from optax.contrib import muon
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..architecture import Architecture
-from ..config import LlamaConfig, RopeConfig
+from ..architecture import Architecture, Params
 from .corpus import read_parts
+from .data import Data
 from .export import export, plot_losses
-from .tokenization import END, save_tokenizer, train_tokenizer
-
-Params = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The model's shape and how it is trained.
-
-    ``rows`` windows of ``context`` tokens a step; ``decay`` is the share of the steps, at the end,
-    in which the learning rate falls.
-    """
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    context: int = 1024
-    rows: int = 2
-    steps: int = 3000
-    warmup: int = 40
-    decay: float = 0.5
-    matrix_rate: float = 0.005
-    other_rate: float = 0.0025
-    weight_decay: float = 0.1
-    seed: int = 0
-
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            model_type="llama",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.context,
-            rms_norm_eps=1e-5,
-            hidden_act="silu",
-            tie_word_embeddings=True,
-            qkv_bias=False,
-            output_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            rope=RopeConfig(theta=10000.0),
-            windows=(None,) * self.layers,
-        )
-
-
-class Data:
-    """The tokens of the training and validation documents, in windows."""
-
-    def __init__(
-        self, texts: dict[str, dict[str, str]], tokenizer: tokenizers.Tokenizer, recipe: Recipe
-    ):
-        self.recipe = recipe
-        self.documents = encode(tokenizer, texts["train"])
-        stream = np.concatenate(encode(tokenizer, texts["validation"]))
-        count = (len(stream) - 1) // recipe.context
-        if sum(map(len, self.documents)) <= 2 * recipe.context or not count:
-            raise ValueError(f"too little text for windows of {recipe.context} tokens")
-        self.validation = _windows(stream, 0, count, recipe.context)
-        self._epochs: dict[int, np.ndarray] = {}
-
-    def batch(self, step: int) -> np.ndarray:
-        """int32[rows, context + 1], the same whenever it is asked for."""
-        rows = self.recipe.rows
-        per_epoch = len(self._epoch(0))
-        picked = [divmod(i, per_epoch) for i in range(step * rows, (step + 1) * rows)]
-        return np.stack([self._epoch(epoch)[at] for epoch, at in picked])
-
-    def _epoch(self, number: int) -> np.ndarray:
-        """All windows of one pass: documents in a new order, cut at new places, shuffled."""
-        if number not in self._epochs:
-            context = self.recipe.context
-            rng = np.random.default_rng([self.recipe.seed, number])
-            order = rng.permutation(len(self.documents))
-            stream = np.concatenate([self.documents[i] for i in order])
-            windows = _windows(
-                stream, int(rng.integers(context)), (len(stream) - 1) // context - 1, context
-            )
-            self._epochs = {k: v for k, v in self._epochs.items() if k in (0, number - 1)}
-            self._epochs[number] = windows[rng.permutation(len(windows))]
-        return self._epochs[number]
-
-
-def encode(tokenizer: tokenizers.Tokenizer, texts: dict[str, str]) -> list[np.ndarray]:
-    """Token ids of documents, each after ``END``: int32[tokens] each."""
-    encoded = tokenizer.encode_batch([END + text for text in texts.values()])
-    return [np.array(one.ids, np.int32) for one in encoded]
-
-
-def _windows(stream: np.ndarray, start: int, count: int, context: int) -> np.ndarray:
-    at = start + context * np.arange(count)[:, None] + np.arange(context + 1)
-    return stream[at]
-
-
-def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for what is two-dimensional and no embedding; AdamW for the rest."""
-
-    def rate(peak: float) -> optax.Schedule:
-        falling = max(1, round(recipe.decay * recipe.steps))
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(peak / recipe.warmup, peak, recipe.warmup),
-                optax.constant_schedule(peak),
-                optax.linear_schedule(peak, 0.0, falling),
-            ],
-            [recipe.warmup, max(recipe.warmup, recipe.steps - falling)],
-        )
-
-    def matrices(params: Params) -> Any:
-        def choose(path: Any, x: Array) -> Any:
-            wanted = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
-            return optax.contrib.MuonDimensionNumbers() if wanted else None
-
-        return jax.tree_util.tree_map_with_path(choose, params)
-
-    def decayed(params: Params) -> Params:
-        return jax.tree.map(lambda x: x.ndim == 2, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        muon(
-            rate(recipe.matrix_rate),
-            weight_decay=recipe.weight_decay,
-            weight_decay_mask=decayed,
-            adam_b2=0.98,
-            adam_weight_decay=recipe.weight_decay,
-            adam_learning_rate=rate(recipe.other_rate),
-            muon_weight_dimension_numbers=matrices,
-            consistent_rms=0.2,
-        ),
-    )
+from .recipe import Recipe, optimizer
+from .tokenization import save_tokenizer, train_tokenizer
 
 
 def token_losses(
