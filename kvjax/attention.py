@@ -7,33 +7,26 @@ static length: as cheap as a loop of dynamic length, and differentiable. The pat
 the same in one piece, for tests and for reading.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax._tree import state, static_field
+from kvjax._sight import Bias, Sight, product
 from kvjax._typing import (
     Array,
     Counts,
     KeysValues,
     Mixed,
-    Positions,
     Queries,
     Rows,
-    Visible,
 )
 from kvjax.cache import KVCache, LayerCache, accepted, query_positions
 from kvjax.codecs import Raw
 from kvjax.layouts import Dense
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
-
-Bias = Callable[[Array, Array], Array]
-"""``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
-float32, broadcast to [batch, heads, new, n]."""
 
 FINE = 128
 """Slots of a block where the filled part ends."""
@@ -42,56 +35,6 @@ COARSE = 1024
 QUERIES = 256
 """Queries that walk the blocks together: more of them would see more blocks in vain."""
 _LOWEST = -1e30
-
-
-@state
-class Sight:
-    """What a query sees and how scores are made: settings, and the queries' own positions."""
-
-    queries: Positions
-    scale: float = static_field()
-    window: int | None = static_field(default=None)
-    sinks: int = static_field(default=0)
-    soft_cap: float | None = static_field(default=None)
-    bias: Bias | None = static_field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
-
-    def visible(self, positions: Array) -> Visible:
-        """Which keys, at ``positions`` int32[batch, n] (-1: none), each query sees."""
-        keys, queries = positions[:, None, :], self.queries[:, :, None]
-        seen = (keys >= 0) & (keys <= queries)
-        if self.window is not None:
-            seen &= (keys > queries - self.window) | (keys < self.sinks)
-        return seen
-
-    def reaches(self, low: Array, high: Array) -> Array:
-        """bool[]: whether any query may see any position from ``low`` to ``high``."""
-        reached = (low <= high) & (low <= jnp.max(self.queries))
-        if self.window is not None:
-            reached &= (high > jnp.min(self.queries) - self.window) | (low < self.sinks)
-        return reached
-
-    def scores(self, queries: Array, keys: Array, positions: Array) -> tuple[Array, Array]:
-        """Scores of grouped queries [batch, kv_heads, group, new, head_dim] with keys
-        [batch, kv_heads, n, head_dim], float32[batch, kv_heads, group, new, n], and which of them
-        count, bool[batch, 1, 1, new, n]."""
-        batch, kv_heads, group, new, head_dim = queries.shape
-        flat = queries.reshape(batch, kv_heads, group * new, head_dim)
-        scores = self.scale * _product("bhqd,bhkd->bhqk", flat, keys.astype(queries.dtype))
-        scores = scores.reshape(batch, kv_heads, group, new, -1)
-        if self.soft_cap is not None:
-            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-        if self.bias is not None:
-            bias = jnp.broadcast_to(
-                self.bias(self.queries, positions), (batch, kv_heads * group, new, keys.shape[2])
-            )
-            scores = scores + bias.reshape(scores.shape)
-        return scores, self.visible(positions)[:, None, None]
 
 
 def attend(
@@ -287,12 +230,8 @@ def _mix(weights: Array, values: Array) -> Array:
     """Weights [batch, kv_heads, group, new, n] times values [batch, kv_heads, n, head_dim]."""
     batch, kv_heads, group, new, slots = weights.shape
     flat = weights.reshape(batch, kv_heads, group * new, slots)
-    mixed = _product("bhqk,bhkd->bhqd", flat.astype(values.dtype), values)
+    mixed = product("bhqk,bhkd->bhqd", flat.astype(values.dtype), values)
     return mixed.reshape(batch, kv_heads, group, new, -1)
-
-
-def _product(form: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 
 def _slice(store: Array, start: Array, size: int) -> Array:

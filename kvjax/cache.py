@@ -94,6 +94,11 @@ class KVCache:
         """Tokens that a row can hold."""
         return min(layer.policy.layout.slots for layer in self.layers)
 
+    def __repr__(self) -> str:
+        """What it is and how full, not the arrays."""
+        policies = ", ".join(dict.fromkeys(repr(layer.policy) for layer in self.layers))
+        return f"KVCache({len(self.layers)} layers of {policies}, length={self.length})"
+
 
 def init_cache(
     config: CacheShape,

@@ -218,3 +218,9 @@ def test_shapes_that_do_not_fit_are_refused():
         kvjax.attend(random(3, 4, 1, DIM), cache, 0, window=0)
     with pytest.raises(ValueError, match="unknown attention path 'fast'"):
         kvjax.attend(random(3, 4, 1, DIM), cache, 0, path="fast")
+
+
+def test_a_cache_shows_itself_in_a_line():
+    shown = repr(filled())
+    assert shown.startswith("KVCache(2 layers of CachePolicy(layout=Dense(max_len=20), keys=Raw(")
+    assert shown.endswith("length=[5 5 5])") and "\n" not in shown

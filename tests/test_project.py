@@ -33,6 +33,7 @@ FLOORS = {
     "rotary": 1,
     "placement": 1,
     "policy": 2,
+    "_sight": 2,
     "cache": 3,
     "attention": 4,
     "kernels": 4,
