@@ -152,6 +152,10 @@ def _capacity(
         max_len = given.max_len
     if max_len is None:
         bucket = capacity_bucket(need)
+        # Rounding up must not change the frequencies of a length-dependent rotary kind.
+        same_rotary = getattr(config, "same_rotary", None)
+        if same_rotary is not None and not same_rotary(need, bucket):
+            return need
         return bucket if positions is None else min(bucket, positions)
     _count("max_len", max_len, 1)
     if positions is not None and max_len > positions:

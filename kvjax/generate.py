@@ -39,7 +39,8 @@ def generate(
         result, to which the prompts are appended. A cache given is donated: it can't be used
         again, but a ``kvjax.fork`` of it can.
       max_len: tokens a row of the cache can hold. By default what is needed, rounded up to 2**k
-        or 3 * 2**k, so that similar lengths share one compiled program.
+        or 3 * 2**k, so that similar lengths share one compiled program; not rounded where that
+        would change the frequencies of a length-dependent rotary kind (dynamic, longrope).
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.

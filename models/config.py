@@ -83,6 +83,15 @@ class LlamaConfig:
         """Positions that the model has: rotary ones do not end."""
         return None
 
+    def same_rotary(self, max_len: int, other: int) -> bool:
+        """Whether caches of these two capacities turn keys by the same frequencies."""
+        if self.rope.kind == "longrope":
+            trained = dict(self.rope.parameters)["original_max_position_embeddings"]
+            return (max_len > trained) == (other > trained)
+        if self.rope.kind == "dynamic":
+            return max_len == other or max(max_len, other) <= self.max_position_embeddings
+        return True
+
 
 @dataclass(frozen=True)
 class GPT2Config:

@@ -144,3 +144,27 @@ def test_max_len_must_be_positive() -> None:
 
 def test_configs_are_static_arguments() -> None:
     assert hash(yarn()) == hash(dataclasses.replace(yarn()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("dynamic", {"factor": 2.0}),
+        (
+            "longrope",
+            {
+                "short_factor": (1.0,) * (HEAD_DIM // 2),
+                "long_factor": (4.0,) * (HEAD_DIM // 2),
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ],
+)
+def test_capacities_with_the_same_frequencies_are_known(kind: str, given: dict) -> None:
+    """``generate`` rounds a capacity up only where that changes no frequency."""
+    model = config(kind, **given)
+    trained = given.get("original_max_position_embeddings", model.max_position_embeddings)
+    pairs = [(trained - 3, trained), (trained, trained + 1), (trained + 1, trained + 9)]
+    for one, other in pairs:
+        equal = np.array_equal(frequencies(model, one), frequencies(model, other))
+        assert model.same_rotary(one, other) == equal
