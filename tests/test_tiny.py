@@ -109,10 +109,16 @@ def test_held_out_loss_is_that_of_the_card(embedded, held_out):
 
 
 def test_loss_falls_with_position(embedded, held_out):
+    """Steeply at first; further on, more text is worth little, and must not cost anything that
+    counts."""
     table = np.array(FIGURES["nats_by_position"])
-    assert (np.diff(table) < 0).all(), "every row of the card's table is below the one before"
+    assert len(table) * FIGURES["position_bucket"] >= 1024
+    assert (np.diff(table)[:4] < 0).all()
+    assert table[-1] < table[0] - 0.2
+    assert (table[1:] - np.minimum.accumulate(table)[:-1]).max() < 0.01
     found = evaluate.position_losses(embedded, held_out, 1024, bucket=256)
-    assert (np.diff(found) < 0).all()
+    assert (found[1:] < found[0] - 0.05).all()
+    assert np.ptp(found[1:]) < 0.05
 
 
 def test_trigram_probabilities_sum_to_one():

@@ -1,5 +1,6 @@
 """The model card, made from the figures."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ The same held-out tokens, with more and more of the text before them:
 | --- | --- | --- |
 {_positions(figures)}
 
+{_how_far(figures)}
+
 ## Text
 
 At temperature 0.7 and top-p 0.95, with one seed; not selected. The prompt stands above each.
@@ -91,19 +94,19 @@ PSF License.
     python -m kvjax.models.tiny.evaluate    # measures, and writes this card
 
 {recipe.steps:,} steps of {recipe.rows} windows of {recipe.context:,} tokens: \
-{seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on one processor
-core. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest (rate
+{seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on two processor
+cores. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest (rate
 {recipe.other_rate}), {recipe.warmup} steps of warm-up, a linear fall to zero over the last
 {recipe.decay:.0%} of the steps, weight decay {recipe.weight_decay}. Every pass takes the documents
-in a new order and cuts them at new places. The validation loss at the end is
-{figures["validation_nats_per_token"]:.3f} nats a token; it was still falling, so that time and not
-the amount of text is what limited this model.
+in a new order and cuts them at new places. The validation loss is
+{figures["validation_nats_per_token"]:.3f} nats a token at the end and had stopped falling; the
+training loss is well below it, as the plot shows: the amount of text limits this model.
 
 ![loss](loss.png)
 
 ## Limits
 
-It was trained for minutes on two and a half megabytes. It invents functions, arguments and
+It was trained on two and a half megabytes. It invents functions, arguments and
 behaviour; longer texts drift and repeat themselves; other subjects and other languages than
 English are beyond it. Use it to test caches, not to answer questions.
 """
@@ -131,6 +134,20 @@ def _positions(figures: dict[str, Any]) -> str:
         change = f"{nats - losses[i - 1]:+.3f}" if i else ""
         rows.append(f"| {i * bucket + 1:,} to {(i + 1) * bucket:,} | {nats:.3f} | {change} |")
     return "\n".join(rows)
+
+
+def _how_far(figures: dict[str, Any]) -> str:
+    bucket, losses = figures["position_bucket"], figures["nats_by_position"]
+    best = losses.index(min(losses))
+    if best == len(losses) - 1:
+        return "The loss falls up to the full context."
+    text = (
+        f"The loss falls up to {(best + 1) * bucket} tokens, nearly all of it within the first "
+        f"{2 * bucket}, and is {losses[-1] - losses[best]:.3f} higher at the full context: the "
+        "model uses what a text is about and what was said last, and does not look up names far "
+        "behind. A small change here is no evidence that a cache keeps the distant past."
+    )
+    return textwrap.fill(text, 100)
 
 
 def _samples(figures: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ class Recipe:
     head_dim: int = 64
     context: int = 1024
     rows: int = 2
-    steps: int = 3000
+    steps: int = 2200
     warmup: int = 40
     decay: float = 0.5
     matrix_rate: float = 0.005
