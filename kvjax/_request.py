@@ -79,7 +79,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     given, chosen = _cache_choice(options.cache)
     if given is not None and not options.use_cache:
         raise ValueError("a cache to continue was given together with use_cache=False")
-    rows = _token_ids(lm, prompts, continued=given is not None)
+    held = [] if given is None else np.asarray(given.length).tolist()
+    rows = _token_ids(lm, prompts, held)
     start = np.zeros(len(rows), np.int64)
     if given is not None:
         if given.batch != len(rows):
@@ -136,6 +137,10 @@ def _cache_choice(
 ) -> tuple[KVCache | None, CachePolicy | Sequence[CachePolicy] | None]:
     if isinstance(choice, KVCache):
         return choice, None
+    if choice is None or isinstance(choice, bool):
+        raise ValueError(
+            f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
+        )
     return None, policy(choice) if isinstance(choice, str) else choice
 
 
@@ -165,7 +170,7 @@ def _capacity(
     return max_len
 
 
-def _token_ids(lm: LanguageModel, prompts: Prompts, *, continued: bool) -> list[list[int]]:
+def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
     entries = [prompts] if isinstance(prompts, str) else list(prompts)
     if not entries:
         raise ValueError("no prompts: the list is empty")
@@ -174,8 +179,9 @@ def _token_ids(lm: LanguageModel, prompts: Prompts, *, continued: bool) -> list[
         if isinstance(entry, str):
             if lm.tokenizer is None:
                 raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
-            # What a cache already holds has begun; a second BOS token would stand inside the text.
-            ids = lm.tokenizer.encode(entry, add_special_tokens=not continued)
+            # Where a row holds tokens already, a second BOS token would stand inside its text.
+            begun = number < len(held) and held[number] > 0
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
         else:
             ids = _ints(entry, number)
         if not ids:

@@ -102,7 +102,7 @@ class KVCache:
 
 def init_cache(
     config: CacheShape,
-    policy: CachePolicy | Sequence[CachePolicy] | None = None,
+    policy: str | CachePolicy | Sequence[CachePolicy] | None = None,
     *,
     batch: int = 1,
     max_len: int,
@@ -162,6 +162,10 @@ def append(
     """
     _check_new(cache, keys, "keys")
     _check_new(cache, values, "values")
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
+    if not 0 <= layer < len(cache.layers):
+        raise ValueError(f"layer {layer}: the cache has {len(cache.layers)}, 0 the first")
     old = cache.layers[layer]
     layout = old.policy.layout
     count = accepted(cache, layer, keys.shape[2], lengths)
@@ -197,6 +201,12 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     length = cache.length + count
     status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
     return KVCache(cache.layers, length, jnp.maximum(cache.written, length), status)
+
+
+def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
+    """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
+    status = cache.status | jnp.where(rows, NON_FINITE, 0)
+    return KVCache(cache.layers, cache.length, cache.written, status)
 
 
 def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:

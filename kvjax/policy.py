@@ -47,12 +47,19 @@ def policy(name: str = "static", *, dtype: str | None = None) -> CachePolicy:
     return CachePolicy(keys=Raw(dtype), values=Raw(dtype))
 
 
-def per_layer(policy: CachePolicy | Sequence[CachePolicy], layers: int) -> tuple[CachePolicy, ...]:
+named = policy
+
+
+def per_layer(
+    policy: str | CachePolicy | Sequence[CachePolicy], layers: int
+) -> tuple[CachePolicy, ...]:
     """One policy a layer, from one for all or a list of them.
 
     Raises:
       ValueError: if a list has not as many policies as the model has layers.
     """
+    if isinstance(policy, str):
+        policy = named(policy)
     if isinstance(policy, CachePolicy):
         return (policy,) * layers
     policies = tuple(policy)

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, note_non_finite
 
 from .config import GPT2Config, LlamaConfig
 from .gpt2 import GPT2
@@ -59,16 +59,32 @@ class Architecture:
           ValueError: if the shapes of tokens and cache do not fit, ``params`` lack a tensor, or
             there are more tokens than a model with learned positions has.
         """
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [batch, new], got shape {tokens.shape}")
-        if cache is not None and cache.batch != tokens.shape[0]:
-            raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache has {cache.batch}")
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
+        if lengths is not None and lengths.shape != tokens.shape[:1]:
+            raise ValueError(f"lengths must be [batch={tokens.shape[0]}], got {lengths.shape}")
+        if cache is not None:
+            self._check_cache(cache, tokens.shape[0])
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
         logits, cache = module(
             jnp.asarray(tokens), cache, lengths=lengths, last_only=last_only, max_len=max_len
         )
-        return logits if cache is None else (logits, cache)
+        if cache is None:
+            return logits
+        broken = ~jnp.all(jnp.isfinite(logits), axis=(1, 2))
+        if lengths is not None:
+            broken &= jnp.asarray(lengths) > 0
+        return logits, note_non_finite(cache, broken)
+
+    def _check_cache(self, cache: KVCache, batch: int) -> None:
+        config = self.config
+        if cache.batch != batch:
+            raise ValueError(f"tokens have {batch} rows, the cache has {cache.batch}")
+        if len(cache.layers) != config.num_hidden_layers:
+            raise ValueError(
+                f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}"
+            )
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""

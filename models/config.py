@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 DTYPES = ("bfloat16", "float16", "float32")
 """What models compute in, and what weights are stored in."""
@@ -86,7 +86,7 @@ class LlamaConfig:
     def same_rotary(self, max_len: int, other: int) -> bool:
         """Whether caches of these two capacities turn keys by the same frequencies."""
         if self.rope.kind == "longrope":
-            trained = dict(self.rope.parameters)["original_max_position_embeddings"]
+            trained: Any = dict(self.rope.parameters)["original_max_position_embeddings"]
             return (max_len > trained) == (other > trained)
         if self.rope.kind == "dynamic":
             return max_len == other or max(max_len, other) <= self.max_position_embeddings

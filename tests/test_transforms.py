@@ -134,3 +134,27 @@ def test_custom_attention_with_what_read_gives():
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     wanted = jnp.einsum("bhqk,bhkd->bhqd", weights, jnp.repeat(values, 2, 1))
     assert jnp.abs(mixed - wanted).max() < 1e-5
+
+
+def test_nan_in_a_users_own_loop_is_recorded_and_raised():
+    broken = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
+    cache = kvjax.init_cache(CONFIG, "static", batch=2, max_len=8)
+    _, cache = MODEL.apply(PARAMS, TOKENS[:, :2], cache)
+    kvjax.check(cache)
+    _, cache = jax.jit(MODEL.apply)(broken, TOKENS[:, 2:3], cache, lengths=np.asarray([1, 0]))
+    with pytest.raises(kvjax.NonFiniteError, match=r"row\(s\) 0 are not finite"):
+        kvjax.check(cache)
+
+
+def test_wrong_inputs_are_refused_in_a_sentence():
+    cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
+    with pytest.raises(ValueError, match=r"tokens must be \[batch, new\], none of them 0"):
+        MODEL.apply(PARAMS, TOKENS[:, :0], cache)
+    fewer = kvjax.KVCache(cache.layers[:1], cache.length, cache.written, cache.status)
+    with pytest.raises(ValueError, match="the cache has 1 layers, the model 2"):
+        MODEL.apply(PARAMS, TOKENS, fewer)
+    one = jnp.zeros((2, 2, 1, 8))
+    with pytest.raises(ValueError, match="layer -1: the cache has 2"):
+        kvjax.append(cache, -1, one, one)
+    with pytest.raises(ValueError, match="unknown dtype 'int4x'"):
+        kvjax.policy(dtype="int4x")

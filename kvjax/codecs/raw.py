@@ -24,8 +24,15 @@ class Raw:
     as_bits: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
+        if self.dtype is None:
+            return
+        try:
+            dtype = jnp.dtype(self.dtype)
+        except TypeError:
+            raise ValueError(f"unknown dtype {self.dtype!r}") from None
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"Raw stores floating-point numbers, got dtype {self.dtype!r}")
+        object.__setattr__(self, "dtype", dtype.name)
 
     def resolve(self, model_dtype: str, platform: str) -> "Raw":
         """Fix what was left open: the dtype, and how its bits are best kept on ``platform``."""
