@@ -163,8 +163,14 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
                 cell = run_cell(workers, sizes, dtype, batch, prompt, settings)
                 if options.generate:
                     new_tokens = 4 if options.quick else 64
-                    cell["generate"] = ours.ask("generate", new_tokens=new_tokens, repeats=3)
+                    repeats = 3 if batch * prompt <= settings.pass_tokens else 1
+                    cell["generate"] = ours.ask("generate", new_tokens=new_tokens, repeats=repeats)
                 results["cells"].append(cell)
+                steps = (
+                    f"{name} {found['milliseconds_per_token']:.1f}"
+                    for name, found in cell["engines"].items()
+                )
+                console.print(f"  ms a token: {', '.join(steps)}", style="dim")
             console.print(f"{dtype}, capacities ...", style="dim")
             results["capacity"].append(capacity_run(ours, sizes, dtype, options.quick, settings))
     results["claims"] = all_claims(results)

@@ -39,6 +39,16 @@ def _megabytes(nbytes: float | None) -> str:
     return "" if nbytes is None else f"{nbytes / 1e6:,.0f}"
 
 
+def _prefill_columns(found: dict[str, Any], tokens: int) -> tuple[str, str, str]:
+    """Milliseconds, tokens a second and peak of a prefill; empty where none was timed."""
+    if not found["prefill_seconds"]:
+        return "", "", ""
+    filling = zip(found["prefill_seconds"], found["prefill_init_seconds"], strict=True)
+    seconds = statistics.median(map(sum, filling))
+    peak = _megabytes(found["prefill_peak_bytes"])
+    return f"{1e3 * seconds:,.0f}", f"{tokens / seconds:,.0f}", peak
+
+
 def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row an engine and cell, as strings in the order of `COLUMNS`."""
     table = []
@@ -47,8 +57,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         place = (cell["dtype"], f"{cell['batch']} x {cell['prompt']:,}")
         ours, fastest = engines["kvjax"], fastest_peer(engines)
         for name, found in engines.items():
-            filling = zip(found["prefill_seconds"], found["prefill_init_seconds"], strict=True)
-            prefill = statistics.median(map(sum, filling))
+            prefill = _prefill_columns(found, tokens)
             ratio = ""
             if name != "kvjax":
                 ratio = f"{paired_ratio(ours['decode_seconds'], found['decode_seconds']):.2f}"
@@ -60,9 +69,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
                     f"{found['tokens_per_second']:.1f}",
                     f"{bandwidth_fraction(results, found):.0%}",
                     _megabytes(found["decode_peak_bytes"]),
-                    f"{1e3 * prefill:,.0f}",
-                    f"{tokens / prefill:,.0f}",
-                    _megabytes(found["prefill_peak_bytes"]),
+                    *prefill,
                     ratio,
                 )
             )
@@ -123,7 +130,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "faster; * marks the fastest peer.",
         "Of bandwidth: the bytes of the weights and of the filled cache, over what the machine "
         "reads in the time of a step. Prefill: the whole prompt into a new cache, its allocation "
-        "included. Each engine has a process of its own; peak: the most it had resident"
+        f"included; with more than {settings['pass_tokens']:,} tokens, once and of kvjax alone. "
+        "Each engine has a process of its own; peak: the most it had resident"
         + (" while it did that." if resettable else " since it began: no mark can be reset here."),
     ]
     for cell in results["cells"]:

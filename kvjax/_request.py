@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache, check
 from kvjax.policy import CachePolicy, policy
@@ -32,7 +33,7 @@ class Options:
     min_p: float | None
     repetition_penalty: float | None
     min_new_tokens: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     eos_token_ids: int | Sequence[int] | None
     use_cache: bool
     prefill_chunk: int
@@ -71,14 +72,19 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     Raises:
       ValueError: naming what can't be, and its limit.
     """
-    limit = _count("max_new_tokens", options.max_new_tokens, 1)
-    least = _count("min_new_tokens", options.min_new_tokens, 0)
-    chunk = _count("prefill_chunk", options.prefill_chunk, 1)
+    limit = whole_number("max_new_tokens", options.max_new_tokens, 1)
+    least = whole_number("min_new_tokens", options.min_new_tokens, 0)
+    chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = _cache_choice(options.cache)
     if given is not None and not options.use_cache:
         raise ValueError("a cache to continue was given together with use_cache=False")
+    if given is not None and given.length.is_deleted():
+        raise ValueError(
+            "the cache given was donated to an earlier call: go on with that call's result.cache, "
+            "or give a kvjax.fork of it next time"
+        )
     held = [] if given is None else np.asarray(given.length).tolist()
     rows = _token_ids(lm, prompts, held)
     start = np.zeros(len(rows), np.int64)
@@ -162,7 +168,7 @@ def _capacity(
         if same_rotary is not None and not same_rotary(need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
-    _count("max_len", max_len, 1)
+    whole_number("max_len", max_len, 1)
     if positions is not None and max_len > positions:
         raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
     if need > max_len:
@@ -218,17 +224,11 @@ def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     return list(seed)
 
 
-def _stops(lm: LanguageModel, stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stops(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(f"a stop string must have at least one character, got {text!r}")
     if stops and lm.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
     return stops
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
-    return int(value)

@@ -119,7 +119,8 @@ def self_attend(
     policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
     sight = Sight(positions, _scale(queries, scale), window, sinks, soft_cap, bias)
     length = jnp.full((batch,), new, jnp.int32)
-    return _blockwise(queries, LayerCache(keys, values, policy), length, length, sight)
+    held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
+    return _blockwise(queries, held, length, length, sight)
 
 
 def _at_once(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
@@ -128,7 +129,7 @@ def _at_once(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sigh
     positions = held.policy.layout.positions(length, written, slots)
     keys = held.policy.keys.decode(held.keys)
     values = held.policy.values.decode(held.values)
-    scores, seen = sight.scores(_grouped(queries, keys), keys, positions)
+    scores, seen = sight.scores(_grouped(queries, held), keys, positions)
     scores = jnp.where(seen, scores, _LOWEST)
     highest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
@@ -159,7 +160,7 @@ def _blockwise(
 
 def _walk(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
     """Coarse blocks up to where all is filled, fine ones after that."""
-    layout, grouped = held.policy.layout, _grouped(queries, held.keys)
+    layout, grouped = held.policy.layout, _grouped(queries, held)
     fine, coarse = _block_sizes(layout.slots)
 
     def visit(start: Array, size: int, merged: _Merged) -> _Merged:
@@ -245,14 +246,14 @@ def _block_sizes(slots: int) -> tuple[int, int]:
     return fine, max(fine, min(COARSE, quarter))
 
 
-def _grouped(queries: Mixed, keys: Array) -> Array:
+def _grouped(queries: Mixed, held: LayerCache) -> Array:
     """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group, new, head_dim]."""
     batch, heads, new, head_dim = queries.shape
-    kv_heads = keys.shape[1]
-    if heads % kv_heads or (batch, head_dim) != (keys.shape[0], keys.shape[3]):
+    kv_heads = held.kv_heads
+    if heads % kv_heads or head_dim != held.head_dim:
         raise ValueError(
-            f"queries [batch, heads, new, head_dim] {queries.shape} do not fit keys "
-            f"[batch, kv_heads, slots, head_dim] {keys.shape}"
+            f"queries [batch, heads, new, head_dim] {list(queries.shape)} do not fit keys with "
+            f"kv_heads={kv_heads}, head_dim={held.head_dim}"
         )
     return queries.reshape(batch, kv_heads, heads // kv_heads, new, head_dim)
 

@@ -14,6 +14,7 @@ the positions and turns them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax._checks import whole_number
 from kvjax._errors import CacheOverflowError, NonFiniteError
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
@@ -41,6 +43,8 @@ NON_FINITE = 2
 """Status bit: the model gave logits that are not finite."""
 REWOUND_TOO_FAR = 4
 """Status bit: a rewind asked for more tokens than the row holds."""
+BAD_LENGTHS = 8
+"""Status bit: ``lengths`` was negative or more than the tokens of its call."""
 
 
 class CacheShape(Protocol):
@@ -66,6 +70,8 @@ class LayerCache:
     keys: Any
     values: Any
     policy: CachePolicy = static_field()
+    kv_heads: int = static_field()
+    head_dim: int = static_field()
 
 
 @state
@@ -111,29 +117,28 @@ def init_cache(
 
     Args:
       config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
-        and ``dtype`` are read, and ``position_limit`` where it has one.
+        and ``dtype`` are read, and ``position_limit`` where it has one. ``dtype`` may be missing
+        where the policy names one.
       policy: one for all layers, or a list with one a layer; by default ``policy("static")``.
       batch: rows.
       max_len: tokens a row can hold.
 
     Raises:
-      ValueError: if ``batch`` or ``max_len`` is not positive, ``max_len`` is more than the model
-        has positions, or a list of policies has the wrong length.
+      ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
+        than the model has positions, or a list of policies has the wrong length.
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
-    if max_len < 1:
-        raise ValueError(f"max_len must be at least 1, got {max_len}")
+    batch, max_len = whole_number("batch", batch, 1), whole_number("max_len", max_len, 1)
     limit = getattr(config, "position_limit", None)
     if limit is not None and max_len > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     policies = per_layer(CachePolicy() if policy is None else policy, config.num_hidden_layers)
+    kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     layers = []
     for layer_policy in policies:
-        resolved = layer_policy.resolve(max_len, config.dtype)
-        shape = (batch, config.num_key_value_heads, resolved.layout.slots, config.head_dim)
+        resolved = layer_policy.resolve(max_len, getattr(config, "dtype", None))
+        shape = (batch, kv_heads, resolved.layout.slots, head_dim)
         stores = resolved.keys.empty(shape), resolved.values.empty(shape)
-        layers.append(LayerCache(*resolved.placement.put(stores), policy=resolved))
+        layers.append(LayerCache(*resolved.placement.put(stores), resolved, kv_heads, head_dim))
     rows = [policies[0].placement.put(jnp.zeros(batch, jnp.int32)) for _ in range(3)]
     return KVCache(tuple(layers), *rows)
 
@@ -159,14 +164,18 @@ def append(
 
     Returns:
       The cache. A row that can't hold its tokens is left as it was.
+
+    Raises:
+      ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
+        is no such layer.
     """
-    _check_new(cache, keys, "keys")
-    _check_new(cache, values, "values")
-    if keys.shape[:3] != values.shape[:3]:
-        raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     if not 0 <= layer < len(cache.layers):
         raise ValueError(f"layer {layer}: the cache has {len(cache.layers)}, 0 the first")
     old = cache.layers[layer]
+    _check_new(cache, old, keys, "keys")
+    _check_new(cache, old, values, "values")
+    if keys.shape != values.shape:
+        raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     layout = old.policy.layout
     count = accepted(cache, layer, keys.shape[2], lengths)
     start = layout.first_slot(cache.length)
@@ -175,13 +184,12 @@ def append(
     def write(store: Any, encoded: Any) -> Any:
         return jax.tree.map(lambda into, x: _write_rows(into, x, start, count), store, encoded)
 
-    new = LayerCache(
+    new = replace(
+        old,
         keys=write(old.keys, old.policy.keys.encode(turned)),
         values=write(old.values, old.policy.values.encode(jnp.asarray(values))),
-        policy=old.policy,
     )
-    layers = (*cache.layers[:layer], new, *cache.layers[layer + 1 :])
-    return KVCache(layers, cache.length, cache.written, cache.status)
+    return replace(cache, layers=(*cache.layers[:layer], new, *cache.layers[layer + 1 :]))
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -195,18 +203,30 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     Returns:
       The cache with its cursors moved. Rows that could not hold their tokens stay where they
       were and get the status ``OVERFLOW``.
+
+    Raises:
+      ValueError: if ``lengths`` has not one number a row, or one is negative or above ``new``
+        (where traced: the status ``BAD_LENGTHS``).
     """
     asked = _real(cache, new, lengths)
+    if lengths is not None and not isinstance(lengths, jax.core.Tracer):
+        wrong = np.flatnonzero((np.asarray(lengths) < 0) | (np.asarray(lengths) > new))
+        if wrong.size:
+            raise ValueError(
+                f"lengths of row {wrong[0]} is {int(lengths[wrong[0]])}: the call has {new} tokens"
+            )
     count = accepted(cache, 0, new, lengths)
     length = cache.length + count
     status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
-    return KVCache(cache.layers, length, jnp.maximum(cache.written, length), status)
+    if lengths is not None:
+        status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    written = jnp.maximum(cache.written, length)
+    return replace(cache, length=length, written=written, status=status)
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
-    status = cache.status | jnp.where(rows, NON_FINITE, 0)
-    return KVCache(cache.layers, cache.length, cache.written, status)
+    return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
 
 
 def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
@@ -233,15 +253,21 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       The cache. A row that holds fewer is emptied and gets the status ``REWOUND_TOO_FAR``.
 
     Raises:
-      ValueError: if ``tokens`` is a negative number.
+      ValueError: if ``tokens`` is negative or no whole number, or has not one number a row.
     """
-    if isinstance(tokens, int) and tokens < 0:
+    if isinstance(tokens, (int, np.integer)) and tokens < 0:
         raise ValueError(f"rewind takes tokens away: {tokens} is negative")
-    tokens = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), cache.length.shape)
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape not in ((), (cache.batch,)):
+        raise ValueError(
+            f"rewind takes a whole number, or int32[batch={cache.batch}], got {tokens.dtype}"
+            f"{list(tokens.shape)}"
+        )
+    tokens = jnp.broadcast_to(tokens.astype(jnp.int32), cache.length.shape)
     wrong = (tokens > cache.length) | (tokens < 0)
     length = jnp.clip(cache.length - tokens, 0, cache.length)
     status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
-    return KVCache(cache.layers, length, cache.written, status)
+    return replace(cache, length=length, status=status)
 
 
 def fork(cache: KVCache) -> KVCache:
@@ -256,6 +282,7 @@ def check(cache: KVCache) -> None:
       CacheOverflowError: if a row was given more tokens than it can hold, or was rewound past
         its beginning.
       NonFiniteError: if the model gave logits that are not finite.
+      ValueError: if ``lengths`` was negative or more than the tokens of its call.
     """
     status = np.asarray(cache.status)
 
@@ -270,6 +297,10 @@ def check(cache: KVCache) -> None:
     if np.any(status & REWOUND_TOO_FAR):
         raise CacheOverflowError(
             f"row(s) {rows(REWOUND_TOO_FAR)} were rewound by more tokens than they held"
+        )
+    if np.any(status & BAD_LENGTHS):
+        raise ValueError(
+            f"lengths of row(s) {rows(BAD_LENGTHS)} was negative or above the tokens of its call"
         )
     if np.any(status & NON_FINITE):
         raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")
@@ -298,14 +329,20 @@ def query_positions(cache: KVCache, new: int) -> Positions:
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
     if lengths is None:
         return jnp.full_like(cache.length, new)
+    if jnp.shape(lengths) != (cache.batch,):
+        raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
-def _check_new(cache: KVCache, x: KeysValues, name: str) -> None:
-    if x.ndim != 4 or x.shape[0] != cache.batch:
+def _check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
+    expected = (cache.batch, held.kv_heads, held.head_dim)
+    if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
         raise ValueError(
-            f"{name} must be [batch={cache.batch}, kv_heads, new, head_dim], got {x.shape}"
+            f"{name} must be [batch={cache.batch}, kv_heads={held.kv_heads}, new, "
+            f"head_dim={held.head_dim}], got {list(x.shape)}"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
 
 
 def _write_rows(into: Array, x: Array, start: Rows, count: Rows) -> Array:

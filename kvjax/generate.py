@@ -23,7 +23,7 @@ def generate(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     min_new_tokens: int = 0,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
     use_cache: bool = True,
     prefill_chunk: int = 512,
@@ -36,11 +36,13 @@ def generate(
         alone is a batch of one.
       max_new_tokens: a row ends after so many.
       cache: a policy, its name, a list of one policy a layer, or a ``KVCache`` of an earlier
-        result, to which the prompts are appended. A cache given is donated: it can't be used
-        again, but a ``kvjax.fork`` of it can.
+        result, to which the prompts are appended: as it holds no row's last new token,
+        ``result.unfed``, a prompt should begin with that. A cache given is donated: it can't be
+        used again, but a ``kvjax.fork`` of it can.
       max_len: tokens a row of the cache can hold. By default what is needed, rounded up to 2**k
         or 3 * 2**k, so that similar lengths share one compiled program; not rounded where that
-        would change the frequencies of a length-dependent rotary kind (dynamic, longrope).
+        would change the frequencies of a length-dependent rotary kind (dynamic, longrope); for
+        these a ``max_len`` beyond the trained length changes every logit, as in Transformers.
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
@@ -88,7 +90,7 @@ def stream(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     min_new_tokens: int = 0,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
     use_cache: bool = True,
     prefill_chunk: int = 512,

@@ -17,7 +17,7 @@ class CachePolicy:
     values: Raw = field(default_factory=Raw)
     placement: Device = field(default_factory=Device)
 
-    def resolve(self, max_len: int, model_dtype: str) -> "CachePolicy":
+    def resolve(self, max_len: int, model_dtype: str | None) -> "CachePolicy":
         """Fix what was left open, from the capacity, the model's dtype and the platform."""
         platform = self.placement.platform()
         return replace(

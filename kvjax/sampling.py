@@ -93,7 +93,12 @@ def make_settings(
     given |= {"repetition_penalty": repetition_penalty}
     for name, value in [*given.items(), *(("seed", seed) for seed in seeds)]:
         limits, fits = _RANGES[name]
-        if value is not None and not fits(value):
+        optional = name not in ("temperature", "seed")
+        try:
+            fine = (value is None and optional) or fits(value)
+        except TypeError:
+            fine = False
+        if not fine:
             raise ValueError(f"{name} must be {limits}, got {value!r}")
     # A temperature that processors may round to nothing is the limit: greedy.
     greedy = temperature < _TINY

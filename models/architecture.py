@@ -59,17 +59,20 @@ class Architecture:
           ValueError: if the shapes of tokens and cache do not fit, ``params`` lack a tensor, or
             there are more tokens than a model with learned positions has.
         """
+        tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
-        if lengths is not None and lengths.shape != tokens.shape[:1]:
-            raise ValueError(f"lengths must be [batch={tokens.shape[0]}], got {lengths.shape}")
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be whole numbers, got {tokens.dtype}")
+        if lengths is not None and jnp.shape(lengths) != tokens.shape[:1]:
+            raise ValueError(
+                f"lengths must be [batch={tokens.shape[0]}], got {list(jnp.shape(lengths))}"
+            )
         if cache is not None:
             self._check_cache(cache, tokens.shape[0])
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
-        logits, cache = module(
-            jnp.asarray(tokens), cache, lengths=lengths, last_only=last_only, max_len=max_len
-        )
+        logits, cache = module(tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len)
         if cache is None:
             return logits
         broken = ~jnp.all(jnp.isfinite(logits), axis=(1, 2))
@@ -85,6 +88,14 @@ class Architecture:
             raise ValueError(
                 f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}"
             )
+        wanted = (config.num_key_value_heads, config.head_dim)
+        for number, layer in enumerate(cache.layers):
+            if (layer.kv_heads, layer.head_dim) != wanted:
+                raise ValueError(
+                    f"layer {number} of the cache has kv_heads={layer.kv_heads}, head_dim="
+                    f"{layer.head_dim}, the model {wanted[0]} and {wanted[1]}: make it with "
+                    "init_cache(lm.config, ...)"
+                )
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""

@@ -4,6 +4,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a gated fee
 (Touvron et al., arXiv:2302.13971; Jiang et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671).
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -147,7 +148,8 @@ class Llama(nnx.Module):
         max_len: int | None,
     ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:
         capacity = cache.max_len if cache is not None else max_len or tokens.shape[1]
-        rotary = model_rotary(self.config, capacity)
+        # Once for all layers: each array made of a numpy table is a constant of the program.
+        rotary = jax.tree.map(jnp.asarray, model_rotary(self.config, capacity))
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             x, cache = block(x, cache, rotary, lengths)

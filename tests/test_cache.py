@@ -187,8 +187,8 @@ def test_a_fork_survives_the_donation_of_the_first():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_len": 0}, "max_len must be at least 1, got 0"),
-        ({"max_len": 4, "batch": 0}, "batch must be at least 1, got 0"),
+        ({"max_len": 0}, "max_len must be a whole number, at least 1, got 0"),
+        ({"max_len": 4, "batch": 0}, "batch must be a whole number, at least 1, got 0"),
         ({"max_len": 4, "policy": [kvjax.policy()]}, "1 policies for a model of 2 layers"),
         (
             {"max_len": 4, "policy": kvjax.CachePolicy(kvjax.Dense(8))},

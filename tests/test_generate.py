@@ -361,6 +361,8 @@ def test_a_continued_text_has_no_second_beginning(byte_tokenizer):
     second = generate(lm, "cd", cache=first.cache, max_new_tokens=3)
     assert asked == [True, False]
     assert second.text == ["efg"]
+    generate(lm, "a", cache=kvjax.init_cache(lm.config, max_len=64), max_new_tokens=2)
+    assert asked == [True, False, True]  # an empty cache holds no beginning yet
 
 
 def test_capacities_and_widths():
@@ -497,6 +499,7 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ("a", {"temperature": -1}, "temperature must be"),
         (["a", "b"], {"seed": [1]}, "1 seeds for 2 prompts"),
         ("a", {"cache": "dynamical"}, "unknown cache policy 'dynamical'"),
+        ("a", {"cache": None}, "cache is None: give a policy, its name or a KVCache"),
         ("a", {"stop": ""}, "a stop string must have at least one character, got ''"),
         ("a", {"eos_token_ids": [300]}, "eos_token_ids: token id 300 is out of range"),
     ],

@@ -23,6 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 FACADE = 6
 FLOORS = {
     "_typing": 0,
+    "_checks": 0,
     "_errors": 0,
     "_tree": 0,
     "_stats": 0,

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.models import tiny
-from kvjax.models.tiny import corpus, data, evaluate, ngram, recipe, tokenization, train
+from kvjax.models.tiny import augment, corpus, data, evaluate, ngram, recipe, tokenization, train
 
 FOLDER = Path(tiny.__file__).parent
 FIGURES = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
@@ -130,10 +130,43 @@ def test_trigram_probabilities_sum_to_one():
         assert total == pytest.approx(1.0)
 
 
+def test_renaming_is_the_same_throughout_a_document():
+    texts = {
+        "a": "class Mailbox: a mailbox of MAILBOX messages in the mailboxes folder",
+        "b": "a folder of messages, and the parser's parser in the Parser",
+        "c": "another folder",
+    }
+    renamer = augment.Renamer(texts.values(), share=1.0, spread=1)
+    assert renamer.pool == ["mailbox", "parser"]
+    found = renamer.rename(texts["b"], np.random.default_rng(1))
+    name = found.split("'s")[0].split()[-1]
+    assert name in renamer.pool
+    assert found == f"a folder of messages, and the {name}'s {name} in the {name.title()}"
+    made = {renamer.rename(texts["a"], np.random.default_rng(seed)) for seed in range(20)}
+    assert "class Parser: a parser of PARSER messages in the mailboxes folder" in made
+    untouched = augment.Renamer(texts.values(), share=0.0, spread=1)
+    assert untouched.rename(texts["a"], np.random.default_rng(0)) == texts["a"]
+
+
+def test_repeated_stretches_come_after_their_first_place():
+    windows = np.arange(40 * 101).reshape(40, 101)
+    rng = np.random.default_rng(3)
+    made = augment.repeat_stretches(windows, 0.5, rng, least=5, most=20)
+    changed = [i for i in range(40) if (made[i] != windows[i]).any()]
+    assert 10 <= len(changed) <= 30
+    for i in changed:
+        at = np.flatnonzero(made[i] != windows[i])
+        assert 5 <= len(at) <= 20
+        assert (np.diff(at) == 1).all()
+        distances = at - np.searchsorted(windows[i], made[i, at])
+        assert np.ptp(distances) == 0
+        assert distances[0] >= len(at)
+
+
 def test_training_resumes_to_the_same_state(tmp_path):
     small = recipe.Recipe(
         vocab_size=300, hidden_size=64, intermediate_size=64, layers=1, heads=2, kv_heads=1,
-        context=16, steps=2, warmup=1,
+        context=16, rows=2, steps=2, warmup=1,
     )  # fmt: skip
     text = {"a": "Return the next item. " * 40}
     tokenizer = tokenization.train_tokenizer(text.values(), small.vocab_size)

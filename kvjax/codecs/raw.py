@@ -34,8 +34,12 @@ class Raw:
             raise ValueError(f"Raw stores floating-point numbers, got dtype {self.dtype!r}")
         object.__setattr__(self, "dtype", dtype.name)
 
-    def resolve(self, model_dtype: str, platform: str) -> "Raw":
+    def resolve(self, model_dtype: str | None, platform: str) -> "Raw":
         """Fix what was left open: the dtype, and how its bits are best kept on ``platform``."""
+        if self.dtype is None and model_dtype is None:
+            raise ValueError(
+                'the config has no dtype: name one, such as policy("static", dtype="float32")'
+            )
         dtype = jnp.dtype(self.dtype or model_dtype)
         narrow = dtype.itemsize == 2 and platform == "cpu" and _rewrites_16_bit_floats()
         return replace(self, dtype=dtype.name, as_bits=narrow)

@@ -3,6 +3,7 @@
 import numpy as np
 import tokenizers
 
+from .augment import Renamer, repeat_stretches
 from .recipe import Recipe
 from .tokenization import END
 
@@ -13,11 +14,14 @@ class Data:
     def __init__(
         self, texts: dict[str, dict[str, str]], tokenizer: tokenizers.Tokenizer, recipe: Recipe
     ):
-        self.recipe = recipe
-        self.documents = encode(tokenizer, texts["train"])
+        self.recipe, self.tokenizer, self.texts = recipe, tokenizer, texts["train"]
+        self.renamer = Renamer(self.texts.values(), share=recipe.renamed)
         stream = np.concatenate(encode(tokenizer, texts["validation"]))
         count = (len(stream) - 1) // recipe.context
-        if sum(map(len, self.documents)) <= 2 * recipe.context or not count:
+        tokens = sum(map(len, encode(tokenizer, self.texts)))
+        # Renaming changes the number of tokens a little; a pass is the same number of windows.
+        self.per_epoch = int(0.95 * tokens) // recipe.context - 1
+        if self.per_epoch < 1 or not count:
             raise ValueError(f"too little text for windows of {recipe.context} tokens")
         self.validation = _windows(stream, 0, count, recipe.context)
         self._epochs: dict[int, np.ndarray] = {}
@@ -25,21 +29,23 @@ class Data:
     def batch(self, step: int) -> np.ndarray:
         """int32[rows, context + 1], the same whenever it is asked for."""
         rows = self.recipe.rows
-        per_epoch = len(self._epoch(0))
-        picked = [divmod(i, per_epoch) for i in range(step * rows, (step + 1) * rows)]
+        picked = [divmod(i, self.per_epoch) for i in range(step * rows, (step + 1) * rows)]
         return np.stack([self._epoch(epoch)[at] for epoch, at in picked])
 
     def _epoch(self, number: int) -> np.ndarray:
-        """All windows of one pass: documents in a new order, cut at new places, shuffled."""
+        """Windows of one pass: documents in a new order, renamed and cut anew, shuffled."""
         if number not in self._epochs:
-            context = self.recipe.context
-            rng = np.random.default_rng([self.recipe.seed, number])
-            order = rng.permutation(len(self.documents))
-            stream = np.concatenate([self.documents[i] for i in order])
-            windows = _windows(
-                stream, int(rng.integers(context)), (len(stream) - 1) // context - 1, context
-            )
-            self._epochs = {k: v for k, v in self._epochs.items() if k in (0, number - 1)}
+            context, rng = self.recipe.context, np.random.default_rng([self.recipe.seed, number])
+            renamed = {name: self.renamer.rename(text, rng) for name, text in self.texts.items()}
+            documents = encode(self.tokenizer, renamed)
+            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+            spare = len(stream) - 1 - self.per_epoch * context
+            if spare < 1:
+                stream, spare = np.resize(stream, len(stream) + 1 - spare), 1
+            cut = int(rng.integers(spare))
+            windows = _windows(stream, cut, self.per_epoch, context)
+            windows = repeat_stretches(windows, self.recipe.repeated, rng)
+            self._epochs = {k: v for k, v in self._epochs.items() if k == number - 1}
             self._epochs[number] = windows[rng.permutation(len(windows))]
         return self._epochs[number]
 

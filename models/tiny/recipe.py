@@ -17,7 +17,8 @@ class Recipe:
     """The model's shape and how it is trained.
 
     ``rows`` windows of ``context`` tokens a step; ``decay`` is the share of the steps, at the end,
-    in which the learning rate falls.
+    in which the learning rate falls. ``renamed``: the share of a document's rare words that get
+    other names in a pass; ``repeated``: the share of the windows that hold a stretch twice.
     """
 
     vocab_size: int = 4096
@@ -29,12 +30,14 @@ class Recipe:
     head_dim: int = 64
     context: int = 1024
     rows: int = 2
-    steps: int = 2200
+    steps: int = 4400
     warmup: int = 40
     decay: float = 0.5
     matrix_rate: float = 0.005
     other_rate: float = 0.0025
     weight_decay: float = 0.1
+    renamed: float = 0.6
+    repeated: float = 0.25
     seed: int = 0
 
     def config(self) -> LlamaConfig:

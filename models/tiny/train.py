@@ -2,7 +2,7 @@
 
 Stopped at any time, the same command goes on from the last checkpoint. The optimizer is Muon for
 the matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) with AdamW for the rest: a
-few hundred steps are all that so little text and one processor core allow, and it needs fewer of
+few thousand steps are all that so little text and one processor core allow, and it needs fewer of
 them. The learning rate rises, stays, and falls to zero over the last steps.
 """
 

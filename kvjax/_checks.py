@@ -1,0 +1,12 @@
+"""Checks of arguments that more than one file makes."""
+
+from typing import Any
+
+import numpy as np
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """``value`` as an int, or a ``ValueError`` that names it and its limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return int(value)
