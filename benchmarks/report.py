@@ -130,7 +130,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "faster; * marks the fastest peer.",
         "Of bandwidth: the bytes of the weights and of the filled cache, over what the machine "
         "reads in the time of a step. Prefill: the whole prompt into a new cache, its allocation "
-        f"included; with more than {settings['pass_tokens']:,} tokens, once and of kvjax alone. "
+        f"included; with more than {settings['pass_tokens']:,} tokens, once and of kvjax alone, "
+        "and without the peers whose attention makes all scores at once. "
         "Each engine has a process of its own; peak: the most it had resident"
         + (" while it did that." if resettable else " since it began: no mark can be reset here."),
     ]

@@ -30,7 +30,7 @@ class Recipe:
     head_dim: int = 64
     context: int = 1024
     rows: int = 2
-    steps: int = 4400
+    steps: int = 2100
     warmup: int = 40
     decay: float = 0.5
     matrix_rate: float = 0.005
