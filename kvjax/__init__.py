@@ -13,17 +13,26 @@ from kvjax.cache import (
     advance,
     append,
     check,
-    fork,
     init_cache,
     nbytes,
     read,
-    rewind,
 )
 from kvjax.codecs import Raw
 from kvjax.generate import GenerationResult, generate, stream
-from kvjax.layouts import Dense
+from kvjax.layouts import Dense, Growing, Ring
+from kvjax.operations import (
+    concatenate,
+    convert,
+    fork,
+    grow,
+    repeat,
+    reset,
+    rewind,
+    rewindable,
+    select,
+)
 from kvjax.placement import Device
-from kvjax.policy import CachePolicy, policy
+from kvjax.policy import CachePolicy, Hybrid, policy
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
 
 __version__ = "0.1.0"
@@ -35,25 +44,35 @@ __all__ = [
     "Dense",
     "Device",
     "GenerationResult",
+    "Growing",
+    "Hybrid",
     "KVCache",
     "KvjaxError",
     "LayerCache",
     "NonFiniteError",
     "Raw",
+    "Ring",
     "RotaryTable",
     "advance",
     "append",
     "apply_rotary",
     "attend",
     "check",
+    "concatenate",
+    "convert",
     "fork",
     "generate",
+    "grow",
     "init_cache",
     "nbytes",
     "policy",
     "read",
+    "repeat",
+    "reset",
     "rewind",
+    "rewindable",
     "rotary_table",
+    "select",
     "self_attend",
     "stream",
 ]

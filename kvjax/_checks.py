@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from jax.core import Tracer
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -10,3 +11,8 @@ def whole_number(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
     return int(value)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether an array's numbers are not there to be looked at: inside ``jit`` and its like."""
+    return isinstance(x, Tracer)

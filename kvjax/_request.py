@@ -9,11 +9,12 @@ import numpy as np
 from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache, check
-from kvjax.policy import CachePolicy, policy
+from kvjax.layouts import UNLIMITED
+from kvjax.policy import PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
-CacheChoice = str | CachePolicy | Sequence[CachePolicy] | KVCache
+CacheChoice = PolicyChoice | KVCache
 
 _SMALLEST_CAPACITY = 64
 _SMALLEST_CHUNK = 16
@@ -51,7 +52,7 @@ class Request:
     start: np.ndarray
     capacity: int
     chunk: int
-    policy: CachePolicy | Sequence[CachePolicy] | None
+    policy: PolicyChoice | None
     cache: KVCache | None
     eos: frozenset[int]
     stops: tuple[str, ...]
@@ -140,7 +141,7 @@ def chunk_bucket(tokens: int, chunk: int) -> int:
 
 def _cache_choice(
     choice: CacheChoice,
-) -> tuple[KVCache | None, CachePolicy | Sequence[CachePolicy] | None]:
+) -> tuple[KVCache | None, PolicyChoice | None]:
     if isinstance(choice, KVCache):
         return choice, None
     if choice is None or isinstance(choice, bool):
@@ -158,9 +159,10 @@ def _capacity(
     if positions is not None and need > positions:
         raise ValueError(f"{asked}, but the model has only {positions} positions")
     if given is not None:
-        if max_len not in (None, given.max_len):
-            raise ValueError(f"max_len is {max_len}, but the cache given holds {given.max_len}")
-        max_len = given.max_len
+        holds = given.max_len if given.grows_to is None else given.grows_to
+        if max_len not in (None, holds):
+            raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
+        max_len = holds
     if max_len is None:
         bucket = capacity_bucket(need)
         # Rounding up must not change the frequencies of a length-dependent rotary kind.
@@ -169,7 +171,7 @@ def _capacity(
             return need
         return bucket if positions is None else min(bucket, positions)
     whole_number("max_len", max_len, 1)
-    if positions is not None and max_len > positions:
+    if positions is not None and positions < max_len < UNLIMITED:
         raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
     if need > max_len:
         raise ValueError(f"{asked}, but max_len is {max_len}")

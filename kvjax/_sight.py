@@ -20,26 +20,39 @@ class Sight:
     scale: float = static_field()
     window: int | None = static_field(default=None)
     sinks: int = static_field(default=0)
+    chunk: int | None = static_field(default=None)
+    causal: bool = static_field(default=True)
     soft_cap: float | None = static_field(default=None)
     bias: Bias | None = static_field(default=None)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 
     def visible(self, positions: Array) -> Visible:
         """Which keys, at ``positions`` int32[batch, n] (-1: none), each query sees."""
         keys, queries = positions[:, None, :], self.queries[:, :, None]
-        seen = (keys >= 0) & (keys <= queries)
+        seen = keys >= 0
+        if not self.causal:
+            return jnp.broadcast_to(seen, (*self.queries.shape, positions.shape[1]))
+        seen &= keys <= queries
         if self.window is not None:
             seen &= (keys > queries - self.window) | (keys < self.sinks)
+        if self.chunk is not None:
+            seen &= keys >= queries // self.chunk * self.chunk
         return seen
 
     def reaches(self, low: Array, high: Array) -> Array:
         """bool[]: whether any query may see any position from ``low`` to ``high``."""
+        if not self.causal:
+            return low <= high
         reached = (low <= high) & (low <= jnp.max(self.queries))
+        if self.chunk is not None:
+            reached &= high >= jnp.min(self.queries) // self.chunk * self.chunk
         if self.window is not None:
             reached &= (high > jnp.min(self.queries) - self.window) | (low < self.sinks)
         return reached

@@ -12,10 +12,11 @@ import numpy as np
 from kvjax import _loop
 from kvjax._errors import NonFiniteError
 from kvjax._model import LanguageModel
-from kvjax._request import Request
+from kvjax._request import Request, capacity_bucket
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
-from kvjax.cache import KVCache, check, init_cache, nbytes, rewind
+from kvjax.cache import KVCache, check, init_cache, nbytes
+from kvjax.operations import grow, rewind, rewindable
 from kvjax.placement import Device
 
 _WATCHED_STEPS = 32
@@ -95,6 +96,7 @@ class Stream(Iterator[Piece]):
             self._prefill()
             self._absorb((self._progress.token[:, None], self._progress))
         dispatched = 1
+        longest = int((self._request.start + [len(row) for row in self._request.prompts]).max())
         flying: deque[_Report] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
@@ -105,8 +107,9 @@ class Stream(Iterator[Piece]):
             with self._decode_meter.running():
                 while len(flying) < ahead and dispatched < self._request.limit:
                     steps = min(self._steps, self._request.limit - dispatched)
-                    flying.append(self._decode(steps))
                     dispatched += steps
+                    self._context = self._fitting(self._context, longest + dispatched)
+                    flying.append(self._decode(steps))
                 self._absorb(flying.popleft())
             if self._watched:
                 self._pace(self._decode_meter.seconds - before)
@@ -133,6 +136,8 @@ class Stream(Iterator[Piece]):
             tokens = np.zeros((batch, request.width(int(here.max()))), np.int32)
             for row, ids in enumerate(request.prompts):
                 tokens[row, : here[row]] = ids[start : start + request.chunk]
+            held = int((request.start + np.minimum(lengths, start + request.chunk)).max())
+            context = self._fitting(context, held)
             ends = (lengths > start) & (lengths <= start + request.chunk)
             context, logits = _loop.prefill(
                 lm.architecture, lm.params, context, logits, tokens, here, ends
@@ -162,6 +167,18 @@ class Stream(Iterator[Piece]):
             text = np.zeros((batch, request.capacity), np.int32)
             rows: Any = Device().put((text, np.zeros(batch, np.int32)))
             return _loop.Uncached(*rows)
+        self._cache_bytes = nbytes(cache)
+        if request.stops and cache.chunk is not None:
+            # What is decoded behind a stop string must be taken back.
+            self._steps = max(1, min(self._steps, (cache.chunk - 1) // 2))
+        return _loop.Cached(cache)
+
+    def _fitting(self, context: _loop.Context, tokens: int) -> _loop.Context:
+        """The context with room for so many tokens a row, where its cache grows."""
+        cache = context.cache
+        if cache is None or cache.grows_to is None or tokens <= cache.max_len:
+            return context
+        cache = grow(cache, min(capacity_bucket(tokens), cache.grows_to))
         self._cache_bytes = nbytes(cache)
         return _loop.Cached(cache)
 
@@ -214,6 +231,8 @@ class Stream(Iterator[Piece]):
             return None, unfed
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
+            if (surplus > np.asarray(rewindable(cache))).any():
+                return None, unfed
             cache = rewind(cache, jnp.asarray(surplus))
         check(cache)
         return cache, unfed

@@ -24,7 +24,7 @@ from kvjax._typing import (
 )
 from kvjax.cache import KVCache, LayerCache, accepted, query_positions
 from kvjax.codecs import Raw
-from kvjax.layouts import Dense
+from kvjax.layouts import Dense, Region
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -47,12 +47,16 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     bias: Bias | None = None,
+    causal: bool = True,
     path: str = "blocks",
 ) -> Mixed:
     """Attention of a call's queries to all that their rows hold: after ``append``, before
     ``advance``.
+
+    What the layout forgets (``Ring``), no query sees, whatever ``window`` says.
 
     Args:
       queries: [batch, heads, new, head_dim], unrotated; ``heads`` is a multiple of the cache's
@@ -64,8 +68,12 @@ def attend(
       scale: what scores are multiplied by; by default ``head_dim ** -0.5``.
       window: the query at ``p`` sees positions above ``p - window`` only.
       sinks: positions below ``sinks`` stay visible in spite of ``window``.
+      chunk: the query at ``p`` sees positions from ``p // chunk * chunk`` on only (Llama 4's
+        ``attention_chunk_size``).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
       bias: added to the scores, see ``Bias``.
+      causal: False lets every query see all that its row held before this call: cross-attention
+        to a cache that was filled once. Nothing is appended for it.
       path: ``"blocks"``, or ``"reference"``: over every slot in one piece.
 
     Returns:
@@ -75,16 +83,24 @@ def attend(
       ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive, or
         ``path`` is not known.
     """
-    held = cache.layers[layer]
+    held, new = cache.layer(layer), queries.shape[2]
     if path not in _PATHS:
         raise ValueError(f"unknown attention path {path!r}: there are {', '.join(_PATHS)}")
-    new = queries.shape[2]
+    layout = held.policy.layout
+    windows = [w for w in (window, layout.window) if w is not None]
     sight = Sight(
-        query_positions(cache, new), _scale(queries, scale), window, sinks, soft_cap, bias
-    )
-    queries = apply_rotary(queries, sight.queries, rotary)
-    length = cache.length + accepted(cache, layer, new, lengths)
-    return _PATHS[path](queries, held, length, jnp.maximum(cache.written, length), sight)
+        query_positions(cache, new), _scale(queries, scale), min(windows, default=None),
+        max(sinks, layout.sinks), chunk, causal, soft_cap, bias,
+    )  # fmt: skip
+    turned = apply_rotary(queries, sight.queries, rotary)
+    capped = turned
+    if layout.sinks and rotary is not None:
+        capped = apply_rotary(queries, jnp.minimum(sight.queries, layout.cap), rotary)
+    length = cache.length
+    if causal:
+        length = length + accepted(cache, new, lengths)
+    written = jnp.maximum(cache.written, length)
+    return _PATHS[path]((turned, capped), held, length, written, sight)
 
 
 def self_attend(
@@ -96,6 +112,7 @@ def self_attend(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     bias: Bias | None = None,
 ) -> Mixed:
@@ -104,7 +121,7 @@ def self_attend(
     Args:
       queries: [batch, heads, new, head_dim], unrotated, at positions 0 to ``new - 1``.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
-      rotary, scale, window, sinks, soft_cap, bias: as in ``attend``.
+      rotary, scale, window, sinks, chunk, soft_cap, bias: as in ``attend``.
 
     Returns:
       [batch, heads, new, head_dim] in the queries' dtype; differentiable.
@@ -117,19 +134,28 @@ def self_attend(
     queries = apply_rotary(queries, positions, rotary)
     keys = apply_rotary(keys, positions, rotary)
     policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
-    sight = Sight(positions, _scale(queries, scale), window, sinks, soft_cap, bias)
+    sight = Sight(positions, _scale(queries, scale), window, sinks, chunk, True, soft_cap, bias)
     length = jnp.full((batch,), new, jnp.int32)
     held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
-    return _blockwise(queries, held, length, length, sight)
+    return _blockwise((queries, queries), held, length, length, sight)
 
 
-def _at_once(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
+_Turned = tuple[Mixed, Mixed]
+"""Queries at their positions, and capped as the layout's sinks want them."""
+
+
+def _at_once(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
     """Softmax over all slots together."""
+    queries, capped = both
     slots = jnp.arange(held.policy.layout.slots, dtype=jnp.int32)
     positions = held.policy.layout.positions(length, written, slots)
     keys = held.policy.keys.decode(held.keys)
     values = held.policy.values.decode(held.values)
     scores, seen = sight.scores(_grouped(queries, held), keys, positions)
+    if capped is not queries:
+        near, _ = sight.scores(_grouped(capped, held), keys, positions)
+        is_sink = positions < held.policy.layout.sinks
+        scores = jnp.where(is_sink[:, None, None, None], near, scores)
     scores = jnp.where(seen, scores, _LOWEST)
     highest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
@@ -138,34 +164,68 @@ def _at_once(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sigh
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 
-def _blockwise(
-    queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight
-) -> Mixed:
+def _blockwise(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
     """Softmax block by block, for some queries at a time."""
-    new = queries.shape[2]
+    # The same queries twice are carried once.
+    kinds = both[:1] if both[0] is both[1] else both
+    new = both[0].shape[2]
     whole = new // QUERIES * QUERIES if new > QUERIES else 0
 
-    def some(part: tuple[Array, Array]) -> Array:
-        return _walk(part[0], held, length, written, replace(sight, queries=part[1]))
+    def some(part: tuple[tuple[Array, ...], Array]) -> Array:
+        turned, at = part
+        return _walk((turned[0], turned[-1]), held, length, written, replace(sight, queries=at))
 
     parts = []
     if whole:
-        split = jnp.stack(jnp.split(queries[:, :, :whole], whole // QUERIES, axis=2))
+        split = tuple(
+            jnp.stack(jnp.split(x[:, :, :whole], whole // QUERIES, axis=2)) for x in kinds
+        )
         at = jnp.stack(jnp.split(sight.queries[:, :whole], whole // QUERIES, axis=1))
         parts = list(lax.map(some, (split, at)))
     if whole < new:
-        parts.append(some((queries[:, :, whole:], sight.queries[:, whole:])))
+        rest = tuple(x[:, :, whole:] for x in kinds)
+        parts.append(some((rest, sight.queries[:, whole:])))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
 
 
-def _walk(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
+_Merged = tuple[Array, Array, Array]
+"""Of the blocks so far, float32: the highest score and the sum of weights [batch, kv_heads, group,
+new], and the weighted sum of values [batch, kv_heads, group, new, head_dim]."""
+
+
+def _walk(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
+    """The layout's regions, one after the other."""
+    grouped = [_grouped(queries, held) for queries in both]
+    rows = grouped[0].shape[:-1]
+    merged = (
+        jnp.full(rows, _LOWEST, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(grouped[0].shape, jnp.float32),
+    )
+    for region in held.policy.layout.regions():
+        queries = grouped[1] if region.capped else grouped[0]
+        merged = _walk_region(merged, region, queries, held, length, written, sight)
+    _, total, mixed = merged
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return mixed.reshape(both[0].shape).astype(both[0].dtype)
+
+
+def _walk_region(
+    merged: _Merged,
+    region: Region,
+    grouped: Array,
+    held: LayerCache,
+    length: Rows,
+    written: Rows,
+    sight: Sight,
+) -> _Merged:
     """Coarse blocks up to where all is filled, fine ones after that."""
-    layout, grouped = held.policy.layout, _grouped(queries, held)
-    fine, coarse = _block_sizes(layout.slots)
+    layout, stop = held.policy.layout, region.first + region.size
+    fine, coarse = _block_sizes(region.size)
 
     def visit(start: Array, size: int, merged: _Merged) -> _Merged:
         # A last block that would pass the end is moved down; what it shares is not seen twice.
-        origin = jnp.minimum(start, layout.slots - size)
+        origin = jnp.minimum(start, stop - size)
         slots = origin + jnp.arange(size, dtype=jnp.int32)
         positions = layout.positions(length, written, slots)
         positions = jnp.where(slots >= start, positions, -1)
@@ -184,29 +244,19 @@ def _walk(queries: Mixed, held: LayerCache, length: Rows, written: Rows, sight: 
         step = jax.checkpoint(one, prevent_cse=False)
         return lax.scan(step, (first, merged), length=blocks)[0][1]
 
-    rows = grouped.shape[:-1]
-    merged = (
-        jnp.full(rows, _LOWEST, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(grouped.shape, jnp.float32),
-    )
-    first, rest = jnp.int32(0), layout.slots
-    if coarse > fine:
+    begin = jnp.int32(region.first)
+    if coarse == fine:
+        return walk(merged, begin, -(-region.size // fine), fine, jnp.int32(stop))
+    near = length
+    if sight.causal:
         # Tokens behind the last of these queries need not be walked to.
         near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
-        first, rest = layout.occupied(near) // coarse * coarse, coarse
-        merged = walk(merged, jnp.int32(0), layout.slots // coarse, coarse, first)
-    merged = walk(merged, first, -(-rest // fine), fine, jnp.int32(layout.slots))
-    _, total, mixed = merged
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return mixed.reshape(queries.shape).astype(queries.dtype)
+    filled = jnp.maximum(layout.occupied(near) - region.first, 0) // coarse * coarse
+    merged = walk(merged, begin, region.size // coarse, coarse, begin + filled)
+    return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
 
 
 _PATHS = {"blocks": _blockwise, "reference": _at_once}
-
-_Merged = tuple[Array, Array, Array]
-"""Of the blocks so far, float32: the highest score and the sum of weights [batch, kv_heads, group,
-new], and the weighted sum of values [batch, kv_heads, group, new, head_dim]."""
 
 
 def _merge(

@@ -13,6 +13,7 @@ different lengths need no padding on the left. Keys and queries come unrotated: 
 the positions and turns them.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._checks import whole_number
+from kvjax._checks import is_traced, whole_number
 from kvjax._errors import CacheOverflowError, NonFiniteError
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
@@ -34,7 +35,8 @@ from kvjax._typing import (
     Rows,
     SlotPositions,
 )
-from kvjax.policy import CachePolicy, per_layer
+from kvjax.layouts import UNLIMITED, Run
+from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 
 OVERFLOW = 1
@@ -45,6 +47,8 @@ REWOUND_TOO_FAR = 4
 """Status bit: a rewind asked for more tokens than the row holds."""
 BAD_LENGTHS = 8
 """Status bit: ``lengths`` was negative or more than the tokens of its call."""
+LOST = 16
+"""Status bit: the cache was converted to a layout that keeps tokens it did not hold."""
 
 
 class CacheShape(Protocol):
@@ -64,7 +68,8 @@ class CacheShape(Protocol):
 class LayerCache:
     """Keys and values of one layer, as their codecs store them, and the policy they follow.
 
-    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim].
+    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. ``window`` is the
+    layer's own, from the model's config.
     """
 
     keys: Any
@@ -72,6 +77,7 @@ class LayerCache:
     policy: CachePolicy = static_field()
     kv_heads: int = static_field()
     head_dim: int = static_field()
+    window: int | None = static_field(default=None)
 
 
 @state
@@ -83,12 +89,15 @@ class KVCache:
     ``written``: int32[batch], the most that each row has ever held: after a rewind it tells which
     slots hold tokens that are no longer part of the text.
     ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
+    ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
+    has its own.
     """
 
     layers: tuple[LayerCache, ...]
     length: Rows
     written: Rows
     status: Rows
+    sources: tuple[int, ...] | None = static_field(default=None)
 
     @property
     def batch(self) -> int:
@@ -97,8 +106,34 @@ class KVCache:
 
     @property
     def max_len(self) -> int:
-        """Tokens that a row can hold."""
-        return min(layer.policy.layout.slots for layer in self.layers)
+        """Tokens that a row's text can have, before it must grow where it can."""
+        limits = (layer.policy.layout.limit for layer in self.layers)
+        return min((limit for limit in limits if limit is not None), default=UNLIMITED)
+
+    @property
+    def chunk(self) -> int | None:
+        """The most tokens that ``append`` takes in one call; None for any number."""
+        chunks = (layer.policy.layout.chunk for layer in self.layers)
+        return min((chunk for chunk in chunks if chunk is not None), default=None)
+
+    @property
+    def reach(self) -> int:
+        """Positions that distances between queries and keys stay below: what rotary kinds that
+        depend on the length go by."""
+        return max(layer.policy.layout.reach for layer in self.layers)
+
+    @property
+    def grows_to(self) -> int | None:
+        """Tokens that it may be grown to; None where no layer grows."""
+        limits = (layer.policy.layout.grows_to for layer in self.layers)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def layer(self, number: int) -> LayerCache:
+        """What layer ``number`` of the model reads."""
+        count = len(self.layers if self.sources is None else self.sources)
+        if not 0 <= number < count:
+            raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
+        return self.layers[number if self.sources is None else self.sources[number]]
 
     def __repr__(self) -> str:
         """What it is and how full, not the arrays."""
@@ -108,39 +143,55 @@ class KVCache:
 
 def init_cache(
     config: CacheShape,
-    policy: str | CachePolicy | Sequence[CachePolicy] | None = None,
+    policy: PolicyChoice | None = None,
     *,
     batch: int = 1,
-    max_len: int,
+    max_len: int | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
     Args:
       config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
-        and ``dtype`` are read, and ``position_limit`` where it has one. ``dtype`` may be missing
-        where the policy names one.
-      policy: one for all layers, or a list with one a layer; by default ``policy("static")``.
+        and ``dtype`` are read; ``position_limit`` (how many positions the model has),
+        ``windows`` (a sliding window or None, a layer) and ``cache_sources`` (for each layer, the
+        one whose keys and values it reads) where it has them. ``dtype`` may be missing where the
+        policy names one.
+      policy: one for all layers, a preset's name, or a list with one a layer; by default
+        ``policy("static")``.
       batch: rows.
-      max_len: tokens a row can hold.
+      max_len: tokens a row can hold. A dense layout needs it; a growing one takes it as its limit;
+        a ring is made smaller by it where the text is shorter than its window.
 
     Raises:
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
         than the model has positions, or a list of policies has the wrong length.
     """
-    batch, max_len = whole_number("batch", batch, 1), whole_number("max_len", max_len, 1)
+    batch = whole_number("batch", batch, 1)
     limit = getattr(config, "position_limit", None)
-    if limit is not None and max_len > limit:
+    if max_len is not None:
+        max_len = whole_number("max_len", max_len, 1)
+    if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
-    policies = per_layer(CachePolicy() if policy is None else policy, config.num_hidden_layers)
+    max_len = limit if max_len is None else max_len
+    policies = per_layer(CachePolicy() if policy is None else policy, config)
+    windows = getattr(config, "windows", None) or (None,) * config.num_hidden_layers
+    sources = getattr(config, "cache_sources", None)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     layers = []
-    for layer_policy in policies:
-        resolved = layer_policy.resolve(max_len, getattr(config, "dtype", None))
+    for number, layer_policy in enumerate(policies):
+        if sources is not None and sources[number] != number:
+            continue  # it reads another layer's
+        resolved = layer_policy.resolve(max_len, windows[number], getattr(config, "dtype", None))
         shape = (batch, kv_heads, resolved.layout.slots, head_dim)
         stores = resolved.keys.empty(shape), resolved.values.empty(shape)
-        layers.append(LayerCache(*resolved.placement.put(stores), resolved, kv_heads, head_dim))
+        keys, values = resolved.placement.put(stores)
+        window = windows[number]
+        layers.append(LayerCache(keys, values, resolved, kv_heads, head_dim, window))
     rows = [policies[0].placement.put(jnp.zeros(batch, jnp.int32)) for _ in range(3)]
-    return KVCache(tuple(layers), *rows)
+    if sources is not None:
+        own = [number for number, source in enumerate(sources) if source == number]
+        sources = tuple(own.index(source) for source in sources)
+    return KVCache(tuple(layers), *rows, sources=sources)
 
 
 def append(
@@ -169,27 +220,27 @@ def append(
       ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
         is no such layer.
     """
-    if not 0 <= layer < len(cache.layers):
-        raise ValueError(f"layer {layer}: the cache has {len(cache.layers)}, 0 the first")
-    old = cache.layers[layer]
+    old = cache.layer(layer)
+    place = layer if cache.sources is None else cache.sources[layer]
+    if cache.sources is not None and place in cache.sources[:layer]:
+        raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
     _check_new(cache, old, keys, "keys")
     _check_new(cache, old, values, "values")
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
-    layout = old.policy.layout
-    count = accepted(cache, layer, keys.shape[2], lengths)
-    start = layout.first_slot(cache.length)
+    count = accepted(cache, keys.shape[2], lengths)
+    runs = old.policy.layout.runs(cache.length, keys.shape[2])
     turned = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
 
     def write(store: Any, encoded: Any) -> Any:
-        return jax.tree.map(lambda into, x: _write_rows(into, x, start, count), store, encoded)
+        return jax.tree.map(lambda into, x: _write_rows(into, x, runs, count), store, encoded)
 
     new = replace(
         old,
         keys=write(old.keys, old.policy.keys.encode(turned)),
         values=write(old.values, old.policy.values.encode(jnp.asarray(values))),
     )
-    return replace(cache, layers=(*cache.layers[:layer], new, *cache.layers[layer + 1 :]))
+    return replace(cache, layers=(*cache.layers[:place], new, *cache.layers[place + 1 :]))
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -208,18 +259,10 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
       ValueError: if ``lengths`` has not one number a row, or one is negative or above ``new``
         (where traced: the status ``BAD_LENGTHS``).
     """
-    asked = _real(cache, new, lengths)
-    if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-        wrong = np.flatnonzero((np.asarray(lengths) < 0) | (np.asarray(lengths) > new))
-        if wrong.size:
-            raise ValueError(
-                f"lengths of row {wrong[0]} is {int(lengths[wrong[0]])}: the call has {new} tokens"
-            )
-    count = accepted(cache, 0, new, lengths)
+    cache = note_bad_lengths(cache, new, lengths)
+    count = accepted(cache, new, lengths)
     length = cache.length + count
-    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
-    if lengths is not None:
-        status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    status = cache.status | jnp.where(count < _real(cache, new, lengths), OVERFLOW, 0)
     written = jnp.maximum(cache.written, length)
     return replace(cache, length=length, written=written, status=status)
 
@@ -236,51 +279,18 @@ def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
-    held = cache.layers[layer]
+    held = cache.layer(layer)
     layout = held.policy.layout
     positions = layout.positions(cache.length, cache.written, jnp.arange(layout.slots))
     return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
-
-
-def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
-    """Forget the newest tokens.
-
-    Args:
-      cache: the cache.
-      tokens: how many, for all rows, or int32[batch], one number a row.
-
-    Returns:
-      The cache. A row that holds fewer is emptied and gets the status ``REWOUND_TOO_FAR``.
-
-    Raises:
-      ValueError: if ``tokens`` is negative or no whole number, or has not one number a row.
-    """
-    if isinstance(tokens, (int, np.integer)) and tokens < 0:
-        raise ValueError(f"rewind takes tokens away: {tokens} is negative")
-    tokens = jnp.asarray(tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape not in ((), (cache.batch,)):
-        raise ValueError(
-            f"rewind takes a whole number, or int32[batch={cache.batch}], got {tokens.dtype}"
-            f"{list(tokens.shape)}"
-        )
-    tokens = jnp.broadcast_to(tokens.astype(jnp.int32), cache.length.shape)
-    wrong = (tokens > cache.length) | (tokens < 0)
-    length = jnp.clip(cache.length - tokens, 0, cache.length)
-    status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
-    return replace(cache, length=length, status=status)
-
-
-def fork(cache: KVCache) -> KVCache:
-    """A second cache with the same content, which survives the donation of the first."""
-    return jax.tree.map(jnp.copy, cache)
 
 
 def check(cache: KVCache) -> None:
     """Raise what traced steps could only record.
 
     Raises:
-      CacheOverflowError: if a row was given more tokens than it can hold, or was rewound past
-        its beginning.
+      CacheOverflowError: if a row was given more tokens than it can hold, or was to be rewound
+        by more than it could.
       NonFiniteError: if the model gave logits that are not finite.
       ValueError: if ``lengths`` was negative or more than the tokens of its call.
     """
@@ -290,13 +300,19 @@ def check(cache: KVCache) -> None:
         return ", ".join(str(row) for row in np.flatnonzero(status & bit))
 
     if np.any(status & OVERFLOW):
+        way = "start with a larger max_len" if cache.grows_to is None else "kvjax.grow it in time"
         raise CacheOverflowError(
             f"the cache holds {cache.max_len} tokens a row, and row(s) {rows(OVERFLOW)} were given "
-            "more: what did not fit was dropped; start with a larger max_len"
+            f"more: what did not fit was dropped; {way}"
         )
     if np.any(status & REWOUND_TOO_FAR):
         raise CacheOverflowError(
-            f"row(s) {rows(REWOUND_TOO_FAR)} were rewound by more tokens than they held"
+            f"row(s) {rows(REWOUND_TOO_FAR)} were to forget more tokens than kvjax.rewindable says "
+            "they can, and were left as they are"
+        )
+    if np.any(status & LOST):
+        raise CacheOverflowError(
+            f"row(s) {rows(LOST)} had forgotten tokens that the layout they were converted to keeps"
         )
     if np.any(status & BAD_LENGTHS):
         raise ValueError(
@@ -315,15 +331,33 @@ def nbytes(cache: KVCache) -> dict[str, int]:
     return totals
 
 
-def accepted(cache: KVCache, layer: int, new: int, lengths: Counts | None) -> Rows:
-    """int32[batch]: how many of a call's tokens each row of a layer takes."""
-    layout = cache.layers[layer].policy.layout
-    return layout.accepts(cache.length, _real(cache, new, lengths))
+def accepted(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
+    """int32[batch]: how many of a call's tokens each row takes: all, or none when they would not
+    fit."""
+    asked = _real(cache, new, lengths)
+    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
 
 
 def query_positions(cache: KVCache, new: int) -> Positions:
     """int32[batch, new]: the positions of a call's tokens."""
     return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+
+
+def note_bad_lengths(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
+    """Raise, or record where they are traced, ``lengths`` that a call of ``new`` tokens can't have.
+
+    Raises:
+      ValueError: naming the row and its length.
+    """
+    asked = _real(cache, new, lengths)
+    if lengths is None:
+        return cache
+    if not is_traced(lengths):
+        given = np.asarray(lengths)
+        for row in np.flatnonzero((given < 0) | (given > new)):
+            raise ValueError(f"lengths of row {row} is {given[row]}: the call has {new} tokens")
+    bad = jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    return replace(cache, status=cache.status | bad)
 
 
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
@@ -343,27 +377,46 @@ def _check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> No
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
-
-
-def _write_rows(into: Array, x: Array, start: Rows, count: Rows) -> Array:
-    """Write ``x[:, :, :count]`` into each row at ``start``, in place, and nothing else.
-
-    A chunk that is padded past the capacity must not push its real tokens to lower slots, as
-    ``dynamic_update_slice`` would: the window is moved down, and the old content put back.
-    """
-    x = x[:, :, : into.shape[2]]
-    new = x.shape[2]
-    index = jnp.arange(new, dtype=jnp.int32)
-
-    def write(into: Array, x: Array, start: Array, count: Array) -> Array:
-        origin = jnp.clip(start, 0, into.shape[1] - new)
-        shift = start - origin
-        real = (index >= shift) & (index < shift + count)
-        if new > 1:
-            x = jnp.roll(x, shift, axis=1)
-        old = lax.dynamic_slice_in_dim(into, origin, new, axis=1)
-        return lax.dynamic_update_slice_in_dim(
-            into, jnp.where(real[:, None], x, old), origin, axis=1
+    chunk = held.policy.layout.chunk
+    if chunk is not None and x.shape[2] > chunk:
+        raise ValueError(
+            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
+            "parts (a model's apply does so), or give the ring more slack"
         )
 
-    return jax.vmap(write)(into, x, start, count)
+
+def _write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
+    """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else."""
+    for run in runs:
+        skip = jnp.broadcast_to(run.skip, count.shape)
+        size = min(x.shape[2], run.high - run.low)
+        write = functools.partial(_write_row, low=run.low, high=run.high, size=size)
+        into = jax.vmap(write)(into, x, run.start, skip, count)
+    return into
+
+
+def _write_row(
+    into: Array,
+    x: Array,
+    start: Array,
+    skip: Array,
+    count: Array,
+    *,
+    low: int,
+    high: int,
+    size: int,
+) -> Array:
+    """One row of a run.
+
+    A chunk that is padded past the end must not push its real tokens to lower slots, as
+    ``dynamic_update_slice`` would: the window is moved to where it fits, and the old content put
+    back.
+    """
+    origin = jnp.clip(start, low, high - size)
+    shift = start - origin
+    token = jnp.arange(size, dtype=jnp.int32) - shift
+    if x.shape[1] > 1:
+        x = jnp.roll(x, shift, axis=1)[:, :size]
+    old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
+    real = (token >= skip) & (token < count)
+    return lax.dynamic_update_slice_in_dim(into, jnp.where(real[:, None], x, old), origin, axis=1)

@@ -37,7 +37,12 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
 ]
-CacheOption = Annotated[str, typer.Option("--cache", help="The cache policy, by name.")]
+CacheOption = Annotated[
+    str,
+    typer.Option(
+        "--cache", help="The cache policy, by name: static, dynamic, sliding_window, hybrid."
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -149,7 +154,7 @@ def info(
     policy = kvjax.policy(cache)
     # Two sizes of the cache, so that what does not grow with the tokens does not count.
     small, large = (
-        kvjax.nbytes(kvjax.init_cache(config, policy, batch=1, max_len=n)) for n in (512, 1024)
+        kvjax.nbytes(kvjax.init_cache(config, policy, batch=1, max_len=n)) for n in (32, 64)
     )
     report = {
         "model": model or "the embedded model",
@@ -164,7 +169,7 @@ def info(
         "vocabulary": config.vocab_size,
         "context": config.max_position_embeddings,
         "cache": cache,
-        "cache_bytes_a_token": {place: (large[place] - small[place]) // 512 for place in large},
+        "cache_bytes_a_token": {place: (large[place] - small[place]) // 32 for place in large},
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
     }

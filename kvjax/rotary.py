@@ -2,9 +2,9 @@
 
 The angle of position ``p`` and frequency ``f`` is ``p * f``. In float32 that product is off by
 6e-8 of the angle, which at position 1,000,000 is a whole tenth of a radian's precision lost. The
-table therefore holds the sines and cosines of ``p = coarse * STRIDE + fine`` in two small parts,
-both computed in float64, and joins them by the addition theorem: exact to float32 rounding at any
-position, and a few hundred kilobytes for a context of a million.
+table therefore holds sines and cosines of ``p``'s digits to the base ``STRIDE``, each computed in
+float64, and joins them by the addition theorem: exact to float32 rounding at any position, and
+under a megabyte for a text that never ends.
 
 Source: Su et al., RoFormer, arXiv:2104.09864; pairs are (i, i + half), as in Transformers.
 """
@@ -13,62 +13,72 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax._tree import state, static_field
+from kvjax._tree import state
 
 STRIDE = 1024
-"""Positions a row of the coarse table stands for."""
+"""The base of the digits."""
+LIMIT = STRIDE**3
+"""Positions that a table without ``max_len`` reaches."""
+
+Digits = Float[Array | np.ndarray, "rows 2 half"]
 
 
 @state
 class RotaryTable:
-    """Sines and cosines for positions below ``max_len``.
+    """Sines and cosines of every position below a limit.
 
-    ``fine``: float32[STRIDE, 2, half] (cosine, sine) of ``p % STRIDE``, times the attention
-    scale; ``coarse``: float32[ceil(max_len / STRIDE), 2, half] of ``p // STRIDE * STRIDE``.
-    ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
+    ``digits``: float32[rows, 2, half] (cosine, sine) each: of ``d`` for the last digit, times the
+    attention scale, of ``d * STRIDE`` for the one before it, and so on; as many as the positions
+    need. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
     """
 
-    fine: Float[Array | np.ndarray, "stride 2 half"]
-    coarse: Float[Array | np.ndarray, "rows 2 half"]
-    max_len: int = static_field()
+    digits: tuple[Digits, ...]
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
         """Cosine and sine at ``positions``: two float32[..., half]."""
-        fine = jnp.asarray(self.fine)[positions % STRIDE]
-        if self.coarse.shape[0] == 1:
-            return fine[..., 0, :], fine[..., 1, :]
-        coarse = jnp.asarray(self.coarse)[positions // STRIDE]
-        cos_f, sin_f = fine[..., 0, :], fine[..., 1, :]
-        cos_c, sin_c = coarse[..., 0, :], coarse[..., 1, :]
-        return cos_c * cos_f - sin_c * sin_f, sin_c * cos_f + cos_c * sin_f
+        cos = sin = None
+        for place, table in enumerate(self.digits):
+            parts = jnp.asarray(table)[positions // STRIDE**place % STRIDE]
+            next_cos, next_sin = parts[..., 0, :], parts[..., 1, :]
+            if cos is None or sin is None:
+                cos, sin = next_cos, next_sin
+            else:
+                cos, sin = cos * next_cos - sin * next_sin, sin * next_cos + cos * next_sin
+        assert cos is not None and sin is not None
+        return cos, sin
 
 
 def rotary_table(
-    inverse_frequencies: np.ndarray, max_len: int, *, scale: float = 1.0
+    inverse_frequencies: np.ndarray, max_len: int | None = None, *, scale: float = 1.0
 ) -> RotaryTable:
     """Make the table of a model.
 
     Args:
       inverse_frequencies: [half], radians a position, one a pair of channels.
-      max_len: positions 0 to ``max_len - 1`` can be asked for.
+      max_len: positions 0 to ``max_len - 1`` can be asked for; by default 2**30 of them.
       scale: what the rotated channels are multiplied by (yarn and longrope scale attention so).
 
     Raises:
-      ValueError: if ``max_len`` is not positive or the frequencies are not one-dimensional.
+      ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
+        one-dimensional.
     """
-    if max_len < 1:
+    limit = LIMIT if max_len is None else max_len
+    if limit < 1:
         raise ValueError(f"max_len must be at least 1, got {max_len}")
+    if limit > LIMIT:
+        raise ValueError(f"max_len must be at most {LIMIT}, got {max_len}")
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1:
         raise ValueError(f"inverse_frequencies must be [half], got shape {frequencies.shape}")
-
-    def table(positions: np.ndarray, factor: float) -> np.ndarray:
-        angles = positions.astype(np.float64)[:, None] * frequencies
-        return (factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
-
-    rows = -(-max_len // STRIDE)
-    fine = table(np.arange(min(STRIDE, max_len)), scale)
-    return RotaryTable(fine=fine, coarse=table(np.arange(rows) * STRIDE, 1.0), max_len=max_len)
+    digits, place = [], 1
+    while not digits or place < limit:
+        rows = np.arange(min(STRIDE, -(-limit // place)), dtype=np.float64)
+        angles = place * rows[:, None] * frequencies
+        factor = scale if place == 1 else 1.0
+        table = factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        digits.append(table.astype(np.float32))
+        place *= STRIDE
+    return RotaryTable(tuple(digits))
 
 
 def apply_rotary(

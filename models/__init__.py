@@ -1,11 +1,11 @@
 """Models: configurations, architectures, weights and tokenizers of checkpoints.
 
 ``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
-families llama, mistral, qwen2, qwen3 and gpt2.
+families llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2.
 """
 
 from .architecture import Architecture
-from .config import GPT2Config, LlamaConfig, RopeConfig
+from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
 from .config_json import read_config
 from .generation import GenerationDefaults
 from .language_model import LanguageModel
@@ -17,6 +17,7 @@ from .text import Tokenizer
 __all__ = [
     "Architecture",
     "GPT2Config",
+    "GemmaConfig",
     "GenerationDefaults",
     "LanguageModel",
     "LlamaConfig",

@@ -10,18 +10,17 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache, note_non_finite
+from kvjax.cache import KVCache, note_bad_lengths, note_non_finite
 
-from .config import GPT2Config, LlamaConfig
+from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
+from .gemma import Gemma
 from .gpt2 import GPT2
 from .llama import Llama
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
 
-Config = LlamaConfig | GPT2Config
-
-_FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GPT2Config: GPT2}
+_FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GemmaConfig: Gemma, GPT2Config: GPT2}
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,20 @@ class Architecture:
             )
         if cache is not None:
             self._check_cache(cache, tokens.shape[0])
+        if cache is None or cache.chunk is None or tokens.shape[1] <= cache.chunk:
+            return self._run(params, tokens, cache, lengths, last_only, max_len)
+        return self._in_pieces(params, tokens, cache, lengths, last_only)
+
+    def _run(
+        self,
+        params: Params,
+        tokens: Tokens,
+        cache: KVCache | None,
+        lengths: Counts | None,
+        last_only: bool,
+        max_len: int | None,
+    ) -> Any:
+        """One pass through the module."""
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
         logits, cache = module(tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len)
@@ -80,14 +93,45 @@ class Architecture:
             broken &= jnp.asarray(lengths) > 0
         return logits, note_non_finite(cache, broken)
 
+    def _in_pieces(
+        self,
+        params: Params,
+        tokens: Tokens,
+        cache: KVCache,
+        lengths: Counts | None,
+        last_only: bool,
+    ) -> Any:
+        """A call longer than the cache's rings have slack for, in parts that they have it for."""
+        batch, new = tokens.shape
+        size = cache.chunk or new
+        count = -(-new // size)
+        cache = note_bad_lengths(cache, new, lengths)
+        asked = jnp.full(batch, new) if lengths is None else jnp.asarray(lengths)
+        parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
+        parts = parts.reshape(batch, count, size).swapaxes(0, 1)
+        real = jnp.clip(asked - size * jnp.arange(count)[:, None], 0, size).astype(jnp.int32)
+
+        def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
+            (cache, last), (tokens, lengths) = carry, part
+            logits, cache = self._run(params, tokens, cache, lengths, last_only, None)
+            if not last_only:
+                return (cache, last), logits
+            return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
+
+        last = jnp.zeros((batch, 1, self.config.vocab_size), jnp.float32)
+        (cache, last), every = jax.lax.scan(one, (cache, last), (parts, real))
+        if last_only:
+            return last, cache
+        logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)
+        return logits[:, :new], cache
+
     def _check_cache(self, cache: KVCache, batch: int) -> None:
         config = self.config
         if cache.batch != batch:
             raise ValueError(f"tokens have {batch} rows, the cache has {cache.batch}")
-        if len(cache.layers) != config.num_hidden_layers:
-            raise ValueError(
-                f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}"
-            )
+        count = len(cache.layers if cache.sources is None else cache.sources)
+        if count != config.num_hidden_layers:
+            raise ValueError(f"the cache has {count} layers, the model {config.num_hidden_layers}")
         wanted = (config.num_key_value_heads, config.head_dim)
         for number, layer in enumerate(cache.layers):
             if (layer.kv_heads, layer.head_dim) != wanted:

@@ -43,6 +43,22 @@ class RopeConfig:
         """Channels of a head that are rotated, the first ones."""
         return int(head_dim * self.partial_rotary_factor)
 
+    def same_at(self, max_len: int, other: int, max_position_embeddings: int) -> bool:
+        """Whether texts of up to these two lengths have the same frequencies."""
+        if self.kind == "longrope":
+            trained: Any = dict(self.parameters)["original_max_position_embeddings"]
+            return (max_len > trained) == (other > trained)
+        if self.kind == "dynamic":
+            return max_len == other or max(max_len, other) <= max_position_embeddings
+        return True
+
+
+_LLAMA_NAMES = TensorNames(
+    prefix="model.",
+    embedding="model.embed_tokens.weight",
+    buffers=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
+)
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -72,11 +88,7 @@ class LlamaConfig:
     windows: tuple[int | None, ...]
     dtype: str = "float32"
 
-    names: ClassVar = TensorNames(
-        prefix="model.",
-        embedding="model.embed_tokens.weight",
-        buffers=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
-    )
+    names: ClassVar = _LLAMA_NAMES
 
     @property
     def position_limit(self) -> int | None:
@@ -85,12 +97,53 @@ class LlamaConfig:
 
     def same_rotary(self, max_len: int, other: int) -> bool:
         """Whether caches of these two capacities turn keys by the same frequencies."""
-        if self.rope.kind == "longrope":
-            trained: Any = dict(self.rope.parameters)["original_max_position_embeddings"]
-            return (max_len > trained) == (other > trained)
-        if self.rope.kind == "dynamic":
-            return max_len == other or max(max_len, other) <= self.max_position_embeddings
-        return True
+        return self.rope.same_at(max_len, other, self.max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """A model of the Gemma family. Names are those of ``config.json``.
+
+    ``rope``: rotary positions of the layers that see everything; ``local_rope``: of those that
+    have a window. ``windows``: one a layer; the query at ``p`` sees positions above
+    ``p - window``, None all. ``query_pre_attn_scalar``: scores are divided by its root. Of the two
+    soft caps, None is none. ``dtype``: what the model computes in and, by default, what its cache
+    holds.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    query_pre_attn_scalar: float
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    rope: RopeConfig
+    local_rope: RopeConfig
+    windows: tuple[int | None, ...]
+    dtype: str = "float32"
+
+    names: ClassVar = _LLAMA_NAMES
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model has: rotary ones do not end."""
+        return None
+
+    def same_rotary(self, max_len: int, other: int) -> bool:
+        """Whether caches of these two capacities turn keys by the same frequencies."""
+        ropes, trained = (self.rope, self.local_rope), self.max_position_embeddings
+        return all(rope.same_at(max_len, other, trained) for rope in ropes)
 
 
 @dataclass(frozen=True)
@@ -126,4 +179,4 @@ class GPT2Config:
         return self.max_position_embeddings
 
 
-Config = LlamaConfig | GPT2Config
+Config = LlamaConfig | GemmaConfig | GPT2Config

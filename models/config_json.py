@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import DTYPES, Config, GPT2Config, LlamaConfig
+from .config import DTYPES, Config, GemmaConfig, GPT2Config, LlamaConfig
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
-from .rope_config import read_rope
+from .rope_config import read_rope, read_ropes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: str = "none"
-    """Which layers have a window where ``layer_types`` does not say: none, some or all."""
+    """Which layers have a window where ``layer_types`` does not say; see ``_windows``."""
 
 
 _FAMILIES = {
@@ -36,6 +36,25 @@ _FAMILIES = {
     "mistral": _Family(32000, 14336, 8, None, 131072, sliding_window="all"),
     "qwen2": _Family(qkv_bias=True, sliding_window="some"),
     "qwen3": _Family(head_dim=128, attention_bias=True, qk_norm=True, sliding_window="some"),
+}
+
+
+@dataclass(frozen=True)
+class _Gemma:
+    """What distinguishes a generation of Gemma. A ``score_cap`` of None: it has no such thing."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    sliding_window: str
+    score_cap: float | None = None
+    final_cap: float | None = None
+    qk_norm: bool = False
+    two_ropes: bool = False
+
+
+_GEMMAS = {
+    "gemma2": _Gemma(256000, 8192, "alternate", score_cap=50.0, final_cap=30.0),
+    "gemma3_text": _Gemma(262208, 131072, "pattern", qk_norm=True, two_ropes=True),
 }
 
 
@@ -55,6 +74,8 @@ def read_config(folder: Path) -> Config:
     """
     file = Path(folder) / "config.json"
     config = Fields(file, read_json(file))
+    if config.raw("model_type") == "gemma3":
+        raise config.wrong("model_type", "gemma3_text: a model that takes images too is not read")
     model_type = config.choice("model_type", "", _READERS)
     if config.raw("quantization_config"):
         raise config.wrong(
@@ -72,13 +93,6 @@ def _llama(config: Fields) -> LlamaConfig:
     family = _FAMILIES[model_type]
     hidden = config.integer("hidden_size", 4096)
     heads = config.integer("num_attention_heads", 32)
-    # null means as many as there are heads; left out, it has the family's default.
-    kv_default = heads if "num_key_value_heads" in config.values else family.num_key_value_heads
-    kv_heads = config.integer("num_key_value_heads", kv_default or heads)
-    if heads % kv_heads:
-        raise config.wrong(
-            "num_key_value_heads", f"a divisor of num_attention_heads = {heads}, not {kv_heads}"
-        )
     head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
     positions = config.integer("max_position_embeddings", family.max_position_embeddings)
     bias = family.attention_bias and config.flag("attention_bias", False)
@@ -89,7 +103,7 @@ def _llama(config: Fields) -> LlamaConfig:
         intermediate_size=config.integer("intermediate_size", family.intermediate_size),
         num_hidden_layers=(layers := config.integer("num_hidden_layers", 32)),
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=_kv_heads(config, heads, family.num_key_value_heads),
         head_dim=head_dim,
         max_position_embeddings=positions,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
@@ -100,26 +114,95 @@ def _llama(config: Fields) -> LlamaConfig:
         mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         rope=read_rope(config, head_dim=head_dim, max_position_embeddings=positions),
-        windows=_windows(config, family, layers),
+        windows=_windows(config, family.sliding_window, layers),
         dtype=_dtype(config),
     )
 
 
-def _windows(config: Fields, family: _Family, layers: int) -> tuple[int | None, ...]:
-    if family.sliding_window == "none":
+def _gemma(config: Fields) -> GemmaConfig:
+    model_type = config.choice("model_type", "", _GEMMAS)
+    family = _GEMMAS[model_type]
+    if config.raw("use_bidirectional_attention", False) is not False:
+        raise config.wrong("use_bidirectional_attention", "false: attention is causal")
+    if family.score_cap is None and config.raw("attn_logit_softcapping") is not None:
+        raise config.wrong("attn_logit_softcapping", f"null: {model_type} caps no scores")
+    heads = config.integer("num_attention_heads", 8)
+    head_dim = config.integer("head_dim", 256)
+    positions = config.integer("max_position_embeddings", family.max_position_embeddings)
+    sizes = {"head_dim": head_dim, "max_position_embeddings": positions}
+    if family.two_ropes:
+        rope, local_rope = read_ropes(config, **sizes)
+    else:
+        rope = local_rope = read_rope(config, **sizes)
+    return GemmaConfig(
+        model_type=model_type,
+        vocab_size=config.integer("vocab_size", family.vocab_size),
+        hidden_size=config.integer("hidden_size", 2304),
+        intermediate_size=config.integer("intermediate_size", 9216),
+        num_hidden_layers=(layers := config.integer("num_hidden_layers", 26)),
+        num_attention_heads=heads,
+        num_key_value_heads=_kv_heads(config, heads, 4),
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
+        hidden_activation=config.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        attention_bias=config.flag("attention_bias", False),
+        qk_norm=family.qk_norm,
+        query_pre_attn_scalar=config.number("query_pre_attn_scalar", 256),
+        attn_logit_softcapping=_cap(config, "attn_logit_softcapping", family.score_cap),
+        final_logit_softcapping=_cap(config, "final_logit_softcapping", family.final_cap),
+        rope=rope,
+        local_rope=local_rope,
+        windows=_windows(config, family.sliding_window, layers),
+        dtype=_dtype(config),
+    )
+
+
+def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
+    # null means as many as there are heads; left out, it has the family's default.
+    if "num_key_value_heads" in config.values:
+        default = None
+    kv_heads = config.integer("num_key_value_heads", default or heads)
+    if heads % kv_heads:
+        raise config.wrong(
+            "num_key_value_heads", f"a divisor of num_attention_heads = {heads}, not {kv_heads}"
+        )
+    return kv_heads
+
+
+def _cap(config: Fields, name: str, default: float | None) -> float | None:
+    """A soft cap: null is none; left out, it has the family's default."""
+    if config.raw(name) is None and (default is None or name in config.values):
+        return None
+    return config.number(name, default)
+
+
+def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, None where it sees everything: by ``layer_types``, or by a rule.
+
+    ``rule``: which layers have one where ``layer_types`` does not say. "none"; "all"; "some":
+    where ``use_sliding_window``, those from ``max_window_layers`` on; "alternate": all but every
+    second; "pattern": all but each ``sliding_window_pattern``-th.
+    """
+    if rule == "none":
         return (None,) * layers
     # Left out, the window is 4,096; null switches it off.
     has_window = "sliding_window" not in config.values or config.raw("sliding_window") is not None
     window = config.integer("sliding_window", 4096) if has_window else None
-    if family.sliding_window == "some" and not config.flag("use_sliding_window", False):
+    if rule == "some" and not config.flag("use_sliding_window", False):
         window = None
     kinds = config.raw("layer_types")
-    if kinds is None:
-        is_some = family.sliding_window == "some"
-        first = config.integer("max_window_layers", 28, least=0) if is_some else 0
+    if kinds is None and rule in ("all", "some"):
+        first = config.integer("max_window_layers", 28, least=0) if rule == "some" else 0
         return tuple(window if layer >= first else None for layer in range(layers))
+    if kinds is None:
+        every = config.integer("sliding_window_pattern", 6) if rule == "pattern" else 2
+        if window is None and every > 1:
+            raise config.wrong("sliding_window", "an integer of at least 1: some layers need it")
+        return tuple(window if (layer + 1) % every else None for layer in range(layers))
     known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(k in known for k in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {*known}:
         raise config.wrong(
             "layer_types", f"{layers} names, each full_attention or sliding_attention"
         )
@@ -171,6 +254,7 @@ def _dtype(config: Fields) -> str:
 
 _READERS: dict[str, Callable[[Fields], Config]] = {
     **dict.fromkeys(_FAMILIES, _llama),
+    **dict.fromkeys(_GEMMAS, _gemma),
     "gpt2": _gpt2,
 }
 """By ``model_type``."""

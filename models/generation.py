@@ -5,7 +5,13 @@ from pathlib import Path
 
 from .fields import Fields, read_json
 
-_FAMILY_IDS = {"llama": (1, 2), "mistral": (1, 2), "gpt2": (50256, 50256)}
+_FAMILY_IDS = {
+    "llama": (1, 2),
+    "mistral": (1, 2),
+    "gemma2": (2, 1),
+    "gemma3_text": (2, 1),
+    "gpt2": (50256, 50256),
+}
 """First and last token where no file says: the defaults of Transformers' configurations."""
 
 

@@ -55,16 +55,22 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467)."""
+    """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467).
 
-    def __init__(self, features: int, *, epsilon: float, dtype: str):
-        self.weight = nnx.Param(jnp.ones(features, dtype))
-        self.epsilon = epsilon
+    With an ``offset``, scale by ``offset + weight``, in float32 too: Gemma's norm has 1.
+    """
+
+    def __init__(self, features: int, *, epsilon: float, dtype: str, offset: float = 0.0):
+        self.weight = nnx.Param(jnp.full(features, 1 - offset, dtype))
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return self.weight[...] * (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
+        normal = wide * lax.rsqrt(mean_square + self.epsilon)
+        if self.offset:
+            return (normal * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return self.weight[...] * normal.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -81,6 +87,32 @@ class LayerNorm(nnx.Module):
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         normal = (centred * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
         return self.weight[...] * normal + self.bias[...]
+
+
+class FeedForward(nnx.Module):
+    """``down(act(gate(x)) * up(x))``: a gated feed-forward layer (arXiv:2002.05202)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = ACTIVATIONS[activation]
+
+        def linear(fan_in: int, fan_out: int) -> Linear:
+            return Linear(fan_in, fan_out, bias=bias, dtype=dtype, rngs=rngs)
+
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
+
+    def __call__(self, x: Float[Array, "... hidden"]) -> Float[Array, "... hidden"]:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:

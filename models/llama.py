@@ -17,8 +17,8 @@ from kvjax.rotary import RotaryTable
 
 from .config import LlamaConfig
 from .layers import (
-    ACTIVATIONS,
     Embedding,
+    FeedForward,
     Linear,
     RMSNorm,
     last_real,
@@ -73,23 +73,6 @@ class Attention(nnx.Module):
         return self.o_proj(merge_heads(mixed)), cache
 
 
-class FeedForward(nnx.Module):
-    """``down(act(gate(x)) * up(x))``."""
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-        def linear(fan_in: int, fan_out: int) -> Linear:
-            return Linear(fan_in, fan_out, bias=config.mlp_bias, dtype=config.dtype, rngs=rngs)
-
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size)
-
-    def __call__(self, x: Hidden) -> Hidden:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nnx.Module):
     """One layer: attention, then feed-forward, each normed before and added after."""
 
@@ -100,7 +83,14 @@ class Block(nnx.Module):
         self.input_layernorm = norm()
         self.self_attn = Attention(config, layer, rngs=rngs)
         self.post_attention_layernorm = norm()
-        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            dtype=config.dtype,
+            rngs=rngs,
+        )
 
     def __call__(
         self,
@@ -147,9 +137,12 @@ class Llama(nnx.Module):
         last_only: bool,
         max_len: int | None,
     ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:
-        capacity = cache.max_len if cache is not None else max_len or tokens.shape[1]
+        if cache is None:
+            reach = limit = max_len or tokens.shape[1]
+        else:
+            reach, limit = cache.reach, cache.max_len
         # Once for all layers: each array made of a numpy table is a constant of the program.
-        rotary = jax.tree.map(jnp.asarray, model_rotary(self.config, capacity))
+        rotary = jax.tree.map(jnp.asarray, model_rotary(self.config, reach, limit))
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             x, cache = block(x, cache, rotary, lengths)

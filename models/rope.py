@@ -1,4 +1,4 @@
-"""Rotary tables: every kind that Transformers has for the Llama family.
+"""Rotary tables: every kind that Transformers has for the families here.
 
 The inverse frequencies are made in float32, step by step in the order that Transformers makes
 them, so they round as there; powers are taken in float64 and rounded, which differs from the
@@ -18,14 +18,16 @@ import numpy as np
 
 from kvjax.rotary import RotaryTable, rotary_table
 
-from .config import LlamaConfig
+from .config import GemmaConfig, LlamaConfig
+
+RotaryConfig = LlamaConfig | GemmaConfig
 
 Frequencies = tuple[np.ndarray, float]
 """Inverse frequencies float32[half], and what cosines and sines are multiplied by."""
 
 
 @functools.lru_cache(maxsize=64)
-def model_rotary(config: LlamaConfig, max_len: int) -> RotaryTable:
+def model_rotary(config: RotaryConfig, max_len: int, limit: int | None = None) -> RotaryTable:
     """The rotary table of a model for texts of up to ``max_len`` tokens.
 
     Kinds whose frequencies depend on the length of the text (dynamic, longrope) are fixed by
@@ -33,31 +35,32 @@ def model_rotary(config: LlamaConfig, max_len: int) -> RotaryTable:
     grows, and keys in the cache keep what they were rotated by.
 
     Args:
-      config: the model's configuration.
-      max_len: positions 0 to ``max_len - 1`` can be asked for.
+      config: the model's configuration; its ``rope`` says the kind.
+      max_len: distances between queries and keys stay below it.
+      limit: positions 0 to ``limit - 1`` can be asked for; by default ``max_len``.
 
     Raises:
       ValueError: if ``max_len`` is not positive.
     """
     frequencies, scale = inverse_frequencies(config, max_len)
-    return rotary_table(frequencies, max_len, scale=scale)
+    return rotary_table(frequencies, max_len if limit is None else limit, scale=scale)
 
 
-def inverse_frequencies(config: LlamaConfig, max_len: int) -> Frequencies:
+def inverse_frequencies(config: RotaryConfig, max_len: int) -> Frequencies:
     """Radians a position for each pair of channels, float32[half], and the attention scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _KINDS[config.rope.kind](config, max_len, dict(config.rope.parameters))
 
 
-def _default(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _default(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, config.rope.theta), 1.0
 
 
-def _linear(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _linear(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, config.rope.theta) / np.float32(given["factor"]), 1.0
 
 
-def _dynamic(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _dynamic(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     dim = config.rope.rotary_dim(config.head_dim)
     factor, trained = given["factor"], config.max_position_embeddings
     exponent = dim / (dim - 2)
@@ -70,7 +73,7 @@ def _dynamic(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, np.float32(config.rope.theta) * growth), 1.0
 
 
-def _llama3(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _llama3(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     frequencies = _inverse(config, config.rope.theta)
     factor, trained = given["factor"], given["original_max_position_embeddings"]
     low, high = given["low_freq_factor"], given["high_freq_factor"]
@@ -82,7 +85,7 @@ def _llama3(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
     return np.where(~is_long & ~is_short, smoothed, scaled), 1.0
 
 
-def _yarn(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _yarn(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     dim, theta = config.rope.rotary_dim(config.head_dim), config.rope.theta
     trained = given["original_max_position_embeddings"]
     factor = given.get("factor")
@@ -112,7 +115,7 @@ def _yarn(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
     return 1 / (factor * periods) * (1 - keep) + 1 / periods * keep, float(scale)
 
 
-def _longrope(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
+def _longrope(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     trained, factor = given["original_max_position_embeddings"], given.get("factor")
     if factor is None:
         factor = config.max_position_embeddings / trained
@@ -125,7 +128,7 @@ def _longrope(config: LlamaConfig, max_len: int, given: dict) -> Frequencies:
     return 1 / (np.asarray(stretch, np.float32) * periods), float(scale)
 
 
-def _inverse(config: LlamaConfig, theta: float | np.ndarray) -> np.ndarray:
+def _inverse(config: RotaryConfig, theta: float | np.ndarray) -> np.ndarray:
     return 1 / _power(theta, _exponents(config.rope.rotary_dim(config.head_dim)))
 
 
@@ -138,7 +141,7 @@ def _power(base: Any, exponent: Any) -> np.ndarray:
     return np.power(np.float64(np.float32(base)), np.float64(exponent)).astype(np.float32)
 
 
-_KINDS: dict[str, Callable[[LlamaConfig, int, dict], Frequencies]] = {
+_KINDS: dict[str, Callable[[RotaryConfig, int, dict], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

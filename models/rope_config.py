@@ -18,8 +18,60 @@ def read_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) ->
       CheckpointError: if the kind is not known, or a parameter is missing or of a wrong form.
     """
     rope = _rope_fields(config)
+    name = "original_max_position_embeddings"
+    trained = config if config.raw(name) is not None else rope
+    return _read(config, rope, "rope_theta", 1e4, trained, head_dim, max_position_embeddings)
+
+
+def read_ropes(
+    config: Fields, *, head_dim: int, max_position_embeddings: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rotary positions of full and of sliding layers, where these are not the same.
+
+    They stand in ``rope_parameters`` under ``full_attention`` and ``sliding_attention``. The older
+    form has ``rope_theta`` and ``rope_scaling`` for full layers and ``rope_local_base_freq`` for
+    sliding ones, which are never scaled.
+
+    Raises:
+      CheckpointError: if a kind is not known, or a parameter is missing or of a wrong form.
+    """
+    both = config.inner("rope_parameters") or Fields(config.file, {}, "rope_parameters.")
+    for name in both.values:
+        if name not in ("full_attention", "sliding_attention"):
+            raise both.wrong(name, "nothing beside full_attention and sliding_attention")
+    full = _inner(both, "full_attention")
+    if (scaling := _inner(config, "rope_scaling")).values:
+        if full.values:
+            raise config.wrong("rope_scaling", "null beside rope_parameters.full_attention")
+        # Which of two names counts is not the same in every Transformers.
+        if scaling.raw("rope_type") is None:
+            raise scaling.wrong("rope_type", f"one of {', '.join(KINDS)}")
+        full = scaling
+    local, sizes = _inner(both, "sliding_attention"), (head_dim, max_position_embeddings)
+    return (
+        _read(config, full, "rope_theta", 1e6, full, *sizes),
+        _read(config, local, "rope_local_base_freq", 1e4, local, *sizes),
+    )
+
+
+def _inner(fields: Fields, name: str) -> Fields:
+    return fields.inner(name) or Fields(fields.file, {}, f"{fields.parent}{name}.")
+
+
+def _read(
+    config: Fields,
+    rope: Fields,
+    base: str,
+    default: float,
+    trained: Fields,
+    head_dim: int,
+    max_position_embeddings: int,
+) -> RopeConfig:
+    """One set of parameters. ``base``: what ``rope_theta`` is called outside of it, and by
+    ``default`` is; ``trained``: where the length before scaling stands."""
     kind = _kind(rope)
-    theta = (rope if rope.raw("rope_theta") is not None else config).number("rope_theta", 10000.0)
+    inside = rope.raw("rope_theta") is not None
+    theta = rope.number("rope_theta") if inside else config.number(base, default)
     outer = config.number("partial_rotary_factor", 1.0)
     # Transformers' `default` kind of these families rotates all channels, whatever this says.
     partial = 1.0 if kind == "default" else rope.number("partial_rotary_factor", outer)
@@ -34,8 +86,7 @@ def read_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) ->
     parameters = _parameters(kind, rope, dim)
     if kind in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
-        stated = config if config.raw(name) is not None else rope
-        parameters[name] = stated.integer(name, max_position_embeddings)
+        parameters[name] = trained.integer(name, max_position_embeddings)
     return RopeConfig(kind, theta, partial, tuple(sorted(parameters.items())))
 
 

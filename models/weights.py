@@ -131,4 +131,5 @@ def load_tensors(
         for part in path:
             node = node.setdefault(part, {})
         node[last] = jax.block_until_ready(put(values))
+        del values  # before the next is read
     return params

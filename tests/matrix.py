@@ -12,11 +12,15 @@ from kvjax.models.config import LlamaConfig, RopeConfig
 
 
 class Cell(NamedTuple):
-    """A policy, what its codec does to a number, and how close its logits come to the truth."""
+    """A policy, what its codec does to a number, and how close its logits come to the truth.
 
-    policy: kvjax.CachePolicy
-    store: Any
-    tolerance: float
+    ``sight``: for a layer, the window and the sinks that the layout leaves to be seen.
+    """
+
+    policy: Any
+    store: Any = lambda x: x
+    tolerance: float = 1e-5
+    sight: Any = lambda layer: (None, 0)
 
 
 def _rounded(dtype: str) -> Any:
@@ -24,14 +28,38 @@ def _rounded(dtype: str) -> Any:
 
 
 CELLS = {
-    "dense-raw-device": Cell(kvjax.policy("static"), lambda x: x, 1e-5),
+    "dense-raw-device": Cell(kvjax.policy("static")),
     "dense-bfloat16-device": Cell(
         kvjax.policy("static", dtype="bfloat16"), _rounded("bfloat16"), 1e-3
     ),
     "dense-float16-device": Cell(
         kvjax.policy("static", dtype="float16"), _rounded("float16"), 1e-3
     ),
-}
+    "growing-raw-device": Cell(kvjax.policy("dynamic")),
+    "ring-raw-device": Cell(
+        kvjax.policy("sliding_window", window=7, slack=4), sight=lambda layer: (7, 0)
+    ),
+    "ring-without-slack-raw-device": Cell(
+        kvjax.policy("sliding_window", window=5, slack=0), sight=lambda layer: (5, 0)
+    ),
+    "ring-sinks-raw-device": Cell(
+        kvjax.policy("sliding_window", window=7, sinks=3, slack=4), sight=lambda layer: (7, 3)
+    ),
+    "ring-sinks-bfloat16-device": Cell(
+        kvjax.policy("sliding_window", window=6, sinks=1, dtype="bfloat16"),
+        _rounded("bfloat16"), 1e-3, lambda layer: (6, 1),
+    ),
+    "hybrid-raw-device": Cell(
+        kvjax.policy("hybrid", slack=5), sight=lambda layer: ((None, 0), (9, 0))[layer]
+    ),
+    "listed-raw-device": Cell(
+        [
+            kvjax.CachePolicy(kvjax.Ring(6, sinks=2), kvjax.Raw("float32")),
+            kvjax.CachePolicy(kvjax.Dense()),
+        ],
+        sight=lambda layer: ((6, 2), (None, 0))[layer],
+    ),
+}  # fmt: skip
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:

@@ -9,15 +9,27 @@ from typing import Any
 import numpy as np
 
 
-def logits(params: Any, config: Any, tokens: list[int], *, store: Any = lambda x: x) -> np.ndarray:
-    """[tokens, vocab]. ``store`` is what the codec does to the keys and values a cache holds."""
+def logits(
+    params: Any,
+    config: Any,
+    tokens: list[int],
+    *,
+    store: Any = lambda x: x,
+    sight: Any = lambda layer: (None, 0),
+) -> np.ndarray:
+    """[tokens, vocab]. ``store`` is what the codec does to the keys and values a cache holds;
+    ``sight(layer)`` the window (or None) and the sinks that its layout leaves to be seen."""
     weights = _wide(params)
     model = weights["model"]
     x = model["embed_tokens"]["weight"][tokens]
     for number in range(config.num_hidden_layers):
         layer = model["layers"][str(number)]
         h = _rms(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
-        mixed = _attention(h, layer["self_attn"], config, config.windows[number], store)
+        window, sinks = sight(number)
+        windows = [w for w in (window, config.windows[number]) if w is not None]
+        cap = None if window is None else sinks + window - 1
+        seen = {"window": min(windows, default=None), "sinks": sinks}
+        mixed = _attention(h, layer["self_attn"], config, store, cap, seen)
         x = x + mixed @ layer["self_attn"]["o_proj"]["weight"].T
         h = _rms(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
         gate = h @ layer["mlp"]["gate_proj"]["weight"].T
@@ -35,13 +47,16 @@ def attention(
     sinks: int = 0,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sink_query: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One query [head_dim], the newest of the text, over lists of [head_dim]."""
+    """One query [head_dim], the newest of the text, over lists of [head_dim]; ``sink_query`` is
+    the same one turned as the sinks see it."""
     if not keys:
         return np.zeros_like(query)
     at = len(keys) - 1
     seen = [p for p in range(len(keys)) if window is None or p > at - window or p < sinks]
-    scores = np.array([keys[p] @ query for p in seen])
+    other = query if sink_query is None else sink_query
+    scores = np.array([keys[p] @ (other if p < sinks else query) for p in seen])
     scores = scores * (len(query) ** -0.5 if scale is None else scale)
     if soft_cap is not None:
         scores = soft_cap * np.tanh(scores / soft_cap)
@@ -58,7 +73,9 @@ def rotate(x: np.ndarray, position: int, theta: float = 10000.0) -> np.ndarray:
     return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
 
-def _attention(x: np.ndarray, weights: Any, config: Any, window: Any, store: Any) -> np.ndarray:
+def _attention(
+    x: np.ndarray, weights: Any, config: Any, store: Any, cap: int | None, seen: dict[str, Any]
+) -> np.ndarray:
     size, theta = config.head_dim, config.rope.theta
     rows = []
     keys: dict[int, list[np.ndarray]] = {h: [] for h in range(config.num_key_value_heads)}
@@ -78,7 +95,10 @@ def _attention(x: np.ndarray, weights: Any, config: Any, window: Any, store: Any
                         rotate(q[head], position, theta),
                         keys[head // group],
                         values[head // group],
-                        window=window,
+                        sink_query=None
+                        if cap is None
+                        else rotate(q[head], min(position, cap), theta),
+                        **seen,
                     )
                     for head in range(config.num_attention_heads)
                 ]

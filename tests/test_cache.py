@@ -1,6 +1,7 @@
 """The operations of a cache, against lists of tokens."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from matrix import CELLS, tiny_config
 
 import kvjax
-from kvjax.cache import REWOUND_TOO_FAR
+from kvjax.cache import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.rotary import rotary_table
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20
-TABLE = rotary_table(1.0 / 10000.0 ** (np.arange(0, DIM, 2) / DIM), MAX_LEN)
+TABLE = rotary_table(1.0 / 10000.0 ** (np.arange(0, DIM, 2) / DIM))
 
 
 def random(*shape, seed=0):
@@ -26,10 +27,14 @@ def random(*shape, seed=0):
 
 def filled(policy=None, tokens=5, max_len=MAX_LEN, batch=BATCH):
     cache = kvjax.init_cache(CONFIG, policy, batch=batch, max_len=max_len)
-    for layer in range(2):
-        keys = random(batch, KV, tokens, DIM, seed=layer)
-        cache = kvjax.append(cache, layer, keys, keys + 1, rotary=TABLE)
-    return kvjax.advance(cache, tokens)
+    every = [random(batch, KV, tokens, DIM, seed=layer) for layer in range(2)]
+    size = min(tokens, cache.chunk or tokens)
+    for start in range(0, tokens, size):
+        for layer, keys in enumerate(every):
+            part = keys[:, :, start : start + size]
+            cache = kvjax.append(cache, layer, part, part + 1, rotary=TABLE)
+        cache = kvjax.advance(cache, part.shape[2])
+    return cache
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -43,17 +48,31 @@ def one_call(cache, keys, values, queries, rows):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random sequences of operations; each row of the model is a list of (key, value) pairs."""
+    """Random sequences of operations; each row of the model is a list of (key, value) pairs, the
+    keys turned to their positions, and ``most``, the longest that the list has ever been."""
+
+    policy: Any = kvjax.policy("static")
+    sizes = (1, 4, 9, 24)
+    limit = MAX_LEN
+    window, sinks, slack = None, 0, MAX_LEN
 
     def __init__(self):
         super().__init__()
-        self.cache = kvjax.init_cache(CONFIG, batch=BATCH, max_len=MAX_LEN)
+        self.cache = kvjax.init_cache(CONFIG, self.policy, batch=BATCH, max_len=self.limit)
         self.rows = [[] for _ in range(BATCH)]
+        self.most = [0] * BATCH
         self.seed = 0
-        self.overflowed = [False] * BATCH
+        self.overflowed, self.refused = [False] * BATCH, [False] * BATCH
 
-    @rule(new=st.sampled_from([1, 4, 9, 24]), data=st.data())
-    def append(self, new, data):
+    def rewindable(self, row):
+        """What a row can forget: a ring that was filled keeps its slack."""
+        slots = None if self.window is None else self.window + self.sinks + self.slack
+        least = self.most[row] - self.slack if slots and self.most[row] > slots else 0
+        return len(self.rows[row]) - least
+
+    @rule(data=st.data())
+    def append(self, data):
+        new = data.draw(st.sampled_from(self.sizes))
         lengths = [data.draw(st.integers(0, new)) for _ in range(BATCH)]
         self.seed += 1
         keys = random(BATCH, KV, new, DIM, seed=self.seed)
@@ -63,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache, found, plain = one_call(self.cache, keys, values, queries, rows)
         found, plain = np.asarray(found), np.asarray(plain)
         for row, count in enumerate(lengths):
-            if len(self.rows[row]) + count > MAX_LEN:
+            if self.limit is not None and len(self.rows[row]) + count > self.limit:
                 self.overflowed[row] = True
                 continue
             for token in range(count):
@@ -71,22 +90,70 @@ class CacheMachine(RuleBasedStateMachine):
                 key = [naive.rotate(k.astype(float), at) for k in keys[row, :, token]]
                 self.rows[row].append((np.array(key), values[row, :, token].astype(float)))
                 for head in range(2 * KV):
-                    wanted = naive.attention(
-                        naive.rotate(queries[row, head, token].astype(float), at),
-                        [k[head // 2] for k, _ in self.rows[row]],
-                        [v[head // 2] for _, v in self.rows[row]],
-                        window=6,
-                    )
+                    wanted = self.mixed(row, head, queries[row, head, token].astype(float))
                     np.testing.assert_allclose(found[row, head, token], wanted, atol=1e-5)
                     np.testing.assert_allclose(plain[row, head, token], wanted, atol=1e-5)
+            self.most[row] = max(self.most[row], len(self.rows[row]))
+
+    def mixed(self, row, head, query):
+        """What the newest token of a row gets."""
+        at, near = len(self.rows[row]) - 1, None
+        if self.window is not None:
+            near = naive.rotate(query, min(at, self.sinks + self.window - 1))
+        return naive.attention(
+            naive.rotate(query, at),
+            [k[head // 2] for k, _ in self.rows[row]],
+            [v[head // 2] for _, v in self.rows[row]],
+            window=min(6, self.window or 6),
+            sinks=self.sinks,
+            sink_query=near,
+        )
 
     @rule(data=st.data())
     def rewind(self, data):
-        back = [data.draw(st.integers(0, len(row))) for row in self.rows]
+        back = [data.draw(st.integers(0, self.rewindable(row))) for row in range(BATCH)]
         self.cache = jax.jit(kvjax.rewind)(self.cache, np.asarray(back, np.int32))
         self.rows = [row[: len(row) - n] for row, n in zip(self.rows, back, strict=True)]
 
-    @precondition(lambda self: not any(self.overflowed))
+    @rule(row=st.integers(0, BATCH - 1), more=st.integers(1, 5))
+    def rewind_too_far(self, row, more):
+        back = np.zeros(BATCH, np.int32)
+        back[row] = self.rewindable(row) + more
+        self.cache = jax.jit(kvjax.rewind)(self.cache, back)
+        self.refused[row] = True
+
+    @rule(rows=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH))
+    def select(self, rows):
+        self.cache = kvjax.select(self.cache, rows)
+        self.pick(rows)
+
+    def pick(self, rows):
+        """The lists of some rows, and all that is known of them."""
+        self.rows = [list(self.rows[row]) for row in rows]
+        for name in ("most", "overflowed", "refused"):
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
+
+    @rule(row=st.integers(0, BATCH - 1))
+    def repeat_a_row(self, row):
+        self.cache = kvjax.repeat(kvjax.select(self.cache, [row]), BATCH)
+        self.pick([row] * BATCH)
+
+    @rule(cut=st.integers(1, BATCH - 1))
+    def cut_and_join(self, cut):
+        order = [*range(cut, BATCH), *range(cut)]
+        parts = (
+            kvjax.select(self.cache, order[: BATCH - cut]),
+            kvjax.select(self.cache, order[BATCH - cut :]),
+        )
+        self.cache = kvjax.concatenate(parts)
+        self.pick(order)
+
+    @rule(row=st.integers(0, BATCH - 1))
+    def reset_a_row(self, row):
+        self.cache = jax.jit(kvjax.reset)(self.cache, np.arange(BATCH) == row)
+        self.rows[row], self.most[row] = [], 0
+        self.overflowed[row] = self.refused[row] = False
+
     @rule()
     def go_on_with_a_fork(self):
         other = kvjax.fork(self.cache)
@@ -98,15 +165,57 @@ class CacheMachine(RuleBasedStateMachine):
         keys, values, positions = (np.asarray(x) for x in kvjax.read(self.cache, 0))
         for row, tokens in enumerate(self.rows):
             slots = np.flatnonzero(positions[row] >= 0)
-            assert positions[row][slots].tolist() == list(range(len(tokens)))
-            for slot, (key, value) in zip(slots, tokens, strict=True):
+            held = positions[row][slots].tolist()
+            assert len(set(held)) == len(held)
+            nearest = 0 if self.window is None else max(0, len(tokens) - self.window + 1)
+            wanted = {*range(min(self.sinks, len(tokens))), *range(nearest, len(tokens))}
+            assert wanted <= set(held) <= set(range(len(tokens)))
+            for slot, position in zip(slots, held, strict=True):
+                key, value = tokens[position]
                 np.testing.assert_allclose(keys[row, :, slot], key, atol=1e-5)
                 np.testing.assert_array_equal(values[row, :, slot], value)
         assert np.asarray(self.cache.length).tolist() == [len(row) for row in self.rows]
-        assert (np.asarray(self.cache.status) & 1).astype(bool).tolist() == self.overflowed
+        status = np.asarray(self.cache.status)
+        assert (status & OVERFLOW).astype(bool).tolist() == self.overflowed
+        assert (status & REWOUND_TOO_FAR).astype(bool).tolist() == self.refused
+        can = np.asarray(kvjax.rewindable(self.cache)).tolist()
+        assert can == [self.rewindable(row) for row in range(BATCH)]
+
+
+class RingMachine(CacheMachine):
+    policy = kvjax.policy("sliding_window", window=5, slack=4)
+    sizes, limit, window, slack = (1, 3, 5), None, 5, 4
+
+
+class SinksMachine(CacheMachine):
+    policy = kvjax.policy("sliding_window", window=4, sinks=2, slack=7)
+    sizes, limit, window, sinks, slack = (1, 3, 8), None, 4, 2, 7
+
+
+class GrowingMachine(CacheMachine):
+    """Grown before every call that would overflow, up to its limit."""
+
+    policy = kvjax.CachePolicy(kvjax.Growing(start=3))
+
+    @rule()
+    def grow(self):
+        if self.cache.max_len < MAX_LEN:
+            self.cache = kvjax.grow(self.cache, min(2 * self.cache.max_len, MAX_LEN))
+
+    def __init__(self):
+        super().__init__()
+        self.limit = 3
+
+    @precondition(lambda self: True)
+    @invariant()
+    def holds_as_much_as_it_was_grown_to(self):
+        self.limit = self.cache.max_len
 
 
 TestCacheMachine = CacheMachine.TestCase
+TestRingMachine = RingMachine.TestCase
+TestSinksMachine = SinksMachine.TestCase
+TestGrowingMachine = GrowingMachine.TestCase
 
 
 def test_bytes_are_those_of_the_arrays():
@@ -121,9 +230,11 @@ def test_bytes_are_those_of_the_arrays():
 def test_users_see_the_real_shape_and_dtype(name):
     cache = filled(CELLS[name].policy)
     keys, values, positions = kvjax.read(cache, 0)
-    assert keys.shape == values.shape == (BATCH, KV, MAX_LEN, DIM)
+    slots = cache.layers[0].policy.layout.slots
+    assert keys.shape == values.shape == (BATCH, KV, slots, DIM)
     assert keys.dtype == jnp.dtype(cache.layers[0].policy.keys.dtype)
-    assert positions.tolist() == [[*range(5), *[-1] * 15]] * BATCH
+    for row in np.asarray(positions):
+        assert sorted(row.tolist()) == [*[-1] * (slots - 5), *range(5)]
 
 
 def test_every_leaf_is_committed():
@@ -169,10 +280,10 @@ def test_rewinding_past_the_beginning():
     with pytest.raises(ValueError, match="-1 is negative"):
         kvjax.rewind(cache, -1)
     cache = kvjax.rewind(cache, jnp.asarray([2, 5, 6], jnp.int32))
-    assert cache.length.tolist() == [3, 0, 0]
+    assert cache.length.tolist() == [3, 0, 5]
     assert cache.written.tolist() == [5, 5, 5]
     assert cache.status.tolist() == [0, 0, REWOUND_TOO_FAR]
-    with pytest.raises(kvjax.CacheOverflowError, match=r"row\(s\) 2 were rewound"):
+    with pytest.raises(kvjax.CacheOverflowError, match=r"row\(s\) 2 were to forget more"):
         kvjax.check(cache)
 
 
@@ -202,8 +313,8 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 def test_unknown_policies_and_dtypes_are_refused():
-    with pytest.raises(ValueError, match="unknown cache policy 'paged': this version has 'static'"):
-        kvjax.policy("paged")
+    with pytest.raises(ValueError, match="unknown cache policy 'page': this version has 'static'"):
+        kvjax.policy("page")
     with pytest.raises(ValueError, match="floating-point numbers, got dtype 'int8'"):
         kvjax.policy("static", dtype="int8")
 
@@ -222,5 +333,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 def test_a_cache_shows_itself_in_a_line():
     shown = repr(filled())
-    assert shown.startswith("KVCache(2 layers of CachePolicy(layout=Dense(max_len=20), keys=Raw(")
+    assert shown.startswith(
+        "KVCache(2 layers of CachePolicy(layout=Dense(max_len=20, grows_to=None), "
+    )
     assert shown.endswith("length=[5 5 5])") and "\n" not in shown

@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
+import kvjax
 from kvjax import _loop
 from kvjax._stats import Meter
 from kvjax.generate import generate, stream
@@ -117,3 +119,28 @@ def test_nested_events_are_counted_once():
     assert inner < meter.compile_seconds == pytest.approx(100.0)
     assert meter.compilations == 0
     assert meter.seconds == 0.0
+
+
+def test_a_ring_compiles_once_as_it_fills_and_wraps(tiny_llama):
+    cache = kvjax.init_cache(tiny_llama.config, kvjax.policy("sliding_window", window=5, sinks=1))
+    step = jax.jit(tiny_llama.apply, donate_argnums=2)
+    for n in range(60):
+        _, cache = step(tiny_llama.params, np.array([[n % 7]], np.int32), cache)
+    assert cache.length.tolist() == [60] and step._cache_size() == 1
+    policy = kvjax.policy("sliding_window", window=20, slack=30)
+    settings: dict[str, Any] = {"cache": policy, "eos_token_ids": (), "max_new_tokens": 30}
+    generate(tiny_llama, [prompt(90)], **settings)
+    for length in (70, 100, 128):
+        assert generate(tiny_llama, [prompt(length)], **settings).stats.compilations == 0
+
+
+def test_growing_compiles_once_a_capacity(tiny_llama):
+    policy = kvjax.CachePolicy(kvjax.Growing(start=16))
+    cache = kvjax.init_cache(tiny_llama.config, policy)
+    step = jax.jit(tiny_llama.apply, donate_argnums=2)
+    for n in range(200):
+        if n == cache.max_len:
+            cache = kvjax.grow(cache, 2 * cache.max_len)
+        _, cache = step(tiny_llama.params, np.array([[n % 7]], np.int32), cache)
+    kvjax.check(cache)
+    assert cache.max_len == 256 and step._cache_size() == 5  # 16, 32, 64, 128, 256

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.models import GPT2Config, LlamaConfig, RopeConfig, read_config
+from kvjax.models import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig, read_config
 from kvjax.models.config import Config
 from kvjax.models.generation import GenerationDefaults, read_generation
 
@@ -21,6 +21,18 @@ LLAMA: dict[str, Any] = {
 }
 QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
 SCALED = {"rope_type": "linear", "factor": 2.0}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma2",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "sliding_window": 8,
+}
+GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
+BASES = (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
+"""Of Gemma 3's full and sliding layers, where a file says nothing."""
 
 
 def read(folder: Path, fields: dict[str, Any]) -> Config:
@@ -78,6 +90,122 @@ def test_gpt2(tmp_path: Path) -> None:
     assert config.activation == "gelu_new"
     both = read(tmp_path, {"model_type": "gpt2", "n_embd": 32, "hidden_size": 48})
     assert both.hidden_size == 48
+
+
+def gemma(folder: Path, fields: dict[str, Any]) -> GemmaConfig:
+    config = read(folder, fields)
+    assert isinstance(config, GemmaConfig)
+    return config
+
+
+def test_gemma2(tmp_path: Path) -> None:
+    bare = gemma(tmp_path, {"model_type": "gemma2"})
+    assert (bare.vocab_size, bare.hidden_size, bare.intermediate_size) == (256000, 2304, 9216)
+    assert (bare.num_attention_heads, bare.num_key_value_heads, bare.head_dim) == (8, 4, 256)
+    assert (bare.num_hidden_layers, bare.max_position_embeddings) == (26, 8192)
+    assert (bare.query_pre_attn_scalar, bare.hidden_activation) == (256, "gelu_pytorch_tanh")
+    assert (bare.attn_logit_softcapping, bare.final_logit_softcapping) == (50.0, 30.0)
+    assert bare.windows == (4096, None) * 13
+    assert bare.rope == bare.local_rope == RopeConfig()
+    assert bare.tie_word_embeddings and not bare.attention_bias and not bare.qk_norm
+    assert bare.position_limit is None and bare.dtype == ""
+    assert hash(bare) == hash(gemma(tmp_path, {"model_type": "gemma2", "sliding_window": 4096}))
+
+
+def test_gemma3(tmp_path: Path) -> None:
+    bare = gemma(tmp_path, {"model_type": "gemma3_text"})
+    assert (bare.vocab_size, bare.max_position_embeddings) == (262208, 131072)
+    assert (bare.attn_logit_softcapping, bare.final_logit_softcapping) == (None, None)
+    assert bare.windows == ((4096,) * 5 + (None,)) * 4 + (4096,) * 2
+    assert (bare.rope, bare.local_rope) == BASES
+    assert bare.tie_word_embeddings and bare.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("fields", "caps"),
+    [
+        (GEMMA, (50.0, 30.0)),
+        ({**GEMMA, "attn_logit_softcapping": None}, (None, 30.0)),
+        ({**GEMMA, "attn_logit_softcapping": 20, "final_logit_softcapping": None}, (20, None)),
+        (GEMMA3, (None, None)),
+        ({**GEMMA3, "attn_logit_softcapping": None, "final_logit_softcapping": 9.5}, (None, 9.5)),
+    ],
+)
+def test_soft_caps(tmp_path: Path, fields: dict[str, Any], caps: tuple) -> None:
+    config = gemma(tmp_path, fields)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == caps
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (GEMMA, (8, None, 8, None, 8, None, 8)),
+        ({**GEMMA, "sliding_window_pattern": 3}, (8, None, 8, None, 8, None, 8)),
+        ({**GEMMA, "layer_types": ["full_attention"] * 7, "sliding_window": None}, (None,) * 7),
+        (GEMMA3, (8, 8, 8, 8, 8, None, 8)),
+        ({**GEMMA3, "sliding_window_pattern": 3}, (8, 8, None, 8, 8, None, 8)),
+        ({**GEMMA3, "sliding_window_pattern": 1}, (None,) * 7),
+        (
+            {
+                **GEMMA3,
+                "sliding_window_pattern": 6,
+                "layer_types": ["full_attention", *["sliding_attention"] * 5, "attention"],
+            },
+            (None, 8, 8, 8, 8, 8, None),
+        ),
+    ],
+)
+def test_gemma_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple) -> None:
+    assert gemma(tmp_path, fields).windows == windows
+
+
+LINEAR = RopeConfig("linear", 1e6, parameters=(("factor", 8.0),))
+LINEAR_FIELDS = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ropes"),
+    [
+        ({}, BASES),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 2e3},
+         (RopeConfig(theta=5e5), RopeConfig(theta=2e3))),
+        ({"rope_scaling": LINEAR_FIELDS}, (LINEAR, BASES[1])),
+        ({"rope_scaling": {**LINEAR_FIELDS, "rope_theta": 7.0}, "rope_theta": 9.0},
+         (RopeConfig("linear", 7.0, parameters=(("factor", 8.0),)), BASES[1])),
+        ({"rope_parameters": {"full_attention": LINEAR_FIELDS, "sliding_attention": None}},
+         (LINEAR, BASES[1])),
+        ({"rope_parameters": {"sliding_attention": {**LINEAR_FIELDS, "rope_theta": 3.0}},
+          "rope_local_base_freq": 9.0},
+         (BASES[0], RopeConfig("linear", 3.0, parameters=(("factor", 8.0),)))),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}, "rope_theta": 9.0},
+         (RopeConfig(theta=5e5), BASES[1])),
+        # A length beside them is of no account where they are nested, as in Transformers.
+        ({"original_max_position_embeddings": 32, "max_position_embeddings": 64,
+          "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+         (RopeConfig("yarn", 1e6, parameters=(
+             ("factor", 4.0), ("original_max_position_embeddings", 64), ("truncate", True))),
+          BASES[1])),
+    ],
+)  # fmt: skip
+def test_gemma3_ropes(tmp_path: Path, fields: dict[str, Any], ropes: tuple) -> None:
+    config = gemma(tmp_path, {**GEMMA3, **fields})
+    assert (config.rope, config.local_rope) == ropes
+
+
+def test_gemma2_rope_is_one_for_all_layers(tmp_path: Path) -> None:
+    config = gemma(tmp_path, {**GEMMA, "rope_theta": 5e5, "rope_scaling": SCALED})
+    assert config.rope == RopeConfig("linear", 5e5, parameters=(("factor", 2.0),))
+    assert config.local_rope == config.rope
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_gemma3_lengths_of_one_rotary_kind(tmp_path: Path, kind: str) -> None:
+    """Either kind of layer can go by the length of the text."""
+    dynamic = {"rope_parameters": {kind: {"rope_type": "dynamic", "factor": 2.0}}}
+    config = gemma(tmp_path, {**GEMMA3, "max_position_embeddings": 64, **dynamic})
+    assert config.same_rotary(40, 64) and config.same_rotary(96, 96)
+    assert not config.same_rotary(65, 96)
+    assert gemma(tmp_path, GEMMA3).same_rotary(65, 96)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +300,10 @@ def test_rope(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, 'model_type is "mamba"; expected one of gpt2, llama, mistral, qwen2'),
+    (
+        {"model_type": "mamba"},
+        'model_type is "mamba"; expected one of gemma2, gemma3_text, gpt2, llama',
+    ),
     ({"model_type": None}, "model_type is null; expected one of"),
     ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}; expected none'),
     ({"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config is .*; expected none"),
@@ -224,6 +355,53 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**QWEN, "model_type": "mistral", "sliding_window": 0},
         "sliding_window is 0; expected an integer",
     ),
+    ({"model_type": "gemma3", "text_config": {}}, 'model_type is "gemma3"; expected gemma3_text'),
+    ({**GEMMA, "use_bidirectional_attention": True}, "attention is true; expected false"),
+    ({**GEMMA3, "use_bidirectional_attention": "all"}, 'attention is "all"; expected false'),
+    ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; expected null"),
+    ({**GEMMA, "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; expected a number abo"),
+    ({**GEMMA3, "final_logit_softcapping": "x"}, 'logit_softcapping is "x"; expected a number'),
+    ({**GEMMA, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a number above"),
+    ({**GEMMA, "hidden_activation": "maxout"}, 'hidden_activation is "maxout"; expected one of'),
+    ({**GEMMA, "num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of .* = 4"),
+    ({**GEMMA, "num_attention_heads": 6}, "num_key_value_heads is null; .* = 6, not 4"),
+    ({**GEMMA, "attention_bias": 1}, "attention_bias is 1; expected true or false"),
+    ({**GEMMA, "sliding_window": None}, "sliding_window is null; expected an integer of at least"),
+    ({**GEMMA3, "sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
+    ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern is 0; expected an integer"),
+    ({**GEMMA3, "layer_types": ["chunked_attention"] * 7}, "layer_types is .*; expected 7 names"),
+    ({**GEMMA3, "layer_types": [["full_attention"]] * 7}, "layer_types is .*; expected 7 names"),
+    (
+        {**GEMMA3, "sliding_window": None, "layer_types": ["sliding_attention"] * 7},
+        "layer_types is .*; expected full_attention alone: sliding_window is not in use",
+    ),
+    (
+        {**GEMMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention is .*; expected one set of rotary parameters",
+    ),
+    (
+        {**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        'rope_parameters.rope_type is "default"; expected nothing beside full_attention and slid',
+    ),
+    (
+        {**GEMMA3, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling.rope_type is null; expected one of default",
+    ),
+    (
+        {
+            **GEMMA3,
+            "rope_scaling": LINEAR_FIELDS,
+            "rope_parameters": {"full_attention": {"rope_type": "default"}},
+        },
+        "rope_scaling is .*; expected null beside rope_parameters.full_attention",
+    ),
+    (
+        {**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+        "rope_parameters.sliding_attention.factor is null; expected a number",
+    ),
+    ({**GEMMA3, "rope_parameters": {"full_attention": 1}}, "full_attention is 1; expected an o"),
+    ({**GEMMA3, "rope_local_base_freq": -1}, "rope_local_base_freq is -1; expected a number above"),
+    ({**GEMMA3, "rope_theta": "x"}, 'rope_theta is "x"; expected a number'),
     ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is true; expected"),
     ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_head is 4; expected a divisor of"),
     ({"model_type": "gpt2", "activation_function": "x"}, 'activation_function is "x"; expected'),
@@ -250,6 +428,22 @@ def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -
 )
 def test_what_changes_nothing_is_not_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert llama(tmp_path, **fields) == llama(tmp_path)
+
+
+@pytest.mark.parametrize("base", [GEMMA, GEMMA3])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "maxout", "cache_implementation": "hybrid", "attention_dropout": 0.5},
+        {"use_bidirectional_attention": None, "rope_scaling": None, "rope_parameters": {}},
+        {"_sliding_window_pattern": 2, "use_sliding_window": False, "max_window_layers": 1},
+        {"max_position_embeddings": None, "partial_rotary_factor": 0.5},
+    ],
+)
+def test_what_changes_nothing_in_gemma(
+    tmp_path: Path, base: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert gemma(tmp_path, {**base, **fields}) == gemma(tmp_path, base)
 
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
@@ -306,6 +500,12 @@ def test_generation_ids_of_the_config(tmp_path: Path) -> None:
         GenerationDefaults((), 1)
     )
     assert generation(tmp_path, {"eos_token_id": 6}, {"top_k": 5}).eos_token_ids == (6,)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_generation_ids_of_gemma(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert read_generation(tmp_path, model_type) == GenerationDefaults((1,), 2)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     nbformat.validate(notebook)
     settings = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources=settings
+        notebook, timeout=600, startup_timeout=300, kernel_name="python3", resources=settings
     ).execute()
     errors = [
         output.ename

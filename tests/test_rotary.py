@@ -16,7 +16,7 @@ def exact(x, positions, scale=1.0):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 16:]], axis=-1)
 
 
-@pytest.mark.parametrize("start", [0, 1020, 4095, 131_070, 1_000_000])
+@pytest.mark.parametrize("start", [0, 1020, 4095, 131_070, 1_000_000, 2**30 - 10])
 @pytest.mark.parametrize("width", [16, 24])
 def test_turned_as_float64_would(start, width):
     x = np.random.default_rng(0).normal(size=(1, 3, 10, width)).astype(np.float32)
@@ -28,7 +28,9 @@ def test_turned_as_float64_would(start, width):
 
 def test_a_context_of_a_million_takes_little_memory():
     table = rotary_table(FREQUENCIES, 1 << 20)
-    assert table.fine.nbytes + table.coarse.nbytes < 200_000
+    assert sum(digits.nbytes for digits in table.digits) < 200_000
+    endless = rotary_table(FREQUENCIES)
+    assert sum(digits.nbytes for digits in endless.digits) < 300_000
 
 
 def test_no_table_turns_nothing():
@@ -39,5 +41,7 @@ def test_no_table_turns_nothing():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
         rotary_table(FREQUENCIES, 0)
+    with pytest.raises(ValueError, match="max_len must be at most 1073741824"):
+        rotary_table(FREQUENCIES, 2**30 + 1)
     with pytest.raises(ValueError, match=r"must be \[half\], got shape \(2, 4\)"):
         rotary_table(FREQUENCIES.reshape(2, 4), 8)

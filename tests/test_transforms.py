@@ -72,7 +72,7 @@ def test_a_16_bit_cache_refuses_gradients_or_gives_them():
         logits, _ = MODEL.apply(params, TOKENS, cache)
         return loss_of(logits, TOKENS)
 
-    resolved = kvjax.policy(dtype="bfloat16").resolve(16, "float32")
+    resolved = kvjax.policy(dtype="bfloat16").resolve(16, None, "float32")
     if resolved.keys.as_bits:
         with pytest.raises(ValueError, match="no gradient passes through a 16-bit cache"):
             jax.grad(loss)(PARAMS)

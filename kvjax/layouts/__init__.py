@@ -1,5 +1,7 @@
-"""Layouts: which slot holds which position. Integer maths on positions, and nothing else."""
+"""Layouts: which slot of a cache holds which position. Pure integer maths."""
 
-from kvjax.layouts.dense import Dense
+from kvjax.layouts.dense import Dense, Growing
+from kvjax.layouts.layout import UNLIMITED, Layout, Region, Run
+from kvjax.layouts.ring import Ring
 
-__all__ = ["Dense"]
+__all__ = ["UNLIMITED", "Dense", "Growing", "Layout", "Region", "Ring", "Run"]

@@ -1,26 +1,42 @@
-"""The layout in which every position has a slot of its own."""
+"""The layout in which every position has a slot of its own, and the one that grows into it."""
 
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+
+from kvjax.layouts.layout import UNLIMITED, Region, Run
+
+Counts = Int[Array, " batch"]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Position ``p`` stands in slot ``p``; ``max_len`` positions, None until ``resolve``."""
+    """Position ``p`` stands in slot ``p``.
+
+    ``max_len``: positions, None until ``resolve``. ``grows_to``: how far ``kvjax.grow`` and
+    ``kvjax.generate`` may enlarge it, None for not at all; see ``Growing``.
+    """
 
     max_len: int | None = None
+    grows_to: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_len is not None and self.max_len < 1:
             raise ValueError(f"max_len must be at least 1, got {self.max_len}")
 
-    def resolve(self, max_len: int) -> "Dense":
+    def resolve(self, max_len: int | None, window: int | None) -> "Dense":
         """Fix the capacity: a ``max_len`` given to the layout itself must be the same."""
-        if self.max_len not in (None, max_len):
+        if self.max_len is None and max_len is None:
+            raise ValueError("a dense cache needs max_len, the tokens a row can hold")
+        if None not in (self.max_len, max_len) and self.max_len != max_len:
             raise ValueError(f"the layout holds {self.max_len} positions, max_len asks {max_len}")
-        return replace(self, max_len=max_len)
+        return replace(self, max_len=self.max_len or max_len)
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether the capacity is fixed already."""
+        return self.max_len is not None
 
     @property
     def slots(self) -> int:
@@ -29,31 +45,68 @@ class Dense:
             raise ValueError("this Dense has no max_len yet: init_cache gives it one")
         return self.max_len
 
-    def first_slot(self, length: Int[Array, " batch"]) -> Int[Array, " batch"]:
-        """The slot where each row's next token goes; those after it follow on."""
-        return length
+    @property
+    def limit(self) -> int | None:
+        """Tokens a row's text can have."""
+        return self.slots
 
-    def accepts(
-        self, length: Int[Array, " batch"], new: Int[Array, " batch"]
-    ) -> Int[Array, " batch"]:
-        """How many of ``new`` tokens each row takes: all, or none when they would not fit."""
-        return jnp.where(length + new <= self.slots, new, 0)
+    @property
+    def chunk(self) -> int | None:
+        """A call may append any number of tokens."""
+        return None
+
+    @property
+    def window(self) -> int | None:
+        """Queries see everything, as far as this layout is concerned."""
+        return None
+
+    @property
+    def sinks(self) -> int:
+        """There are none."""
+        return 0
+
+    @property
+    def cap(self) -> int:
+        """Nothing is capped."""
+        return UNLIMITED
+
+    @property
+    def reach(self) -> int:
+        """Distances stay below the capacity."""
+        return self.slots
+
+    def grown(self, to: int) -> "Dense":
+        """The same with ``to`` slots."""
+        if self.grows_to is not None and to > self.grows_to:
+            raise ValueError(f"the cache may grow to {self.grows_to} tokens a row, not to {to}")
+        if to < self.slots:
+            raise ValueError(f"the cache holds {self.slots} tokens a row: {to} would be fewer")
+        return replace(self, max_len=to)
+
+    def runs(self, length: Counts, new: int) -> list[Run]:
+        """One run, behind what is there."""
+        return [Run(length, 0, self.slots)]
 
     def positions(
-        self,
-        length: Int[Array, " batch"],
-        written: Int[Array, " batch"],
-        slots: Int[Array, " slots"],
+        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
     ) -> Int[Array, "batch slots"]:
         """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
         return jnp.where(slots < length[:, None], slots, -1)
 
-    def occupied(self, length: Int[Array, " batch"]) -> Int[Array, ""]:
+    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+        """The slot where a position stands."""
+        return positions
+
+    def regions(self) -> tuple[Region, ...]:
+        """One: all slots."""
+        return (Region(0, self.slots),)
+
+    def occupied(self, length: Counts) -> Int[Array, ""]:
         """Slots from the first on that may hold anything, in any row."""
         return jnp.max(length)
 
     def bounds(
-        self, length: Int[Array, " batch"], start: Int[Array, ""] | int, size: int
+        self, length: Counts, start: Int[Array, ""] | int, size: int
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
 
@@ -62,3 +115,41 @@ class Dense:
         """
         low = jnp.asarray(start, jnp.int32)
         return low, jnp.minimum(low + size, jnp.max(length)) - 1
+
+    def hiding(
+        self,
+        length: Counts,
+        positions: Int[Array, "batch slots"],
+        missing: Bool[Array, "batch slots"],
+    ) -> tuple[Counts, Bool[Array, " batch"]]:
+        """Nothing may be missing."""
+        return length, jnp.any(missing, axis=1)
+
+    def rewindable(self, length: Counts, written: Counts) -> Counts:
+        """All of them."""
+        return length
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A ``Dense`` that begins small and is doubled between dispatches, as the text needs it.
+
+    ``start``: slots at first. ``generate`` grows it by itself; in a loop of one's own
+    ``kvjax.check`` says when ``kvjax.grow`` is due. Inside ``jit`` an array can't grow.
+    """
+
+    start: int = 256
+
+    def __post_init__(self) -> None:
+        if self.start < 1:
+            raise ValueError(f"start must be at least 1, got {self.start}")
+
+    @property
+    def open_ended(self) -> bool:
+        """It grows for ever unless ``max_len`` says how far."""
+        return True
+
+    def resolve(self, max_len: int | None, window: int | None) -> Dense:
+        """The first ``Dense``; ``max_len`` is how far it may grow."""
+        limit = UNLIMITED if max_len is None else max_len
+        return Dense(min(self.start, limit), grows_to=limit)

@@ -99,8 +99,8 @@ cores. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest 
 {recipe.other_rate}), {recipe.warmup} steps of warm-up, a linear fall to zero over the last
 {recipe.decay:.0%} of the steps, weight decay {recipe.weight_decay}. Every pass takes the documents
 in a new order, cuts them at new places, and gives {recipe.renamed:.0%} of a document's rare words
-other names, the same throughout the document; {recipe.repeated:.0%} of the windows hold a stretch of
-themselves twice: names must be looked up in the text, not known by heart
+other names, the same throughout the document; {recipe.repeated:.0%} of the windows hold a stretch
+of themselves twice: names must be looked up in the text, not known by heart
 ([`augment.py`](augment.py)). The validation loss, on text as it is, is
 {figures["validation_nats_per_token"]:.3f} nats a token at the end. More steps would make it better.
 

@@ -40,13 +40,14 @@ class Reference:
 
 
 def randomise(model: Any, torch: Any, seed: int = 0) -> Any:
-    """Weights that make every part of a model count: no zero biases, no norms of ones."""
+    """Weights that make every part of a model count: no zero biases, norms about their neutral."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         is_norm = "norm" in name or ".ln_" in name
         with torch.no_grad():
-            parameter.copy_(1 + 0.2 * noise if is_norm and name.endswith("weight") else 0.2 * noise)
+            neutral = parameter if is_norm and name.endswith("weight") else 0
+            parameter.copy_(neutral + 0.2 * noise)
     return model.eval()
 
 

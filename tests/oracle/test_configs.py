@@ -1,5 +1,6 @@
 """``config.json`` in all the forms it has had means here what it means in Transformers."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.models.config import LlamaConfig, RopeConfig
+from kvjax.models.config import GemmaConfig, LlamaConfig, RopeConfig
 from kvjax.models.config_json import read_config
 from kvjax.models.generation import read_generation
 from kvjax.models.layers import ACTIVATIONS
@@ -131,6 +132,96 @@ def test_rotary_frequencies(form: Any, torch: Any) -> None:
         assert frequencies.dtype == expected.dtype == np.float32
         np.testing.assert_array_max_ulp(frequencies, expected, maxulp=2)
         assert our_scale == pytest.approx(scale, rel=1e-12)
+
+
+GEMMA_SIZES = {**SIZES, "head_dim": 16, "sliding_window": 8}
+GEMMA_FORMS: dict[str, dict[str, Any]] = {
+    "2-bare": {"model_type": "gemma2"},
+    "2-sizes": {"model_type": "gemma2", **GEMMA_SIZES, "hidden_act": "gelu",
+                "final_logit_softcapping": None, "query_pre_attn_scalar": 144,
+                "sliding_window_pattern": 3},
+    "2-types": {"model_type": "gemma2", **GEMMA_SIZES, "attention_bias": True,
+                "layer_types": ["attention", "full_attention", "sliding_attention"]},
+    "2-scaled": {"model_type": "gemma2", **GEMMA_SIZES, "rope_theta": 5e5,
+                 "max_position_embeddings": 64,
+                 "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "3-bare": {"model_type": "gemma3_text"},
+    "3-sizes": {"model_type": "gemma3_text", **GEMMA_SIZES, "tie_word_embeddings": False,
+                "final_logit_softcapping": 20.0, "hidden_activation": "silu"},
+    "3-older": {"model_type": "gemma3_text", **GEMMA_SIZES, "sliding_window_pattern": 2,
+                "rope_theta": 5e5, "rope_local_base_freq": 2e3,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "3-scaling-theta": {"model_type": "gemma3_text", **GEMMA_SIZES, "rope_theta": 5e5,
+                        "rope_scaling": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e4}},
+    "3-nested": {"model_type": "gemma3_text", **GEMMA_SIZES, "rope_theta": 1.0,
+                 "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                 "rope_parameters": {
+                     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
+                     "sliding_attention": {"rope_type": "default", "rope_theta": 3e3}}},
+    "3-nested-halves": {"model_type": "gemma3_text", **GEMMA_SIZES, "rope_theta": 4e5,
+                        "rope_local_base_freq": 5e3, "sliding_window_pattern": 2,
+                        "rope_parameters": {"full_attention": None, "sliding_attention": {
+                            "rope_type": "linear", "factor": 3.0}}},
+    "3-dynamic": {"model_type": "gemma3_text", **GEMMA_SIZES, "max_position_embeddings": 64,
+                  "sliding_window_pattern": 2,
+                  "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "3-yarn": {"model_type": "gemma3_text", **GEMMA_SIZES, "max_position_embeddings": 4096,
+               "original_max_position_embeddings": 64, "sliding_window_pattern": 2,
+               "rope_parameters": {"full_attention": {
+                   "rope_type": "yarn", "factor": 4.0, "beta_fast": 16}}},
+    "3-longrope": {"model_type": "gemma3_text", **GEMMA_SIZES, "max_position_embeddings": 512,
+                   "sliding_window_pattern": 2,
+                   "rope_scaling": {"rope_type": "longrope", "factor": 4.0,
+                                    "original_max_position_embeddings": 128, **FACTORS}},
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(GEMMA_FORMS))
+def gemma_form(request: pytest.FixtureRequest, tmp_path: Path, transformers: Any) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_FORMS[request.param]))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    assert isinstance(ours, GemmaConfig)
+    return ours, theirs, tmp_path
+
+
+def test_gemma_fields(gemma_form: Any) -> None:
+    ours, theirs, folder = gemma_form
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+        "rms_norm_eps", "hidden_activation", "tie_word_embeddings", "attention_bias",
+        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    ):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.windows == their_windows(theirs)
+    generation = read_generation(folder, ours.model_type)
+    assert generation.eos_token_ids == (theirs.eos_token_id,)
+    assert generation.bos_token_id == theirs.bos_token_id
+
+
+def test_gemma_rotary_frequencies(gemma_form: Any, torch: Any) -> None:
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    ours, theirs, _ = gemma_form
+    kinds = {"full_attention": ours.rope, "sliding_attention": ours.local_rope}
+    for length in (16, ours.max_position_embeddings + 100):
+        x, positions = torch.zeros(1), torch.arange(length)[None]
+        for kind in set(theirs.layer_types):
+            if ours.model_type == "gemma2":
+                rotary = Gemma2RotaryEmbedding(theirs)
+                rotary(x, positions)
+                expected, scale = rotary.inv_freq, rotary.attention_scaling
+            else:
+                rotary = Gemma3RotaryEmbedding(theirs)
+                rotary(x, positions, kind)
+                expected = getattr(rotary, f"{kind}_inv_freq")
+                scale = getattr(rotary, f"{kind}_attention_scaling")
+            config = dataclasses.replace(ours, rope=kinds[kind])
+            frequencies, our_scale = inverse_frequencies(config, length)
+            np.testing.assert_array_max_ulp(frequencies, expected.numpy(), maxulp=2)
+            assert our_scale == pytest.approx(scale, rel=1e-12)
 
 
 @pytest.mark.parametrize("theta", [100.0, 1e4, 5e5, 1e6, 1e7])

@@ -67,6 +67,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gemma2": ("gemma2", {**SMALL, "head_dim": 12, "sliding_window": 7}),
+    "gemma2-untied": (
+        "gemma2",
+        {
+            **SMALL,
+            "head_dim": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 2.5},
+            "max_position_embeddings": 24,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {**SMALL, "head_dim": 8, "sliding_window": 7, "sliding_window_pattern": 2},
+    ),
+    "gemma3_text-full": (
+        "gemma3_text",
+        {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * 2, "rope_theta": 2e4},
+    ),
     "gpt2": ("gpt2", GPT2),
     "gpt2-other": (
         "gpt2",

@@ -1,0 +1,119 @@
+"""What a layout answers: which slot holds which position. Integer maths, no numbers of a model."""
+
+from abc import abstractmethod
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Int
+
+UNLIMITED = 2**30
+"""Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
+
+Counts = Int[Array, " batch"]
+
+
+class Run(NamedTuple):
+    """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
+
+    Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``.
+    """
+
+    start: Counts
+    low: int
+    high: int
+    skip: Counts | int = 0
+
+
+class Region(NamedTuple):
+    """Slots ``first`` to ``first + size - 1``, which attention walks together.
+
+    ``capped``: queries look at these keys from at most the layout's ``cap``.
+    """
+
+    first: int
+    size: int
+    capped: bool = False
+
+
+class Layout(Protocol):
+    """A layout. Frozen, hashable, and static: cursors come as arrays.
+
+    ``slots``: places a row has. ``limit``: tokens a row's text can have, or None. ``chunk``: the
+    most tokens that one call can append, or None. ``window``, ``sinks``: what queries see of the
+    positions before theirs, None for all. ``cap``: the position from which queries look at the
+    sinks at most. ``reach``: positions that the distances between queries and keys stay below.
+    ``grows_to``: the limit that the layout may be grown to, or None where it does not grow.
+    ``open_ended``: whether ``resolve`` can do without a ``max_len``.
+    """
+
+    @property
+    def open_ended(self) -> bool: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def chunk(self) -> int | None: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def cap(self) -> int: ...
+    @property
+    def reach(self) -> int: ...
+    @property
+    def grows_to(self) -> int | None: ...
+
+    @abstractmethod
+    def resolve(self, max_len: int | None, window: int | None) -> "Layout":
+        """Fix what was left open, from the capacity asked for and the layer's own window."""
+
+    @abstractmethod
+    def grown(self, to: int) -> "Layout":
+        """The layout with room for ``to`` tokens of text; a ``ValueError`` where it can't grow."""
+
+    @abstractmethod
+    def runs(self, length: Counts, new: int) -> list[Run]:
+        """Where a call's ``new`` tokens go, at most one run a token."""
+
+    @abstractmethod
+    def positions(
+        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
+    ) -> Int[Array, "batch slots"]:
+        """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
+
+    @abstractmethod
+    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+        """The slot where a position stands, if it is held at all."""
+
+    @abstractmethod
+    def regions(self) -> tuple[Region, ...]:
+        """The parts that attention walks, in order; together all slots."""
+
+    @abstractmethod
+    def occupied(self, length: Counts) -> Int[Array, ""]:
+        """Slots from the first on that may hold anything, in any row."""
+
+    @abstractmethod
+    def bounds(
+        self, length: Counts, start: Int[Array, ""] | int, size: int
+    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
+
+        May be wider than the truth, never narrower; the highest is below the lowest where all
+        are empty.
+        """
+
+    @abstractmethod
+    def hiding(
+        self,
+        length: Counts,
+        positions: Int[Array, "batch slots"],
+        missing: Bool[Array, "batch slots"],
+    ) -> tuple[Counts, Bool[Array, " batch"]]:
+        """The ``written`` under which slots that lack their ``positions`` count as empty, and the
+        rows for which there is none: what their queries will see is among the missing."""
+
+    @abstractmethod
+    def rewindable(self, length: Counts, written: Counts) -> Counts:
+        """How many of its newest tokens each row can forget and go on exactly."""

@@ -1,0 +1,309 @@
+"""Layouts by themselves: slots, growth, bytes, and what each refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix import tiny_config, tiny_model
+
+import kvjax
+from kvjax.cache import LOST
+from kvjax.layouts import UNLIMITED
+
+CONFIG = tiny_config(windows=(None, None))
+
+
+def held_by(layout, length, written):
+    """Positions by slot, one row."""
+    slots = jnp.arange(layout.slots)
+    return np.asarray(layout.positions(jnp.array([length]), jnp.array([written]), slots))[0]
+
+
+@given(
+    st.integers(1, 9), st.integers(0, 4), st.integers(0, 6), st.integers(0, 60), st.integers(0, 60)
+)
+def test_a_ring_holds_its_window_and_its_sinks(window, sinks, slack, length, more):
+    """Slot by slot, against a list that is written token by token."""
+    layout = kvjax.Ring(window, sinks, slack).resolve(None, None)
+    assert layout.slots == window + sinks + slack
+    written = length + more
+    plain = [-1] * layout.slots
+    for position in range(written):
+        slot = position if position < sinks else sinks + (position - sinks) % (window + slack)
+        plain[slot] = position
+        assert int(layout.slot_of(jnp.array([[position]]))[0, 0]) == slot
+    assert held_by(layout, length, written).tolist() == [p if p < length else -1 for p in plain]
+
+
+@given(st.data())
+def test_a_ring_writes_each_token_once_and_where_it_belongs(data):
+    window, sinks = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 4))
+    slack, length = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 40))
+    layout = kvjax.Ring(window, sinks, slack).resolve(None, None)
+    new = data.draw(st.integers(1, layout.chunk))
+    for token in range(new):
+        found = [
+            int(run.start[0]) + token
+            for run in layout.runs(jnp.array([length]), new)
+            if run.low <= int(run.start[0]) + token < run.high
+            and token >= int(jnp.broadcast_to(run.skip, (1,))[0])
+        ]
+        assert found == [int(layout.slot_of(jnp.array([[length + token]]))[0, 0])]
+
+
+@pytest.mark.parametrize("length", [0, 3, 11, 12, 13, 40])
+@pytest.mark.parametrize("size", [1, 4, 12])
+def test_bounds_are_never_narrower_than_the_truth(length, size):
+    layout = kvjax.Ring(7, 2, 3).resolve(None, None)
+    held = held_by(layout, length, length)
+    for start in range(0, layout.slots, size):
+        inside = [p for p in held[start : start + size] if p >= 0]
+        low, high = layout.bounds(jnp.array([length]), start, size)
+        if inside:
+            assert int(low) <= min(inside) and max(inside) <= int(high)
+        assert int(layout.occupied(jnp.array([length]))) >= (np.flatnonzero(held >= 0) + 1).max(
+            initial=0
+        )
+
+
+def test_slack_and_capacity_by_default():
+    assert kvjax.Ring(4096).resolve(None, None).slack == 512
+    assert kvjax.Ring(40).resolve(None, None).slack == 16
+    shorter = kvjax.Ring(4096).resolve(1000, None)
+    assert (shorter.slots, shorter.limit, shorter.chunk) == (1000, 1000, None)
+    assert kvjax.Ring().resolve(None, 9).window == 9
+    cache = kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=8), batch=1)
+    assert cache.max_len == UNLIMITED
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "slots"),
+    [
+        ("static", {}, (500, 500)),
+        ("dynamic", {}, (256, 256)),
+        ("sliding_window", {"window": 64}, (80, 80)),
+        ("sliding_window", {"window": 64, "sinks": 4, "slack": 7}, (75, 75)),
+        ("hybrid", {}, (500, 9 + 16)),
+    ],
+)
+def test_bytes_are_those_of_the_formula(name, settings, slots):
+    config = tiny_config()  # windows None, 9
+    cache = kvjax.init_cache(config, kvjax.policy(name, **settings), batch=3, max_len=500)
+    per_slot = 2 * 3 * config.num_key_value_heads * config.head_dim * 4
+    assert [layer.keys.shape[2] for layer in cache.layers] == list(slots)
+    assert kvjax.nbytes(cache) == {"device": per_slot * sum(slots)}
+
+
+def fill(cache, tokens, start=0):
+    shape = (cache.batch, 2, tokens, 8)
+    rng = np.random.default_rng([start, tokens])
+    for layer in range(len(cache.layers)):
+        keys = rng.normal(size=shape).astype(np.float32)
+        cache = kvjax.append(cache, layer, keys, 2 * keys)
+    return kvjax.advance(cache, tokens)
+
+
+def content(cache, layer, row=0):
+    """What a layer holds of a row, by position."""
+    keys, values, positions = (np.asarray(x) for x in kvjax.read(cache, layer))
+    return {
+        int(p): (keys[row, :, slot].tolist(), values[row, :, slot].tolist())
+        for slot, p in enumerate(positions[row])
+        if p >= 0
+    }
+
+
+def test_growing_holds_one_layer_twice_at_most():
+    cache = fill(kvjax.init_cache(CONFIG, "dynamic", batch=2), 200)
+    before, old = content(cache, 1), cache
+    held = []
+
+    def watch(layer):
+        held.append(sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4))
+
+    sizes = [x.nbytes for x in jax.tree.leaves(cache.layers)]
+    base = sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4) - sum(sizes)
+    cache = kvjax.grow(cache, 512)
+    watch(None)
+    assert held[-1] - base == 2 * sum(sizes)
+    assert all(x.is_deleted() for x in jax.tree.leaves(old.layers))
+    assert cache.max_len == 512 and content(cache, 1) == before
+    with pytest.raises(ValueError, match="the cache holds 512 tokens a row: 100 would be fewer"):
+        kvjax.grow(cache, 100)
+    with pytest.raises(ValueError, match="a ring does not grow"):
+        kvjax.grow(kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=4)), 8)
+    small = kvjax.init_cache(CONFIG, "dynamic", max_len=300)
+    with pytest.raises(ValueError, match="may grow to 300 tokens a row, not to 512"):
+        kvjax.grow(small, 512)
+
+
+def test_a_full_growing_cache_says_so():
+    cache = fill(kvjax.init_cache(CONFIG, kvjax.CachePolicy(kvjax.Growing(4))), 4)
+    with pytest.raises(kvjax.CacheOverflowError, match=r"holds 4 tokens .* kvjax\.grow it in time"):
+        kvjax.check(fill(cache, 1))
+
+
+def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
+    dense = fill(kvjax.init_cache(CONFIG, batch=2, max_len=40), 30)
+    ring = kvjax.convert(dense, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=3)))
+    whole = content(dense, 1)
+    assert content(ring, 1) == {p: whole[p] for p in [0, 1, *range(19, 30)]}
+    assert np.asarray(kvjax.rewindable(ring)).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="layer 0 does not hold all tokens of row 0 that Dense"):
+        kvjax.convert(ring, kvjax.policy("static"), max_len=40)
+    traced = jax.jit(lambda c: kvjax.convert(c, kvjax.policy("static"), max_len=40))(ring)
+    assert traced.status.tolist() == [LOST, LOST]
+    # A ring that was rewound, or has less slack, lacks its oldest slots only: these count as empty.
+    back = kvjax.rewind(ring, 2)
+    same = kvjax.convert(back, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=3)))
+    assert content(same, 1) == content(back, 1) == {p: whole[p] for p in [0, 1, *range(19, 28)]}
+    assert np.asarray(kvjax.rewindable(same)).tolist() == [1, 1]
+    wider = kvjax.convert(ring, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=9)))
+    assert content(wider, 1) == content(ring, 1)
+    assert np.asarray(kvjax.rewindable(wider)).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="does not hold all tokens of row 0"):
+        kvjax.convert(ring, kvjax.CachePolicy(kvjax.Ring(12, sinks=2)))
+    grown = kvjax.convert(dense, kvjax.CachePolicy(kvjax.Growing(start=12)))
+    assert grown.max_len == 48 and grown.grows_to == UNLIMITED and content(grown, 1) == whole
+    assert kvjax.convert(dense, "dynamic").max_len == 256
+    assert kvjax.convert(dense, "hybrid").max_len == 40
+    short = fill(kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=8), batch=1), 9)
+    back = kvjax.convert(short, kvjax.policy("static", dtype="float16"), max_len=40)
+    assert sorted(content(back, 0)) == list(range(9)) and back.layers[0].policy.keys.dtype
+    with pytest.raises(ValueError, match="does not hold all tokens"):
+        kvjax.convert(dense, kvjax.policy("static"), max_len=16)
+
+
+def test_rows_of_different_capacities_are_joined():
+    small = fill(kvjax.init_cache(CONFIG, batch=1, max_len=8), 5)
+    large = fill(kvjax.init_cache(CONFIG, batch=2, max_len=20), 11)
+    joined = kvjax.concatenate([small, large])
+    assert joined.max_len == 20 and joined.length.tolist() == [5, 11, 11]
+    assert content(joined, 1, 0) == content(small, 1) and content(joined, 1, 2) == content(
+        large, 1, 1
+    )
+    policy = kvjax.policy("sliding_window", window=20, slack=60)
+    rings = [
+        fill(kvjax.init_cache(CONFIG, policy, max_len=max_len), tokens)
+        for max_len, tokens in ((9, 8), (14, 13), (100, 30))
+    ]
+    wrapped = kvjax.concatenate(rings[1:])
+    assert wrapped.max_len == UNLIMITED and content(wrapped, 0) == content(rings[1], 0)
+    assert kvjax.concatenate(rings[:2]).max_len == 14
+    other = kvjax.init_cache(CONFIG, kvjax.policy("static", dtype="bfloat16"), max_len=20)
+    with pytest.raises(ValueError, match="convert the caches to one policy first"):
+        kvjax.concatenate([large, other])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: kvjax.select(c, [0, 2]), "row 2: the cache has 2, 0 the first"),
+        (lambda c: kvjax.select(c, []), "rows must be a list of whole numbers"),
+        (lambda c: kvjax.repeat(c, 0), "times must be a whole number, at least 1, got 0"),
+        (lambda c: kvjax.reset(c, np.array([True])), r"rows must be bool\[batch=2\]"),
+        (lambda c: fill(c, 6), "6 tokens in a call, but the ring has slack for 5"),
+        (lambda c: kvjax.init_cache(CONFIG, "static"), "a dense cache needs max_len"),
+        (lambda c: kvjax.init_cache(CONFIG, "sliding_window"), "a ring needs a window"),
+        (lambda c: kvjax.policy("static", window=3), "'static' has no setting 'window'"),
+        (lambda c: kvjax.policy("paged"), "cache policy 'paged' is not built yet"),
+        (lambda c: kvjax.Ring(0), "window must be at least 1, got 0"),
+    ],
+)
+def test_what_is_refused(call, message):
+    cache = kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=6, slack=4), batch=2)
+    with pytest.raises(ValueError, match=message):
+        call(cache)
+
+
+def test_a_long_text_far_out_has_the_logits_of_the_same_text_at_the_beginning():
+    """At position 1,000,000 float32 angles would be off by hundredths of a radian."""
+    model, params = tiny_model(windows=(None, None))
+    policy = kvjax.policy("sliding_window", window=6)
+    tokens = np.random.default_rng(0).integers(0, 61, (1, 40)).astype(np.int32)
+    logits = []
+    for start in (0, 1_000_000):
+        cache = kvjax.init_cache(model.config, policy, batch=1)
+        at = jnp.full(1, start, jnp.int32)
+        cache = kvjax.KVCache(cache.layers, at, at, cache.status)
+        for token in tokens.T:
+            found, cache = jax.jit(model.apply)(params, token[:, None], cache)
+            logits.append(np.asarray(found)[0, 0])
+    near, far = np.array(logits[:40]), np.array(logits[40:])
+    # The first tokens' windows reach before the beginning, where the far text holds nothing real.
+    assert np.abs(far - near)[12:].max() <= 1e-5 * np.abs(near).max()
+
+
+def feed(cache, numbers):
+    """Append tokens whose keys and values are their numbers, in every layer."""
+    x = jnp.broadcast_to(jnp.asarray(numbers, jnp.float32)[:, None], (1, 2, len(numbers), 8))
+    for layer in range(len(cache.layers)):
+        cache = kvjax.append(cache, layer, x, x)
+    return kvjax.advance(cache, len(numbers))
+
+
+def seen(cache, layer):
+    """What the newest token sees, in the order of positions, as numbers."""
+    window = cache.layers[layer].policy.layout.window
+    held = content(cache, layer)
+    first = 0 if window is None else max(0, int(cache.length[0]) - window)
+    assert all(np.ptp(held[p]) == 0 for p in held)
+    return [held[p][0][0][0] for p in sorted(held) if p >= first]
+
+
+def test_the_traces_of_the_tests_of_transformers():
+    """Static, sliding and hybrid caches, token by token, as their peers' tests have them."""
+    static = feed(kvjax.init_cache(CONFIG, max_len=4), [1, 2])
+    assert static.layers[0].keys[0, 0, :, 0].tolist() == [1, 2, 0, 0]
+    static = feed(static, [3])
+    assert static.layers[0].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0]
+
+    window = kvjax.policy("sliding_window", window=4)
+    ring = feed(kvjax.init_cache(CONFIG, window), [1, 2, 3, 4])
+    assert seen(ring, 0) == [1, 2, 3, 4]
+    assert seen(feed(ring, [5]), 0) == [2, 3, 4, 5]
+    assert seen(feed(feed(ring, [5]), [6]), 0) == [3, 4, 5, 6]
+    assert seen(feed(kvjax.init_cache(CONFIG, window), [1, 2, 3, 4, 5, 6]), 0) == [3, 4, 5, 6]
+
+    hybrid = kvjax.init_cache(tiny_config(windows=(2, None)), "hybrid", max_len=8)
+    for new, sliding, full in (
+        ([1, 2, 3], [2, 3], [1, 2, 3]),
+        ([4], [3, 4], [1, 2, 3, 4]),
+        ([5, 6], [5, 6], [1, 2, 3, 4, 5, 6]),
+    ):
+        hybrid = feed(hybrid, new)
+        assert (seen(hybrid, 0), seen(hybrid, 1)) == (sliding, full)
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "hybrid", "sliding_window"])
+def test_generation_under_every_layout(tiny_llama, policy):
+    """Greedy tokens are those of the static cache where nothing is forgotten that is seen."""
+    given = kvjax.policy(policy, window=40) if policy == "sliding_window" else policy
+    prompts = [list(range(1, 30)), [5, 6]]
+    wanted = kvjax.generate(tiny_llama, prompts, max_new_tokens=10, eos_token_ids=())
+    found = kvjax.generate(tiny_llama, prompts, max_new_tokens=10, eos_token_ids=(), cache=given)
+    assert found.tokens == wanted.tokens
+
+
+def test_generation_grows_with_the_text(tiny_llama):
+    policy = kvjax.CachePolicy(kvjax.Growing(start=16))
+    whole = kvjax.generate(tiny_llama, ["abcdef" * 5], max_new_tokens=200, eos_token_ids=())
+    grown = kvjax.generate(
+        tiny_llama, ["abcdef" * 5], max_new_tokens=200, eos_token_ids=(), cache=policy
+    )
+    assert grown.tokens == whole.tokens
+    assert 229 <= grown.cache.max_len <= 256
+    more = kvjax.generate(
+        tiny_llama, grown.unfed, max_new_tokens=4, eos_token_ids=(), cache=grown.cache
+    )
+    assert more.cache.length.tolist() == [233]
+
+
+def test_generation_goes_on_for_ever_in_a_ring(tiny_llama):
+    policy = kvjax.policy("sliding_window", window=16, sinks=2)
+    result = kvjax.generate(tiny_llama, ["abc"], max_new_tokens=150, eos_token_ids=(), cache=policy)
+    assert len(result.tokens[0]) == 150 and result.cache.length.tolist() == [152]
+    assert result.cache.layers[0].keys.shape[2] == 2 + 16 + 16
+    assert result.stats.cache_bytes == kvjax.nbytes(result.cache)

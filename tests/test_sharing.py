@@ -1,0 +1,102 @@
+"""Layers that share a cache, cross-attention and chunked attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import naive
+import numpy as np
+import pytest
+from matrix import tiny_config
+
+import kvjax
+
+CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """Four layers, of which the last two read what the first and the second wrote."""
+
+    num_hidden_layers: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 8
+    dtype: str = "float32"
+    windows: tuple = (None, 6, None, 6)
+    cache_sources: tuple = (0, 1, 0, 1)
+
+
+def test_layers_share_a_cache():
+    cache = kvjax.init_cache(Sharing(), "hybrid", batch=1, max_len=64)
+    assert len(cache.layers) == 2
+    assert [layer.keys.shape[2] for layer in cache.layers] == [64, 6 + 16]
+    keys = [random(1, 2, 5, 8, seed=layer) for layer in range(2)]
+    for layer in range(2):
+        cache = kvjax.append(cache, layer, keys[layer], 2 * keys[layer])
+    queries = random(1, 4, 5, 8, seed=9)
+    for layer, source in ((2, 0), (3, 1)):
+        mine = kvjax.attend(queries, cache, layer)
+        assert np.array_equal(mine, kvjax.attend(queries, cache, source))
+    for layer in (2, 3):
+        with pytest.raises(ValueError, match=f"layer {layer} reads the keys and values of an earl"):
+            kvjax.append(cache, layer, keys[0], keys[0])
+    with pytest.raises(ValueError, match="layer 4: the cache has 4, 0 the first"):
+        kvjax.attend(queries, cache, 4)
+    cache = kvjax.rewind(kvjax.advance(cache, 5), 2)
+    joined = kvjax.concatenate([cache, kvjax.select(cache, [0])])
+    assert joined.sources == cache.sources and joined.length.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("path", ["blocks", "reference"])
+def test_cross_attention_sees_all_that_was_written(path):
+    """Rows of different lengths, written once, read by queries at any position, twice."""
+    lengths, new = np.array([7, 3, 0], np.int32), 300
+    keys, values = random(3, 2, 7, 8), random(3, 2, 7, 8, seed=1)
+    memory = kvjax.init_cache(CONFIG, batch=3, max_len=7)
+    memory = kvjax.append(memory, 1, keys, values, lengths=lengths)
+    memory = kvjax.advance(memory, 7, lengths)
+    queries = random(3, 4, new, 8, seed=2)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(memory)]
+    for _ in range(2):
+        found = np.asarray(kvjax.attend(queries, memory, 1, causal=False, path=path))
+        for row in range(2):
+            for token in (0, 1, new - 1):
+                for head in range(4):
+                    wanted = naive.attention(
+                        queries[row, head, token].astype(float),
+                        list(keys[row, head // 2, : lengths[row]].astype(float)),
+                        list(values[row, head // 2, : lengths[row]].astype(float)),
+                    )
+                    np.testing.assert_allclose(found[row, head, token], wanted, atol=1e-5)
+        assert not found[2].any()
+    for old, leaf in zip(before, jax.tree.leaves(memory), strict=True):
+        assert np.array_equal(old, leaf)
+
+
+@pytest.mark.parametrize("policy", ["static", kvjax.policy("sliding_window", window=6, slack=3)])
+def test_chunked_attention_begins_anew(policy):
+    """A query sees its own chunk of six positions only; a ring of six holds enough for that."""
+    cache = kvjax.init_cache(CONFIG, policy, batch=1, max_len=40)
+    keys, values, queries = random(1, 2, 20, 8), random(1, 2, 20, 8, seed=1), random(1, 4, 20, 8)
+    for start, new in ((0, 4), (4, 4), (8, 1), (9, 3), (12, 4), (16, 4)):
+        part = slice(start, start + new)
+        cache = kvjax.append(cache, 0, keys[:, :, part], values[:, :, part])
+        for path in ("blocks", "reference"):
+            found = kvjax.attend(queries[:, :, part], cache, 0, chunk=6, path=path)
+            for token in range(start, start + new):
+                first = token // 6 * 6
+                wanted = naive.attention(
+                    queries[0, 3, token].astype(float),
+                    list(keys[0, 1, first : token + 1].astype(float)),
+                    list(values[0, 1, first : token + 1].astype(float)),
+                )
+                np.testing.assert_allclose(found[0, 3, token - start], wanted, atol=1e-5)
+        cache = kvjax.advance(cache, new)
+    whole = kvjax.self_attend(queries, keys, values, chunk=6)
+    assert jnp.abs(whole[:, :, 16:] - found).max() < 1e-5
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        kvjax.attend(queries[:, :, :1], cache, 0, chunk=0)
