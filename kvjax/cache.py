@@ -13,15 +13,12 @@ different lengths need no padding on the left. Keys and queries come unrotated: 
 the positions and turns them.
 """
 
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._checks import is_traced, whole_number
 from kvjax._errors import CacheOverflowError, NonFiniteError
@@ -35,7 +32,8 @@ from kvjax._typing import (
     Rows,
     SlotPositions,
 )
-from kvjax.layouts import UNLIMITED, Run
+from kvjax._write import write_rows
+from kvjax.layouts import UNLIMITED
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -233,7 +231,7 @@ def append(
     turned = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
 
     def write(store: Any, encoded: Any) -> Any:
-        return jax.tree.map(lambda into, x: _write_rows(into, x, runs, count), store, encoded)
+        return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), store, encoded)
 
     new = replace(
         old,
@@ -383,40 +381,3 @@ def _check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> No
             f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
             "parts (a model's apply does so), or give the ring more slack"
         )
-
-
-def _write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
-    """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else."""
-    for run in runs:
-        skip = jnp.broadcast_to(run.skip, count.shape)
-        size = min(x.shape[2], run.high - run.low)
-        write = functools.partial(_write_row, low=run.low, high=run.high, size=size)
-        into = jax.vmap(write)(into, x, run.start, skip, count)
-    return into
-
-
-def _write_row(
-    into: Array,
-    x: Array,
-    start: Array,
-    skip: Array,
-    count: Array,
-    *,
-    low: int,
-    high: int,
-    size: int,
-) -> Array:
-    """One row of a run.
-
-    A chunk that is padded past the end must not push its real tokens to lower slots, as
-    ``dynamic_update_slice`` would: the window is moved to where it fits, and the old content put
-    back.
-    """
-    origin = jnp.clip(start, low, high - size)
-    shift = start - origin
-    token = jnp.arange(size, dtype=jnp.int32) - shift
-    if x.shape[1] > 1:
-        x = jnp.roll(x, shift, axis=1)[:, :size]
-    old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
-    real = (token >= skip) & (token < count)
-    return lax.dynamic_update_slice_in_dim(into, jnp.where(real[:, None], x, old), origin, axis=1)

@@ -35,6 +35,7 @@ FLOORS = {
     "placement": 1,
     "policy": 2,
     "_sight": 2,
+    "_write": 2,
     "cache": 3,
     "operations": 4,
     "attention": 4,
