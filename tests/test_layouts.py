@@ -307,3 +307,19 @@ def test_generation_goes_on_for_ever_in_a_ring(tiny_llama):
     assert len(result.tokens[0]) == 150 and result.cache.length.tolist() == [152]
     assert result.cache.layers[0].keys.shape[2] == 2 + 16 + 16
     assert result.stats.cache_bytes == kvjax.nbytes(result.cache)
+
+
+def test_a_gemma_3_shape_at_32k_takes_a_fifth_of_the_dense_memory():
+    """Gemma 3 1B: 26 layers, one in six sees everything, the others 512 tokens."""
+    windows = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
+    config = tiny_config(
+        num_hidden_layers=26, num_key_value_heads=1, head_dim=256, windows=windows, dtype="bfloat16"
+    )
+
+    def size(policy):
+        cache = jax.eval_shape(lambda: kvjax.init_cache(config, policy, max_len=32_768))
+        return kvjax.nbytes(cache)["device"]
+
+    token = 2 * 256 * 2
+    assert size("static") == 26 * 32_768 * token == 872_415_232
+    assert size("hybrid") == (4 * 32_768 + 22 * (512 + 64)) * token == 147_193_856
