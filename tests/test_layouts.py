@@ -309,7 +309,7 @@ def test_generation_goes_on_for_ever_in_a_ring(tiny_llama):
     assert result.stats.cache_bytes == kvjax.nbytes(result.cache)
 
 
-def test_a_gemma_3_shape_at_32k_takes_a_fifth_of_the_dense_memory():
+def test_a_gemma_3_shape_at_32k_takes_a_sixth_of_the_dense_memory():
     """Gemma 3 1B: 26 layers, one in six sees everything, the others 512 tokens."""
     windows = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
     config = tiny_config(
