@@ -257,12 +257,9 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
       ValueError: if ``lengths`` has not one number a row, or one is negative or above ``new``
         (where traced: the status ``BAD_LENGTHS``).
     """
-    cache = note_bad_lengths(cache, new, lengths)
-    count = accepted(cache, new, lengths)
+    cache, count = admit(cache, new, lengths)
     length = cache.length + count
-    status = cache.status | jnp.where(count < _real(cache, new, lengths), OVERFLOW, 0)
-    written = jnp.maximum(cache.written, length)
-    return replace(cache, length=length, written=written, status=status)
+    return replace(cache, length=length, written=jnp.maximum(cache.written, length))
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
@@ -341,21 +338,23 @@ def query_positions(cache: KVCache, new: int) -> Positions:
     return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
 
 
-def note_bad_lengths(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
-    """Raise, or record where they are traced, ``lengths`` that a call of ``new`` tokens can't have.
+def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Rows]:
+    """How many of a call's tokens each row takes, and the cache with the status of those that take
+    none because they can't hold them, or because ``lengths`` is wrong.
 
     Raises:
-      ValueError: naming the row and its length.
+      ValueError: if ``lengths`` is wrong and not traced, naming the row.
     """
-    asked = _real(cache, new, lengths)
+    count, asked = accepted(cache, new, lengths), _real(cache, new, lengths)
+    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
     if lengths is None:
-        return cache
+        return replace(cache, status=status), count
     if not is_traced(lengths):
         given = np.asarray(lengths)
         for row in np.flatnonzero((given < 0) | (given > new)):
             raise ValueError(f"lengths of row {row} is {given[row]}: the call has {new} tokens")
-    bad = jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
-    return replace(cache, status=cache.status | bad)
+    status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    return replace(cache, status=status), count
 
 
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache, note_bad_lengths, note_non_finite
+from kvjax.cache import KVCache, admit, note_non_finite
 
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .gemma import Gemma
@@ -105,11 +105,11 @@ class Architecture:
         batch, new = tokens.shape
         size = cache.chunk or new
         count = -(-new // size)
-        cache = note_bad_lengths(cache, new, lengths)
-        asked = jnp.full(batch, new) if lengths is None else jnp.asarray(lengths)
+        # All of a row's tokens or none: a part that fits must not follow one that did not.
+        cache, taken = admit(cache, new, lengths)
         parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
         parts = parts.reshape(batch, count, size).swapaxes(0, 1)
-        real = jnp.clip(asked - size * jnp.arange(count)[:, None], 0, size).astype(jnp.int32)
+        real = jnp.clip(taken - size * jnp.arange(count)[:, None], 0, size).astype(jnp.int32)
 
         def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
             (cache, last), (tokens, lengths) = carry, part

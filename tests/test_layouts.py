@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matrix import tiny_config, tiny_model
 
 import kvjax
-from kvjax.cache import LOST
+from kvjax.cache import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED
 
 CONFIG = tiny_config(windows=(None, None))
@@ -323,3 +323,17 @@ def test_a_gemma_3_shape_at_32k_takes_a_sixth_of_the_dense_memory():
     token = 2 * 256 * 2
     assert size("static") == 26 * 32_768 * token == 872_415_232
     assert size("hybrid") == (4 * 32_768 + 22 * (512 + 64)) * token == 147_193_856
+
+
+def test_a_long_call_that_does_not_fit_is_dropped_whole():
+    """Cut into parts of the ring's slack, none of them may slip in behind one that did not fit."""
+    model, params = tiny_model(windows=(None, 6))
+    apply = jax.jit(model.apply)
+    cache = kvjax.init_cache(model.config, kvjax.policy("hybrid", slack=2), batch=2, max_len=10)
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    _, cache = apply(params, tokens[:, :5], cache)
+    before = [np.asarray(leaf)[0] for leaf in jax.tree.leaves(cache.layers)]
+    _, cache = apply(params, tokens, cache, lengths=np.array([8, 5], np.int32))
+    assert cache.length.tolist() == [5, 10] and cache.status.tolist() == [OVERFLOW, 0]
+    for old, leaf in zip(before, jax.tree.leaves(cache.layers), strict=True):
+        assert np.array_equal(old, np.asarray(leaf)[0])
