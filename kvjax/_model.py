@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 from kvjax._text import Tokenizer
 from kvjax._typing import Array
-from kvjax.cache import CacheShape, KVCache
+from kvjax.cache import KVCache
+from kvjax.shape import CacheShape
 
 
 class Model(Protocol):

@@ -14,7 +14,7 @@ the positions and turns them.
 """
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from kvjax._write import write_rows
 from kvjax.layouts import UNLIMITED
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
+from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype
 
 OVERFLOW = 1
 """Status bit: tokens past the capacity were dropped."""
@@ -47,19 +48,6 @@ BAD_LENGTHS = 8
 """Status bit: ``lengths`` was negative or more than the tokens of its call."""
 LOST = 16
 """Status bit: the cache was converted to a layout that keeps tokens it did not hold."""
-
-
-class CacheShape(Protocol):
-    """What ``init_cache`` asks of a model's config; any object with these attributes serves."""
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
 
 
 @state
@@ -150,10 +138,9 @@ def init_cache(
 
     Args:
       config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
-        and ``dtype`` are read; ``position_limit`` (how many positions the model has),
-        ``windows`` (a sliding window or None, a layer) and ``cache_sources`` (for each layer, the
-        one whose keys and values it reads) where it has them. ``dtype`` may be missing where the
-        policy names one.
+        and ``dtype`` are read; ``position_limit`` (how many positions the model has), and what
+        ``layer_windows`` and ``layer_sources`` go by, where it has them. ``dtype`` may be missing
+        where the policy names one.
       policy: one for all layers, a preset's name, or a list with one a layer; by default
         ``policy("static")``.
       batch: rows.
@@ -172,14 +159,13 @@ def init_cache(
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     max_len = limit if max_len is None else max_len
     policies = per_layer(CachePolicy() if policy is None else policy, config)
-    windows = getattr(config, "windows", None) or (None,) * config.num_hidden_layers
-    sources = getattr(config, "cache_sources", None)
+    windows, sources = layer_windows(config), layer_sources(config)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     layers = []
     for number, layer_policy in enumerate(policies):
         if sources is not None and sources[number] != number:
             continue  # it reads another layer's
-        resolved = layer_policy.resolve(max_len, windows[number], getattr(config, "dtype", None))
+        resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config))
         shape = (batch, kv_heads, resolved.layout.slots, head_dim)
         stores = resolved.keys.empty(shape), resolved.values.empty(shape)
         keys, values = resolved.placement.put(stores)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from kvjax.codecs import Raw
 from kvjax.layouts import Dense, Growing, Layout, Ring
 from kvjax.placement import Device
+from kvjax.shape import layer_windows
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class CachePolicy:
 class Hybrid:
     """One policy for layers that see everything, another for those with a window of their own.
 
-    The windows are the config's ``windows``, a number or None a layer.
+    Which is which, ``layer_windows`` says.
     """
 
     full: CachePolicy
@@ -49,7 +50,7 @@ class Hybrid:
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
         """A policy a layer."""
-        windows = getattr(config, "windows", None) or (None,) * config.num_hidden_layers
+        windows = layer_windows(config)
         return tuple(self.full if window is None else self.sliding for window in windows)
 
 

@@ -1,6 +1,7 @@
 """Layers that share a cache, cross-attention and chunked attention."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
+from kvjax import shape
 
 CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
 
@@ -51,6 +53,67 @@ def test_layers_share_a_cache():
     assert joined.sources == cache.sources and joined.length.tolist() == [3, 3]
 
 
+def peers(**more):
+    """A config with the names that Transformers uses."""
+    shape = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "dtype": "float32"}
+    return types.SimpleNamespace(**shape, **more)
+
+
+@pytest.mark.parametrize(
+    ("special", "windows", "sources"),
+    [
+        ({}, (None,) * 4, None),
+        ({"sliding_window": 6}, (6,) * 4, None),
+        ({"sliding_window": 6, "use_sliding_window": False}, (None,) * 4, None),
+        ({"attention_chunk_size": 5}, (5,) * 4, None),
+        (  # Llama 4
+            {
+                "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+                "attention_chunk_size": 5,
+            },
+            (5, 5, 5, None),
+            None,
+        ),
+        (  # Gemma 3n
+            {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 6,
+                "num_kv_shared_layers": 2,
+            },
+            (6, None, 6, None),
+            (0, 1, 0, 1),
+        ),
+        ({"num_kv_shared_layers": 1}, (None,) * 4, (0, 1, 2, 2)),
+        ({"num_kv_shared_layers": 0}, (None,) * 4, None),
+    ],
+)
+def test_configs_with_the_names_of_transformers(special, windows, sources):
+    config = peers(**special)
+    assert shape.layer_windows(config) == windows
+    assert shape.layer_sources(config) == sources
+    cache = kvjax.init_cache(config, kvjax.policy("hybrid", slack=0), max_len=64)
+    slots = [cache.layer(number).keys.shape[2] for number in range(4)]
+    assert slots == [window or 64 for window in windows]
+    assert len(cache.layers) == len(set(sources or range(4)))
+
+
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [
+        ({"windows": (3, None)}, "tells of 2 layers, and has 4"),
+        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention': no such kind of layer"),
+        ({"layer_types": ["chunked_attention"] * 4}, "config does not say how long"),
+        ({"num_kv_shared_layers": 4}, "layer 0 has no layer of its kind before layer 0"),
+        ({"cache_sources": (0, 0, 1, 3)}, "each of 4 layers needs itself or an earlier"),
+        ({"cache_sources": (0, 1, 9, 3)}, "each of 4 layers needs itself or an earlier"),
+        ({"cache_sources": (0, 0)}, "each of 4 layers needs itself or an earlier"),
+    ],
+)
+def test_configs_that_say_nothing_sensible(special, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.init_cache(peers(**special), "hybrid", max_len=64)
+
+
 @pytest.mark.parametrize("path", ["blocks", "reference"])
 def test_cross_attention_sees_all_that_was_written(path):
     """Rows of different lengths, written once, read by queries at any position, twice."""
@@ -77,10 +140,10 @@ def test_cross_attention_sees_all_that_was_written(path):
         assert np.array_equal(old, leaf)
 
 
-@pytest.mark.parametrize("policy", ["static", kvjax.policy("sliding_window", window=6, slack=3)])
+@pytest.mark.parametrize("policy", ["static", kvjax.policy("hybrid", slack=3)])
 def test_chunked_attention_begins_anew(policy):
     """A query sees its own chunk of six positions only; a ring of six holds enough for that."""
-    cache = kvjax.init_cache(CONFIG, policy, batch=1, max_len=40)
+    cache = kvjax.init_cache(peers(attention_chunk_size=6), policy, batch=1, max_len=40)
     keys, values, queries = random(1, 2, 20, 8), random(1, 2, 20, 8, seed=1), random(1, 4, 20, 8)
     for start, new in ((0, 4), (4, 4), (8, 1), (9, 3), (12, 4), (16, 4)):
         part = slice(start, start + new)

@@ -43,7 +43,10 @@ class Ring:
     def resolve(self, max_len: int | None, window: int | None) -> "Ring":
         """Fix window and slack; ``max_len`` counts where the text can't fill the ring."""
         if self.window is None and window is None:
-            raise ValueError("a ring needs a window: this layer of the model has none of its own")
+            raise ValueError(
+                "a ring needs a window, and this layer of the model has none of its own: give "
+                "window="
+            )
         own = self.window or window or 1
         slack = max(16, own // 8) if self.slack is None else self.slack
         shorter = max_len is not None and max_len < self.sinks + own + slack
