@@ -72,9 +72,10 @@ def fresh_losses(
     return window_losses(lm.architecture, lm.params, windows)[:, -stride:].reshape(-1)
 
 
-def run(context: int, times: int, last: int, sinks: int) -> dict[str, Any]:
-    """All figures."""
+def run(times: int, last: int, sinks: int, context: int | None = None) -> dict[str, Any]:
+    """All figures; ``context`` in place of the trained length tries the same on a smaller scale."""
     lm = models.load()
+    context = context or lm.config.max_position_embeddings
     documents = read_parts()["held_out"]
     backend = lm.tokenizer.backend if lm.tokenizer else None
     assert backend is not None
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "endless")
     given = parser.parse_args()
-    results = run(1024, given.times, given.last, given.sinks)
+    results = run(given.times, given.last, given.sinks)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "endless.json").write_text(json.dumps(results, indent=1) + "\n")
     (given.out / "endless.md").write_text(markdown(results))

@@ -16,3 +16,9 @@ def whole_number(name: str, value: Any, least: int) -> int:
 def is_traced(x: Any) -> bool:
     """Whether an array's numbers are not there to be looked at: inside ``jit`` and its like."""
     return isinstance(x, Tracer)
+
+
+def refuse_traced(what: str, *arrays: Any) -> None:
+    """A ``ValueError`` inside ``jit`` and its like, for what must look at the numbers."""
+    if any(is_traced(array) for array in arrays):
+        raise ValueError(f"{what} can't stand inside jit, vmap or scan: call it outside")

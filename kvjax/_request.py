@@ -1,9 +1,10 @@
 """What a generation was asked for, checked before anything runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax._checks import whole_number
@@ -45,12 +46,16 @@ class Request:
     """A generation that can run.
 
     ``prompts``: token ids, a row; ``start``: tokens that a given cache holds already, a row;
-    ``policy``: of the cache to make, or None where none is made.
+    ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
+    the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
+    None; ``need``: tokens that prompts and new text can come to.
     """
 
     prompts: list[list[int]]
     start: np.ndarray
+    need: int
     capacity: int
+    max_len: int | None
     chunk: int
     policy: PolicyChoice | None
     cache: KVCache | None
@@ -81,9 +86,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     given, chosen = _cache_choice(options.cache)
     if given is not None and not options.use_cache:
         raise ValueError("a cache to continue was given together with use_cache=False")
-    if given is not None and given.length.is_deleted():
+    if given is not None and any(x.is_deleted() for x in jax.tree.leaves(given)):
         raise ValueError(
-            "the cache given was donated to an earlier call: go on with that call's result.cache, "
+            "the cache given was used up by an earlier call: go on with that call's result.cache, "
             "or give a kvjax.fork of it next time"
         )
     held = [] if given is None else np.asarray(given.length).tolist()
@@ -96,6 +101,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         start = np.asarray(given.length, np.int64)
     longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    alike = _same_rotary(lm.config)
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if options.eos_token_ids is not None:
@@ -113,7 +119,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     return Request(
         prompts=rows,
         start=start,
+        need=longest + limit,
         capacity=capacity,
+        # A text without end would have no frequencies where they depend on its length.
+        max_len=options.max_len if alike(1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen if options.use_cache else None,
@@ -166,8 +175,7 @@ def _capacity(
     if max_len is None:
         bucket = capacity_bucket(need)
         # Rounding up must not change the frequencies of a length-dependent rotary kind.
-        same_rotary = getattr(config, "same_rotary", None)
-        if same_rotary is not None and not same_rotary(need, bucket):
+        if not _same_rotary(config)(need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
     whole_number("max_len", max_len, 1)
@@ -176,6 +184,11 @@ def _capacity(
     if need > max_len:
         raise ValueError(f"{asked}, but max_len is {max_len}")
     return max_len
+
+
+def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
+    """Whether texts of up to these two lengths have the same rotary frequencies."""
+    return getattr(config, "same_rotary", lambda length, other: True)
 
 
 def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:

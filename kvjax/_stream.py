@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _loop
@@ -15,8 +14,8 @@ from kvjax._model import LanguageModel
 from kvjax._request import Request, capacity_bucket
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
-from kvjax.cache import KVCache, check, init_cache, nbytes
-from kvjax.operations import grow, rewind, rewindable
+from kvjax.cache import KVCache, allocate, check, nbytes
+from kvjax.operations import grow, rewind
 from kvjax.placement import Device
 
 _WATCHED_STEPS = 32
@@ -34,6 +33,8 @@ class GenerationResult:
     ``tokens``: the new tokens of each row, the end-of-text token included.
     ``stats``: what it cost, and why each row ended.
     ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache.
+    A row with a stop string that is longer than its ring's slack may be left behind it:
+    ``kvjax.check`` says so, and ``kvjax.select`` has the other rows.
     ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
     or none where a stop string took back later ones. A continuation's prompts begin with them.
 
@@ -106,7 +107,7 @@ class Stream(Iterator[Piece]):
             before = self._decode_meter.seconds
             with self._decode_meter.running():
                 while len(flying) < ahead and dispatched < self._request.limit:
-                    steps = min(self._steps, self._request.limit - dispatched)
+                    steps = min(self._steps, self._request.limit - dispatched, self._revocable())
                     dispatched += steps
                     self._context = self._fitting(self._context, longest + dispatched)
                     flying.append(self._decode(steps))
@@ -160,18 +161,29 @@ class Stream(Iterator[Piece]):
         if request.cache is not None:
             cache = request.cache
         elif request.policy is not None:
-            cache = init_cache(
-                self._lm.config, request.policy, batch=batch, max_len=request.capacity
-            )
+            cache = allocate(
+                self._lm.config, request.policy, batch=batch, max_len=request.max_len,
+                room=request.capacity,
+            )  # fmt: skip
+            holds = cache.max_len if cache.grows_to is None else cache.grows_to
+            if request.need > holds:
+                raise ValueError(
+                    f"prompt and max_new_tokens make {request.need} tokens, but the policy's cache "
+                    f"holds {holds}"
+                )
         else:
             text = np.zeros((batch, request.capacity), np.int32)
             rows: Any = Device().put((text, np.zeros(batch, np.int32)))
             return _loop.Uncached(*rows)
         self._cache_bytes = nbytes(cache)
-        if request.stops and cache.chunk is not None:
-            # What is decoded behind a stop string must be taken back.
-            self._steps = max(1, min(self._steps, (cache.chunk - 1) // 2))
         return _loop.Cached(cache)
+
+    def _revocable(self) -> int:
+        """Steps after which a stop string can still be taken back from a ring."""
+        cache = self._context.cache
+        if not self._request.stops or cache is None or cache.chunk is None:
+            return _loop.CHUNK
+        return max(1, cache.chunk - max(row.pending for row in self._rows))
 
     def _fitting(self, context: _loop.Context, tokens: int) -> _loop.Context:
         """The context with room for so many tokens a row, where its cache grows."""
@@ -229,13 +241,9 @@ class Stream(Iterator[Piece]):
         cache = self._context.cache
         if cache is None:
             return None, unfed
-        surplus = np.maximum(self._counts - 1 - kept, 0)
-        if surplus.any():
-            if (surplus > np.asarray(rewindable(cache))).any():
-                return None, unfed
-            cache = rewind(cache, jnp.asarray(surplus))
         check(cache)
-        return cache, unfed
+        surplus = np.maximum(self._counts - 1 - kept, 0)
+        return rewind(cache, surplus) if surplus.any() else cache, unfed
 
     def _piece(self) -> Piece:
         taken = [row.take() for row in self._rows]

@@ -52,6 +52,11 @@ class RowText:
         if self.reason is None:
             self.reason = reason
 
+    @property
+    def pending(self) -> int:
+        """Tokens that a stop string may yet take back."""
+        return len(self.tokens) - self._given[1] if self.reason is None else 0
+
     def take(self) -> tuple[str, list[int]]:
         """What has become certain since the last call: text and tokens."""
         characters, tokens = len(self.text), len(self.tokens)

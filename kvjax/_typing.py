@@ -14,6 +14,7 @@ CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
 Tokens = Int[Array | np.ndarray, "batch new"]
 Counts = Int[Array | np.ndarray, " batch"]
 Rows = Int[Array, " batch"]
+LayerRows = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
 SlotPositions = Int[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]
@@ -23,6 +24,7 @@ __all__ = [
     "CachedKeysValues",
     "Counts",
     "KeysValues",
+    "LayerRows",
     "Mixed",
     "Positions",
     "Queries",

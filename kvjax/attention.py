@@ -24,7 +24,7 @@ from kvjax._typing import (
 )
 from kvjax.cache import KVCache, LayerCache, accepted, query_positions
 from kvjax.codecs import Raw
-from kvjax.layouts import Dense, Region
+from kvjax.layouts import UNLIMITED, Dense, Region
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -72,34 +72,42 @@ def attend(
         ``attention_chunk_size``).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
       bias: added to the scores, see ``Bias``.
-      causal: False lets every query see all that its row held before this call: cross-attention
-        to a cache that was filled once. Nothing is appended for it.
+      causal: False lets every query see what a query at the row's last token would, wherever it
+        stands itself: cross-attention to a cache that was filled once. Nothing is appended for it.
       path: ``"blocks"``, or ``"reference"``: over every slot in one piece.
 
     Returns:
       [batch, heads, new, head_dim] in the queries' dtype. A query that sees nothing gets zeros.
 
     Raises:
-      ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive, or
-        ``path`` is not known.
+      ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive,
+        ``sinks`` are more than a ring keeps, or ``path`` is not known.
     """
-    held, new = cache.layer(layer), queries.shape[2]
+    place = cache.place(layer)
+    held = cache.layers[place]
+    _check_queries(queries, held, cache.batch)
+    new = queries.shape[2]
     if path not in _PATHS:
         raise ValueError(f"unknown attention path {path!r}: there are {', '.join(_PATHS)}")
     layout = held.policy.layout
+    if layout.window is not None and sinks > layout.sinks:
+        raise ValueError(f"sinks={sinks}, but the layer's ring keeps {layout.sinks} for ever")
     windows = [w for w in (window, layout.window) if w is not None]
-    sight = Sight(
-        query_positions(cache, new), _scale(queries, scale), min(windows, default=None),
-        max(sinks, layout.sinks), chunk, causal, soft_cap, bias,
-    )  # fmt: skip
-    turned = apply_rotary(queries, sight.queries, rotary)
-    capped = turned
-    if layout.sinks and rotary is not None:
-        capped = apply_rotary(queries, jnp.minimum(sight.queries, layout.cap), rotary)
-    length = cache.length
+    at, length = query_positions(cache, new), cache.length
     if causal:
         length = length + accepted(cache, new, lengths)
-    written = jnp.maximum(cache.written, length)
+    else:
+        at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)
+    # A window of the model's own may be narrower than the ring.
+    cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED
+    sight = Sight(
+        at, _scale(queries, scale), min(windows, default=None), max(sinks, layout.sinks), chunk,
+        cap, soft_cap, bias,
+    )  # fmt: skip
+    capped = turned = apply_rotary(queries, at, rotary)
+    if layout.sinks and rotary is not None:
+        capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
+    written = jnp.maximum(cache.written[:, place], length)
     return _PATHS[path]((turned, capped), held, length, written, sight)
 
 
@@ -129,14 +137,18 @@ def self_attend(
     Raises:
       ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
     """
+    policy = CachePolicy(Dense(keys.shape[2]), Raw(keys.dtype.name), Raw(values.dtype.name))
+    held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
+    _check_queries(queries, held, keys.shape[0])
     batch, _, new, _ = queries.shape
     positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (batch, new))
     queries = apply_rotary(queries, positions, rotary)
     keys = apply_rotary(keys, positions, rotary)
-    policy = CachePolicy(Dense(new), Raw(keys.dtype.name), Raw(values.dtype.name))
-    sight = Sight(positions, _scale(queries, scale), window, sinks, chunk, True, soft_cap, bias)
+    held = replace(held, keys=keys)
+    sight = Sight(
+        positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
+    )
     length = jnp.full((batch,), new, jnp.int32)
-    held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
     return _blockwise((queries, queries), held, length, length, sight)
 
 
@@ -150,10 +162,10 @@ def _at_once(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight
     slots = jnp.arange(held.policy.layout.slots, dtype=jnp.int32)
     positions = held.policy.layout.positions(length, written, slots)
     keys = held.policy.keys.decode(held.keys)
-    values = held.policy.values.decode(held.values)
+    values = _present(held.policy.values.decode(held.values), positions)
     scores, seen = sight.scores(_grouped(queries, held), keys, positions)
-    if capped is not queries:
-        near, _ = sight.scores(_grouped(capped, held), keys, positions)
+    if held.policy.layout.sinks:
+        near, _ = sight.scores(_grouped(capped, held), keys, positions, capped=True)
         is_sink = positions < held.policy.layout.sinks
         scores = jnp.where(is_sink[:, None, None, None], near, scores)
     scores = jnp.where(seen, scores, _LOWEST)
@@ -231,7 +243,9 @@ def _walk_region(
         positions = jnp.where(slots >= start, positions, -1)
         keys = held.policy.keys.decode(_slice(held.keys, origin, size))
         values = held.policy.values.decode(_slice(held.values, origin, size))
-        return _merge(merged, grouped, keys, values, positions, sight)
+        values = _present(values, positions).astype(grouped.dtype)
+        scores, seen = sight.scores(grouped, keys, positions, capped=region.capped)
+        return _merge(merged, scores, seen, values)
 
     def walk(merged: _Merged, first: Array, blocks: int, size: int, end: Array) -> _Merged:
         def one(carry: tuple[Array, _Merged], _: None) -> tuple[tuple[Array, _Merged], None]:
@@ -247,11 +261,9 @@ def _walk_region(
     begin = jnp.int32(region.first)
     if coarse == fine:
         return walk(merged, begin, -(-region.size // fine), fine, jnp.int32(stop))
-    near = length
-    if sight.causal:
-        # Tokens behind the last of these queries need not be walked to.
-        near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
-    filled = jnp.maximum(layout.occupied(near) - region.first, 0) // coarse * coarse
+    # Tokens behind the last of these queries need not be walked to.
+    near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
+    filled = jnp.clip(layout.occupied(near) - region.first, 0, region.size) // coarse * coarse
     merged = walk(merged, begin, region.size // coarse, coarse, begin + filled)
     return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
 
@@ -259,12 +271,9 @@ def _walk_region(
 _PATHS = {"blocks": _blockwise, "reference": _at_once}
 
 
-def _merge(
-    merged: _Merged, queries: Array, keys: Array, values: Array, positions: Array, sight: Sight
-) -> _Merged:
+def _merge(merged: _Merged, scores: Array, seen: Array, values: Array) -> _Merged:
     """Take one more block in, by the online softmax."""
     highest, total, mixed = merged
-    scores, seen = sight.scores(queries, keys, positions)
     scores = jnp.where(seen, scores, _LOWEST)
     new_highest = jnp.maximum(highest, scores.max(-1))
     weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
@@ -273,8 +282,14 @@ def _merge(
     return (
         new_highest,
         total,
-        mixed * shrink[..., None] + _mix(weights, values.astype(queries.dtype)),
+        mixed * shrink[..., None] + _mix(weights, values),
     )
+
+
+def _present(values: Array, positions: Array) -> Array:
+    """Values [batch, kv_heads, n, head_dim], zero in slots that hold nothing: what an earlier text
+    left there may be no number, and no weight makes that nothing."""
+    return jnp.where(positions[:, None, :, None] >= 0, values, 0)
 
 
 def _mix(weights: Array, values: Array) -> Array:
@@ -296,16 +311,22 @@ def _block_sizes(slots: int) -> tuple[int, int]:
     return fine, max(fine, min(COARSE, quarter))
 
 
+def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
+    shape = jnp.shape(queries)
+    fits = len(shape) == 4 and shape[0] == batch and shape[3] == held.head_dim
+    if not fits or shape[1] % held.kv_heads or 0 in shape[1:3]:
+        raise ValueError(
+            f"queries [batch, heads, new, head_dim] {list(shape)} do not fit keys with "
+            f"batch={batch}, kv_heads={held.kv_heads}, head_dim={held.head_dim}"
+        )
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise ValueError(f"queries must be floating-point numbers, got {queries.dtype}")
+
+
 def _grouped(queries: Mixed, held: LayerCache) -> Array:
     """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group, new, head_dim]."""
     batch, heads, new, head_dim = queries.shape
-    kv_heads = held.kv_heads
-    if heads % kv_heads or head_dim != held.head_dim:
-        raise ValueError(
-            f"queries [batch, heads, new, head_dim] {list(queries.shape)} do not fit keys with "
-            f"kv_heads={kv_heads}, head_dim={held.head_dim}"
-        )
-    return queries.reshape(batch, kv_heads, heads // kv_heads, new, head_dim)
+    return queries.reshape(batch, held.kv_heads, heads // held.kv_heads, new, head_dim)
 
 
 def _scale(queries: Queries, scale: float | None) -> float:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._checks import is_traced, whole_number
+from kvjax._checks import is_traced, refuse_traced, whole_number
 from kvjax._errors import CacheOverflowError, NonFiniteError
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
@@ -28,6 +28,7 @@ from kvjax._typing import (
     CachedKeysValues,
     Counts,
     KeysValues,
+    LayerRows,
     Positions,
     Rows,
     SlotPositions,
@@ -36,7 +37,7 @@ from kvjax._write import write_rows
 from kvjax.layouts import UNLIMITED
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
-from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype
+from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
 
 OVERFLOW = 1
 """Status bit: tokens past the capacity were dropped."""
@@ -48,6 +49,8 @@ BAD_LENGTHS = 8
 """Status bit: ``lengths`` was negative or more than the tokens of its call."""
 LOST = 16
 """Status bit: the cache was converted to a layout that keeps tokens it did not hold."""
+NO_SUCH_ROW = 32
+"""Status bit: the row was made by ``select`` from a number that is none of a row."""
 
 
 @state
@@ -72,18 +75,23 @@ class KVCache:
 
     ``layers``: one ``LayerCache`` a layer, each with its own arrays.
     ``length``: int32[batch], tokens that each row holds.
-    ``written``: int32[batch], the most that each row has ever held: after a rewind it tells which
-    slots hold tokens that are no longer part of the text.
+    ``written``: int32[batch, layers], the most that each row has ever held, for each of ``layers``:
+    after a rewind it tells which slots hold tokens that are no longer part of the text.
     ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
     ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
     has its own.
+    ``positions``: how many the model has, None where they do not end.
+    ``turned_for``: the length of text that its keys were turned for, where the model's rotary
+    frequencies depend on it (dynamic, longrope); it stays when the cache grows.
     """
 
     layers: tuple[LayerCache, ...]
     length: Rows
-    written: Rows
+    written: LayerRows
     status: Rows
     sources: tuple[int, ...] | None = static_field(default=None)
+    positions: int | None = static_field(default=None)
+    turned_for: int | None = static_field(default=None)
 
     @property
     def batch(self) -> int:
@@ -93,7 +101,7 @@ class KVCache:
     @property
     def max_len(self) -> int:
         """Tokens that a row's text can have, before it must grow where it can."""
-        limits = (layer.policy.layout.limit for layer in self.layers)
+        limits = [self.positions, *(layer.policy.layout.limit for layer in self.layers)]
         return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
     @property
@@ -106,20 +114,34 @@ class KVCache:
     def reach(self) -> int:
         """Positions that distances between queries and keys stay below: what rotary kinds that
         depend on the length go by."""
+        if self.turned_for is not None:
+            return self.turned_for
         return max(layer.policy.layout.reach for layer in self.layers)
 
     @property
     def grows_to(self) -> int | None:
         """Tokens that it may be grown to; None where no layer grows."""
-        limits = (layer.policy.layout.grows_to for layer in self.layers)
-        return min((limit for limit in limits if limit is not None), default=None)
+        layouts = [layer.policy.layout for layer in self.layers]
+        if all(layout.grows_to is None for layout in layouts):
+            return None
+        last = [layout.grows_to or layout.limit for layout in layouts]
+        return min(limit for limit in (self.positions, *last) if limit is not None)
+
+    def place(self, number: int) -> int:
+        """Which of ``layers`` layer ``number`` of the model reads.
+
+        Raises:
+          ValueError: if there is no such layer.
+        """
+        number = whole_number("layer", number, 0)
+        count = len(self.layers if self.sources is None else self.sources)
+        if number >= count:
+            raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
+        return number if self.sources is None else self.sources[number]
 
     def layer(self, number: int) -> LayerCache:
         """What layer ``number`` of the model reads."""
-        count = len(self.layers if self.sources is None else self.sources)
-        if not 0 <= number < count:
-            raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
-        return self.layers[number if self.sources is None else self.sources[number]]
+        return self.layers[self.place(number)]
 
     def __repr__(self) -> str:
         """What it is and how full, not the arrays."""
@@ -151,13 +173,26 @@ def init_cache(
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
         than the model has positions, or a list of policies has the wrong length.
     """
+    return allocate(config, policy, batch=batch, max_len=max_len)
+
+
+def allocate(
+    config: CacheShape,
+    policy: PolicyChoice | None,
+    *,
+    batch: int,
+    max_len: int | None,
+    room: int | None = None,
+) -> KVCache:
+    """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
+    and what is fixed takes it where ``max_len`` does not say."""
     batch = whole_number("batch", batch, 1)
     limit = getattr(config, "position_limit", None)
     if max_len is not None:
         max_len = whole_number("max_len", max_len, 1)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
-    max_len = limit if max_len is None else max_len
+    max_len = limit if max_len is None and room is None else max_len
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
@@ -165,17 +200,22 @@ def init_cache(
     for number, layer_policy in enumerate(policies):
         if sources is not None and sources[number] != number:
             continue  # it reads another layer's
-        resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config))
+        resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config), room=room)
         shape = (batch, kv_heads, resolved.layout.slots, head_dim)
         stores = resolved.keys.empty(shape), resolved.values.empty(shape)
         keys, values = resolved.placement.put(stores)
         window = windows[number]
         layers.append(LayerCache(keys, values, resolved, kv_heads, head_dim, window))
-    rows = [policies[0].placement.put(jnp.zeros(batch, jnp.int32)) for _ in range(3)]
+    shapes = (batch,), (batch, len(layers)), (batch,)
+    rows = [policies[0].placement.put(jnp.zeros(shape, jnp.int32)) for shape in shapes]
     if sources is not None:
         own = [number for number, source in enumerate(sources) if source == number]
         sources = tuple(own.index(source) for source in sources)
-    return KVCache(tuple(layers), *rows, sources=sources)
+    reach = max(layer.policy.layout.reach for layer in layers)
+    return KVCache(
+        tuple(layers), *rows, sources=sources, positions=limit,
+        turned_for=rotary_length(config, reach),
+    )  # fmt: skip
 
 
 def append(
@@ -204,8 +244,8 @@ def append(
       ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
         is no such layer.
     """
-    old = cache.layer(layer)
-    place = layer if cache.sources is None else cache.sources[layer]
+    place = cache.place(layer)
+    old = cache.layers[place]
     if cache.sources is not None and place in cache.sources[:layer]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
     _check_new(cache, old, keys, "keys")
@@ -240,12 +280,16 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
       were and get the status ``OVERFLOW``.
 
     Raises:
-      ValueError: if ``lengths`` has not one number a row, or one is negative or above ``new``
-        (where traced: the status ``BAD_LENGTHS``).
+      ValueError: if ``new`` is negative, no whole number or more than ``append`` takes;
+        ``lengths`` has not one whole number a row, or one is negative or above ``new`` (where
+        traced: the status ``BAD_LENGTHS``).
     """
+    new = whole_number("new", new, 0)
+    if cache.chunk is not None and new > cache.chunk:
+        raise ValueError(f"{new} tokens in a call, but the ring has slack for {cache.chunk}")
     cache, count = admit(cache, new, lengths)
     length = cache.length + count
-    return replace(cache, length=length, written=jnp.maximum(cache.written, length))
+    return replace(cache, length=length, written=jnp.maximum(cache.written, length[:, None]))
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
@@ -260,9 +304,10 @@ def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
-    held = cache.layer(layer)
-    layout = held.policy.layout
-    positions = layout.positions(cache.length, cache.written, jnp.arange(layout.slots))
+    place = cache.place(layer)
+    held = cache.layers[place]
+    layout, written = held.policy.layout, cache.written[:, place]
+    positions = layout.positions(cache.length, written, jnp.arange(layout.slots))
     return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
 
 
@@ -273,18 +318,21 @@ def check(cache: KVCache) -> None:
       CacheOverflowError: if a row was given more tokens than it can hold, or was to be rewound
         by more than it could.
       NonFiniteError: if the model gave logits that are not finite.
-      ValueError: if ``lengths`` was negative or more than the tokens of its call.
+      ValueError: if ``lengths`` was negative or more than the tokens of its call, or ``select``
+        was given a number that is no row's; inside ``jit``.
     """
+    refuse_traced("kvjax.check", cache.status)
     status = np.asarray(cache.status)
 
     def rows(bit: int) -> str:
         return ", ".join(str(row) for row in np.flatnonzero(status & bit))
 
     if np.any(status & OVERFLOW):
-        way = "start with a larger max_len" if cache.grows_to is None else "kvjax.grow it in time"
+        grows = cache.grows_to is not None and cache.max_len < cache.grows_to
+        way = "kvjax.grow it before the step" if grows else "start with a larger max_len"
         raise CacheOverflowError(
             f"the cache holds {cache.max_len} tokens a row, and row(s) {rows(OVERFLOW)} were given "
-            f"more: what did not fit was dropped; {way}"
+            f"more than there was room for: those calls' tokens were dropped; {way}"
         )
     if np.any(status & REWOUND_TOO_FAR):
         raise CacheOverflowError(
@@ -295,12 +343,19 @@ def check(cache: KVCache) -> None:
         raise CacheOverflowError(
             f"row(s) {rows(LOST)} had forgotten tokens that the layout they were converted to keeps"
         )
+    if np.any(status & NO_SUCH_ROW):
+        raise ValueError(f"row(s) {rows(NO_SUCH_ROW)} were selected by a number that is no row's")
     if np.any(status & BAD_LENGTHS):
         raise ValueError(
             f"lengths of row(s) {rows(BAD_LENGTHS)} was negative or above the tokens of its call"
         )
     if np.any(status & NON_FINITE):
         raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")
+
+
+def clear_status(cache: KVCache) -> KVCache:
+    """The cache without what ``check`` would raise: when the reason has been dealt with."""
+    return replace(cache, status=jnp.zeros_like(cache.status))
 
 
 def nbytes(cache: KVCache) -> dict[str, int]:
@@ -335,23 +390,28 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
     status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
     if lengths is None:
         return replace(cache, status=status), count
-    if not is_traced(lengths):
-        given = np.asarray(lengths)
-        for row in np.flatnonzero((given < 0) | (given > new)):
-            raise ValueError(f"lengths of row {row} is {given[row]}: the call has {new} tokens")
     status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
     return replace(cache, status=status), count
 
 
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
+    """int32[batch]: real tokens of a call, a row."""
     if lengths is None:
         return jnp.full_like(cache.length, new)
     if jnp.shape(lengths) != (cache.batch,):
         raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
+    if not is_traced(lengths):
+        lengths = np.asarray(lengths)
+        for row in np.flatnonzero((lengths < 0) | (lengths > new)):
+            raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}")
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
 def _check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
     expected = (cache.batch, held.kv_heads, held.head_dim)
     if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
         raise ValueError(

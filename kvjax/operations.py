@@ -3,6 +3,7 @@
 All but ``grow`` can stand inside ``jit``, where the shapes allow.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._checks import is_traced, whole_number
+from kvjax._checks import is_traced, refuse_traced, whole_number
 from kvjax._typing import Array, Counts, Rows
-from kvjax.cache import LOST, REWOUND_TOO_FAR, KVCache, LayerCache
+from kvjax.cache import LOST, NO_SUCH_ROW, REWOUND_TOO_FAR, KVCache, LayerCache
 from kvjax.layouts import UNLIMITED, Layout
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 
@@ -23,7 +24,10 @@ def rewindable(cache: KVCache) -> Rows:
 
     A ring has overwritten what lies further back than its slack.
     """
-    each = [layer.policy.layout.rewindable(cache.length, cache.written) for layer in cache.layers]
+    each = [
+        layer.policy.layout.rewindable(cache.length, cache.written[:, place])
+        for place, layer in enumerate(cache.layers)
+    ]
     return jnp.min(jnp.stack(each), axis=0)
 
 
@@ -39,17 +43,19 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       the status ``REWOUND_TOO_FAR``.
 
     Raises:
-      ValueError: if ``tokens`` is negative or no whole number, or has not one number a row.
+      ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
+        not one number a row.
     """
-    if isinstance(tokens, (int, np.integer)) and tokens < 0:
-        raise ValueError(f"rewind takes tokens away: {tokens} is negative")
-    tokens = jnp.asarray(tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape not in ((), (cache.batch,)):
+    tokens = _whole_numbers("rewind takes a whole number, or one a row", tokens)
+    if tokens.shape not in ((), (cache.batch,)):
         raise ValueError(
-            f"rewind takes a whole number, or int32[batch={cache.batch}], got {tokens.dtype}"
-            f"{list(tokens.shape)}"
+            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(tokens.shape)}"
         )
-    tokens = jnp.broadcast_to(tokens.astype(jnp.int32), cache.length.shape)
+    if not is_traced(tokens) and np.any(np.asarray(tokens) < 0):
+        raise ValueError(f"rewind takes tokens away: {np.min(tokens)} is negative")
+    # A number that int32 can't hold is too many in any case.
+    tokens = jnp.asarray(tokens.clip(-1, UNLIMITED), jnp.int32)
+    tokens = jnp.broadcast_to(tokens, cache.length.shape)
     wrong = (tokens > rewindable(cache)) | (tokens < 0)
     length = jnp.where(wrong, cache.length, cache.length - tokens)
     status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
@@ -71,16 +77,19 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
       rows: int[n], numbers of rows.
 
     Raises:
-      ValueError: if ``rows`` is not a list of whole numbers, or names a row that is not there.
+      ValueError: if ``rows`` is not a list of whole numbers, or names a row that is not there
+        (where traced: the nearest row, and the status ``NO_SUCH_ROW``).
     """
-    index = jnp.asarray(rows)
-    if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer) or not index.size:
+    index = _whole_numbers("rows must be a list of whole numbers", rows)
+    if index.ndim != 1 or not index.size:
         raise ValueError(f"rows must be a list of whole numbers, got {rows!r:.80}")
     if not is_traced(index):
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
-    return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
+    chosen = jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
+    missing = (index < 0) | (index >= cache.batch)
+    return replace(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
 
 def repeat(cache: KVCache, times: int) -> KVCache:
@@ -102,30 +111,43 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
       caches: of one model, and of policies that differ in their capacity at most.
 
     Raises:
-      ValueError: if there are none, or their layers differ in more than capacity.
+      ValueError: if there are none, they are of different models, their layers differ in more than
+        capacity, or their keys were turned for different lengths of text (dynamic, longrope).
     """
+    if isinstance(caches, KVCache) or not all(isinstance(cache, KVCache) for cache in caches):
+        raise ValueError("concatenate takes a list of caches")
     caches = list(caches)
     if not caches:
         raise ValueError("no caches: the list is empty")
-    layers = []
-    for number in range(len(caches[0].layers)):
-        if any(len(cache.layers) != len(caches[0].layers) for cache in caches):
-            raise ValueError("caches of models with different numbers of layers")
-        held = [cache.layers[number] for cache in caches]
-        limits = [layer.policy.layout.limit for layer in held]
-        largest = UNLIMITED if None in limits else max(n for n in limits if n is not None)
-        padded = [_padded(layer, largest) for layer in held]
-        if len(set(map(_shape_of, padded))) > 1:
+    first = caches[0]
+    for cache in caches:
+        if _model_of(cache) != _model_of(first):
+            raise ValueError("the caches are of models that differ in their layers")
+        if cache.turned_for != first.turned_for:
             raise ValueError(
-                f"layer {number} is of {' and '.join(dict.fromkeys(map(_shape_of, held)))}: "
-                "convert the caches to one policy first"
+                f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
+                "don't go together: give all caches one max_len"
+            )
+    layers, marks = [], []
+    for place in range(len(first.layers)):
+        held = [cache.layers[place] for cache in caches]
+        try:
+            layout = functools.reduce(lambda a, b: a.joined(b), (h.policy.layout for h in held))
+        except ValueError:
+            layout = held[0].policy.layout
+        padded = [_padded(layer, layout) for layer in held]
+        if any(layer.policy != padded[0].policy for layer in padded):
+            kinds = dict.fromkeys(str(layer.policy) for layer in held)
+            raise ValueError(
+                f"layer {place} is of {' and '.join(kinds)}: convert the caches to one policy first"
             )
         layers.append(jax.tree.map(_joined, *padded))
-    cursors = [
-        jnp.concatenate([getattr(cache, name) for cache in caches])
-        for name in ("length", "written", "status")
-    ]
-    return KVCache(tuple(layers), *cursors, sources=caches[0].sources)
+        each = zip(held, caches, strict=True)
+        marks.append(_joined(*(_mark(h, layout, c.written[:, place]) for h, c in each)))
+    length, status = (_joined(*(getattr(c, name) for c in caches)) for name in ("length", "status"))
+    return replace(
+        first, layers=tuple(layers), length=length, written=jnp.stack(marks, 1), status=status
+    )
 
 
 def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
@@ -134,13 +156,17 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     Args:
       cache: the cache.
       rows: bool[batch], which; by default all.
+
+    Raises:
+      ValueError: if ``rows`` is not one truth value a row.
     """
-    keep = jnp.zeros(cache.batch, bool) if rows is None else ~jnp.asarray(rows, bool)
-    if keep.shape != (cache.batch,):
-        raise ValueError(f"rows must be bool[batch={cache.batch}], got {list(keep.shape)}")
-    length, written, status = (
-        jnp.where(keep, x, 0) for x in (cache.length, cache.written, cache.status)
-    )
+    keep = jnp.zeros(cache.batch, bool)
+    if rows is not None:
+        if np.shape(rows) != (cache.batch,) or jnp.asarray(rows).dtype != bool:
+            raise ValueError(f"rows must be bool[batch={cache.batch}], got {rows!r:.80}")
+        keep = ~jnp.asarray(rows)
+    length, status = (jnp.where(keep, x, 0) for x in (cache.length, cache.status))
+    written = jnp.where(keep[:, None], cache.written, 0)
     return replace(cache, length=length, written=written, status=status)
 
 
@@ -148,32 +174,41 @@ def grow(cache: KVCache, to: int) -> KVCache:
     """A cache with room for ``to`` tokens a row, and the same content.
 
     It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
-    never more than one layer is held twice; a ``fork`` of it survives. Layers that hold a window
-    only stay as they are.
+    never more than one layer is held twice; a ``fork`` of it survives. Layers that have room
+    enough, and those that hold a window only, stay as they are.
 
     Args:
       cache: the cache; its arrays are deleted.
       to: tokens a row.
 
     Raises:
-      ValueError: if ``to`` is fewer than it holds already, more than it may grow to, or no layer
-        has a capacity that could grow.
+      ValueError: if ``to`` is fewer than it holds already, more than it may grow to or than the
+        model has positions, or no layer has a capacity that could grow; inside ``jit``.
     """
+    refuse_traced("kvjax.grow", cache.length)
     to = whole_number("to", to, 1)
-    if all(layer.policy.layout.limit is None for layer in cache.layers):
+    layouts = [layer.policy.layout for layer in cache.layers]
+    if all(layout.limit is None for layout in layouts):
         raise ValueError("a ring does not grow: it holds its window however long the text is")
-    for layer in cache.layers:
-        if layer.policy.layout.limit is not None:
-            layer.policy.layout.grown(to)  # raises before anything is deleted
-    layers = []
-    for layer in cache.layers:
-        larger = _padded(layer, to)
+    if cache.positions is not None and to > cache.positions:
+        raise ValueError(f"grow to {to}: the model has only {cache.positions} positions")
+    if to < cache.max_len:
+        raise ValueError(f"the cache holds {cache.max_len} tokens a row: {to} would be fewer")
+    # All of them first: none may raise when others have been deleted.
+    wanted = [
+        layout if layout.limit is None or layout.limit >= to else layout.grown(to)
+        for layout in layouts
+    ]
+    layers, marks = [], []
+    for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
+        larger = _padded(layer, layout)
+        marks.append(_mark(layer, layout, cache.written[:, place]))
         if larger is not layer:
             larger = jax.block_until_ready(layer.policy.placement.put(larger))
             for array in jax.tree.leaves(layer):
                 array.delete()
         layers.append(larger)
-    return replace(cache, layers=tuple(layers))
+    return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
 
 
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
@@ -192,24 +227,43 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
       ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
         layout keeps (where traced: the status ``LOST``).
     """
-    windows = tuple(layer.window for layer in cache.layers)
-    policies = per_layer(policy, _Layers(len(cache.layers), windows))
-    layers, status, written = [], cache.status, cache.length
-    for number, (old, wanted) in enumerate(zip(cache.layers, policies, strict=True)):
-        dtype = old.policy.keys.decode(old.keys).dtype.name
-        limited = max_len is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED
-        new = wanted.resolve(cache.max_len if limited else max_len, old.window, dtype)
+    if max_len is not None:
+        max_len = whole_number("max_len", max_len, 1)
+    limit = cache.positions
+    if limit is not None and (max_len or 0) > limit:
+        raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
+    # Which layer of the model each entry was made for: the first that reads it.
+    sources = cache.sources or tuple(range(len(cache.layers)))
+    windows = tuple(cache.layers[place].window for place in sources)
+    policies = per_layer(policy, _Layers(len(sources), windows))
+    layers, status, written = [], cache.status, []
+    for place, old in enumerate(cache.layers):
+        wanted = policies[sources.index(place)]
+        asked = max_len
+        if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
+            asked = cache.max_len
+        new = wanted.resolve(
+            limit if asked is None else asked, old.window, old.policy.keys.dtype,
+            values_dtype=old.policy.values.dtype,
+        )  # fmt: skip
         if new.layout.grows_to is not None:
             new = replace(new, layout=_with_room(new.layout, cache))
-        layer, needed, lost = _converted(cache, old, new)
+        layer, mark, long, lost = _converted(cache, place, new)
+        if not is_traced(long) and np.any(long):
+            row = int(np.argmax(long))
+            raise ValueError(
+                f"row {row} has {int(cache.length[row])} tokens, {new.layout} of layer {place} "
+                f"holds {new.layout.limit}"
+            )
         if not is_traced(lost) and np.any(lost):
             raise ValueError(
-                f"layer {number} does not hold all tokens of row {int(np.argmax(lost))} that "
+                f"layer {place} does not hold all tokens of row {int(np.argmax(lost))} that "
                 f"{new.layout} is to keep"
             )
         layers.append(layer)
-        status, written = status | jnp.where(lost, LOST, 0), jnp.maximum(written, needed)
-    return replace(cache, layers=tuple(layers), written=written, status=status)
+        written.append(mark)
+        status |= jnp.where(long | lost, LOST, 0)
+    return replace(cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status)
 
 
 @dataclass(frozen=True)
@@ -218,6 +272,26 @@ class _Layers:
 
     num_hidden_layers: int
     windows: tuple[int | None, ...]
+
+
+def _model_of(cache: KVCache) -> Any:
+    """What caches of one model have in common."""
+    layers = [(layer.kv_heads, layer.head_dim, layer.window) for layer in cache.layers]
+    return layers, cache.sources, cache.positions
+
+
+def _whole_numbers(wanted: str, x: Any) -> Any:
+    """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
+    if is_traced(x):
+        x = jnp.asarray(x)
+    else:
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(f"{wanted}, got {x!r:.80}") from None
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{wanted}, got {x!r:.80}")
+    return x
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:
@@ -233,16 +307,17 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
 
 
 def _converted(
-    cache: KVCache, old: LayerCache, policy: CachePolicy
-) -> tuple[LayerCache, Rows, Array]:
+    cache: KVCache, place: int, policy: CachePolicy
+) -> tuple[LayerCache, Rows, Array, Array]:
     """A layer under another policy, the ``written`` that tells what it lacks, and which rows it
-    can't be had for, bool[batch]."""
+    can't be had for, bool[batch]: those that are too long, and those that lack tokens."""
+    old = cache.layers[place]
     layout, before = policy.layout, old.policy.layout
     slots = jnp.arange(layout.slots, dtype=jnp.int32)
     wanted = layout.positions(cache.length, cache.length, slots)
     source = jnp.clip(before.slot_of(wanted), 0, before.slots - 1)
     every = jnp.arange(before.slots, dtype=jnp.int32)
-    held = before.positions(cache.length, cache.written, every)
+    held = before.positions(cache.length, cache.written[:, place], every)
     missing = (wanted >= 0) & (jnp.take_along_axis(held, source, axis=1) != wanted)
     written, lost = layout.hiding(cache.length, wanted, missing)
     limit = UNLIMITED if layout.limit is None else layout.limit
@@ -255,30 +330,31 @@ def _converted(
     values = moved(old.values, old.policy.values, policy.values)
     keys, values = policy.placement.put((keys, values))
     layer = replace(old, keys=keys, values=values, policy=policy)
-    return layer, written, lost | (cache.length > limit)
+    return layer, written, cache.length > limit, lost
 
 
-def _padded(layer: LayerCache, to: int) -> LayerCache:
-    """A layer with room for ``to`` tokens; one that has it already is given back as it is."""
-    layout = layer.policy.layout
-    if layout.limit is None or layout.limit == to:
+def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
+    """A layer in a larger layout of its kind; one that has it already is given back as it is."""
+    if layout == layer.policy.layout:
         return layer
-    grown = layout.grown(to)
+    more = layout.slots - layer.policy.layout.slots
 
     def pad(x: Array) -> Array:
-        more = grown.slots - layout.slots
         return jnp.pad(x, [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)])
 
     return replace(
         layer,
-        keys=jax.tree.map(pad, layer.keys),
-        values=jax.tree.map(pad, layer.values),
-        policy=replace(layer.policy, layout=grown),
+        keys=jax.tree.map(pad, layer.keys) if more else layer.keys,
+        values=jax.tree.map(pad, layer.values) if more else layer.values,
+        policy=replace(layer.policy, layout=layout),
     )
 
 
-def _shape_of(layer: LayerCache) -> str:
-    return f"{layer.policy} with kv_heads={layer.kv_heads}, head_dim={layer.head_dim}"
+def _mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
+    """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
+    conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
+    slots = layer.policy.layout.slots
+    return jnp.where(written > slots, written + layout.slots - slots, written)
 
 
 def _joined(*arrays: Array) -> Array:

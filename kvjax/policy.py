@@ -19,18 +19,34 @@ class CachePolicy:
     values: Raw = field(default_factory=Raw)
     placement: Device = field(default_factory=Device)
 
+    def __post_init__(self) -> None:
+        parts = {"layout": "resolve", "keys": "resolve", "values": "resolve", "placement": "put"}
+        for part, needed in parts.items():
+            given = getattr(self, part)
+            if isinstance(given, type) or not hasattr(given, needed):
+                raise ValueError(
+                    f"{part} of a CachePolicy is {given!r}: give an object, such as "
+                    f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
+                )
+
     def resolve(
-        self, max_len: int | None, window: int | None, model_dtype: str | None
+        self,
+        max_len: int | None,
+        window: int | None,
+        model_dtype: str | None,
+        *,
+        values_dtype: str | None = None,
+        room: int | None = None,
     ) -> "CachePolicy":
-        """Fix what was left open: from the capacity, the layer's own window, the model's dtype and
-        the platform."""
+        """Fix what was left open: from the capacity, the layer's own window, the model's dtype
+        (``values_dtype`` where values have another) and the platform."""
         platform = self.placement.platform()
-        layout: Layout = self.layout.resolve(max_len, window)
+        layout: Layout = self.layout.resolve(max_len, window, room)
         return replace(
             self,
             layout=layout,
             keys=self.keys.resolve(model_dtype, platform),
-            values=self.values.resolve(model_dtype, platform),
+            values=self.values.resolve(values_dtype or model_dtype, platform),
         )
 
     def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
@@ -114,15 +130,26 @@ def per_layer(policy: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
     """One policy a layer, from a name, one for all, or a list of them.
 
     Raises:
-      ValueError: if a list has not as many policies as the model has layers.
+      ValueError: if it is neither, or a list has not as many policies as the model has layers.
     """
     if isinstance(policy, str):
         policy = named(policy)
     if isinstance(policy, Sequence):
-        policies = tuple(policy)
+        policies = tuple(named(each) if isinstance(each, str) else each for each in policy)
         if len(policies) != config.num_hidden_layers:
             raise ValueError(
                 f"{len(policies)} policies for a model of {config.num_hidden_layers} layers"
             )
+        for number, each in enumerate(policies):
+            if not isinstance(each, CachePolicy):
+                raise ValueError(
+                    f"the policy of layer {number} must be a CachePolicy, not a "
+                    f"{type(each).__name__}"
+                )
         return policies
+    if not hasattr(policy, "per_layer"):
+        raise ValueError(
+            f"a policy, its name or a list of policies is needed, not a {type(policy).__name__}; a layout alone "
+            "goes into CachePolicy(layout)"
+        )
     return policy.per_layer(config)

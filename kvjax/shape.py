@@ -7,6 +7,9 @@ own can go by the config it was loaded with.
 
 from typing import Any, Protocol
 
+from kvjax._checks import whole_number
+from kvjax.layouts import UNLIMITED
+
 
 class CacheShape(Protocol):
     """What ``init_cache`` can't do without."""
@@ -27,12 +30,33 @@ def model_dtype(config: Any) -> Any:
     return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
 
 
+def rotary_length(config: Any, reach: int) -> int | None:
+    """The length of text that a cache's keys are turned for, or None if all lengths are alike.
+
+    ``reach``: positions that its distances stay below. By ``same_rotary(length, other)``, whether
+    two lengths have the same frequencies, where the config has it.
+
+    Raises:
+      ValueError: if frequencies depend on the length, and the cache has no end.
+    """
+    same = getattr(config, "same_rotary", None)
+    if same is None or same(1, UNLIMITED):
+        return None
+    if reach >= UNLIMITED:
+        raise ValueError(
+            "the model's rotary frequencies depend on the length of the text: a cache that grows "
+            "needs max_len, the tokens that a row can ever hold"
+        )
+    return 1 if same(1, reach) else reach
+
+
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """How many tokens back each layer can see at most, None for all.
 
     By ``windows``, one a layer, or else by ``layer_types``, ``sliding_window`` and
     ``attention_chunk_size`` (Llama 4: a query sees no more than its chunk; the mask itself is
-    ``attend(chunk=)``). Without ``layer_types``, a window or a chunk is every layer's.
+    ``attend(chunk=)``). Without ``layer_types``, a window or a chunk is every layer's but those
+    that ``sliding_window_pattern`` or ``max_window_layers`` except.
 
     Raises:
       ValueError: if there is not one window a layer, or a kind of layer is not known or has no
@@ -45,7 +69,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
         raise ValueError(
             f"the config tells of {len(windows)} layers, and has {config.num_hidden_layers}"
         )
-    return tuple(windows)
+    return tuple(w if w is None else whole_number("a layer's window", w, 1) for w in windows)
 
 
 def layer_sources(config: Any) -> tuple[int, ...] | None:
@@ -80,7 +104,13 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     chunk = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return (window or chunk,) * config.num_hidden_layers
+        # Every so many-th layer sees all, as in Gemma 3; or the first ones do, as in Qwen 2.
+        every = getattr(config, "sliding_window_pattern", None) or config.num_hidden_layers + 1
+        first = getattr(config, "max_window_layers", None) or 0
+        return tuple(
+            None if (layer + 1) % every == 0 or layer < first else window or chunk
+            for layer in range(config.num_hidden_layers)
+        )
     sizes = {"sliding_attention": window, "chunked_attention": chunk}
     for kind in kinds:
         if kind not in sizes and kind not in ("full_attention", "attention"):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from kvjax._checks import is_traced
 from kvjax._typing import Counts, Tokens
 from kvjax.cache import KVCache, admit, note_non_finite
 
@@ -58,6 +59,8 @@ class Architecture:
           ValueError: if the shapes of tokens and cache do not fit, ``params`` lack a tensor, or
             there are more tokens than a model with learned positions has.
         """
+        if is_traced(last_only):
+            raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")

@@ -153,7 +153,8 @@ class Gemma(nnx.Module):
     ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:
         config = self.config
         if cache is None:
-            reach = limit = max_len or tokens.shape[1]
+            reach = max_len or tokens.shape[1]
+            limit = max(reach, tokens.shape[1])
         else:
             reach, limit = cache.reach, cache.max_len
         # Once for all layers: each array made of a numpy table is a constant of the program.

@@ -17,7 +17,7 @@ def random(*shape, seed=0):
 
 
 def held(length, max_len, seed=1):
-    config = tiny_config(num_hidden_layers=1, num_key_value_heads=KV)
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV)
     cache = kvjax.init_cache(config, batch=1, max_len=max_len)
     keys, values = random(1, KV, length, DIM, seed=seed), random(1, KV, length, DIM, seed=seed + 1)
     cache = kvjax.advance(kvjax.append(cache, 0, keys, values), length - 1)
@@ -80,7 +80,7 @@ def test_a_text_without_a_cache(new, settings):
 
 
 def test_a_row_that_holds_nothing_gets_zeros():
-    config = tiny_config(num_hidden_layers=1, num_key_value_heads=KV)
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV)
     cache = kvjax.init_cache(config, batch=1, max_len=8)
     one = random(1, KV, 1, DIM)
     none = jnp.zeros(1, jnp.int32)

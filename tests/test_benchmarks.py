@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks import bandwidth, memory, report
+from benchmarks import bandwidth, endless, memory, report
 from benchmarks.cells import difference
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.claims import all_claims, paired_ratio
@@ -190,3 +190,15 @@ def test_peak_memory_sees_an_array_come_and_go():
 def test_bandwidth_is_a_positive_number_for_every_method():
     found = bandwidth.cpu_bandwidth(2**22, repeats=1) | bandwidth.jax_bandwidth(2**22, repeats=1)
     assert len(found) == 4 and min(found.values()) > 0
+
+
+def test_a_ring_reads_on_beyond_its_window():
+    """`benchmarks.endless` on an eighth of the length: as good as fresh, with flat memory."""
+    results = endless.run(times=8, last=400, sinks=4, context=256)
+    assert results["tokens"] == 2048
+    for name in ("ring, 4 sinks", "ring"):
+        row = results["caches"][name]
+        assert 0.9 < row["ratio"] < endless.LIMIT, name
+        assert row["cache_bytes_first"] == row["cache_bytes_last"]
+    sinks, dense = results["caches"]["ring, 4 sinks"], results["caches"]["dense"]
+    assert sinks["cache_bytes_last"] * 4 < dense["cache_bytes_last"]

@@ -56,6 +56,49 @@ wrong("another model's", lambda: lm.apply(
 wrong("temperature", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, temperature=None))
 wrong("top_p", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, top_p="0.5"))
 wrong("no stop is fine", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, stop=None))
+plain = lambda: kvjax.init_cache(lm.config, batch=2, max_len=8)
+wrong("advance back", lambda: kvjax.advance(plain(), -3))
+wrong("advance by a part", lambda: kvjax.advance(plain(), 2.7))
+ring = kvjax.policy("sliding_window", window=4, slack=2)
+wrong("advance a ring", lambda: kvjax.advance(kvjax.init_cache(lm.config, ring), 9))
+wrong("lengths in parts", lambda: kvjax.advance(plain(), 3, lengths=np.array([1.5, 2.0])))
+wrong("lengths of a query", lambda: kvjax.attend(
+    numbers(2, 4, 1, 16), plain(), 0, lengths=rows(5, -1)))
+wrong("reset by number", lambda: kvjax.reset(plain(), [0, 1]))
+wrong("rewind one back", lambda: kvjax.rewind(plain(), rows(-1, 0)))
+wrong("rewind nothing", lambda: kvjax.rewind(plain(), None))
+wrong("rewind very far", lambda: kvjax.check(kvjax.rewind(plain(), 2**40)))
+wrong("select nothing", lambda: kvjax.select(plain(), None))
+wrong("select a name", lambda: kvjax.select(plain(), "a"))
+wrong("concatenate one", lambda: kvjax.concatenate(plain()))
+wrong("a window of 8.0", lambda: kvjax.policy("sliding_window", window=8.0))
+wrong("a window in words", lambda: kvjax.Ring("8"))
+wrong("a true window", lambda: kvjax.Ring(window=True))
+wrong("slots in parts", lambda: kvjax.Dense(8.0))
+wrong("growing down", lambda: kvjax.Dense(8, grows_to=4))
+wrong("a layout alone", lambda: kvjax.init_cache(lm.config, kvjax.Ring(8), max_len=8))
+wrong("layouts in a list", lambda: kvjax.init_cache(
+    lm.config, [kvjax.Ring(8), kvjax.Dense()], max_len=8))
+wrong("names in a list are fine", lambda: kvjax.init_cache(
+    lm.config, ["static", "dynamic"], max_len=8))
+wrong("a hybrid in a list", lambda: kvjax.init_cache(lm.config, ["static", "hybrid"], max_len=8))
+wrong("a name for a layout", lambda: kvjax.CachePolicy("static"))
+wrong("a name for a codec", lambda: kvjax.CachePolicy(kvjax.Dense(), "bfloat16"))
+wrong("no policy", lambda: kvjax.convert(plain(), None))
+wrong("a window in parts", lambda: kvjax.attend(numbers(2, 4, 1, 16), plain(), 0, window=2.5))
+wrong("other rows", lambda: kvjax.attend(numbers(3, 4, 1, 16), plain(), 0))
+wrong("no queries", lambda: kvjax.attend(numbers(2, 4, 0, 16), plain(), 0))
+wrong("three axes", lambda: kvjax.attend(numbers(4, 1, 16), plain(), 0))
+wrong("lists", lambda: kvjax.append(plain(), 0, [[1.0]], [[1.0]]))
+wrong("layer 1.0", lambda: kvjax.read(plain(), 1.0))
+wrong("last_only traced", lambda: jax.jit(lm.apply)(lm.params, tokens, plain(), last_only=True))
+wrong("a fixed policy that is too small", lambda: kvjax.generate(
+    lm, [[1] * 5], max_new_tokens=6, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+wrong("a fixed policy is fine", lambda: kvjax.generate(
+    lm, [[1] * 5], max_new_tokens=5, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+grown = kvjax.init_cache(lm.config, "dynamic")
+kvjax.grow(grown, 512)
+wrong("used up by grow", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, cache=grown))
 used = kvjax.generate(lm, [[1]], max_new_tokens=1).cache
 kvjax.generate(lm, [[1]], max_new_tokens=1, cache=used)
 wrong("used twice", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, cache=used))
@@ -84,10 +127,9 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "heads": "ValueError: keys must be [batch=2, kv_heads=2, new, head_dim=16], "
         "got [2, 4, 1, 16]",
         "integers": "ValueError: keys must be floating-point numbers, got int32",
-        "rewind by a float": "ValueError: rewind takes a whole number, or int32[batch=2], "
-        "got float32[]",
-        "rewind other rows": "ValueError: rewind takes a whole number, or int32[batch=2], "
-        "got int32[3]",
+        "rewind by a float": "ValueError: rewind takes a whole number, or one a row, "
+        "got array(1.5)",
+        "rewind other rows": "ValueError: rewind takes a whole number, or int32[batch=2], got [3]",
         "max_len": "ValueError: max_len must be a whole number, at least 1, got 16.0",
         "no dtype": "ValueError: the config has no dtype: name one, such as "
         'policy("static", dtype="float32")',
@@ -96,7 +138,56 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "temperature": "ValueError: temperature must be a finite number, at least 0, got None",
         "top_p": "ValueError: top_p must be above 0 and at most 1, got '0.5'",
         "no stop is fine": "accepted",
-        "used twice": "ValueError: the cache given was donated to an earlier call: go on with "
+        "advance back": "ValueError: new must be a whole number, at least 0, got -3",
+        "advance by a part": "ValueError: new must be a whole number, at least 0, got 2.7",
+        "advance a ring": "ValueError: 9 tokens in a call, but the ring has slack for 3",
+        "lengths in parts": "ValueError: lengths must be whole numbers, got float64",
+        "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
+        "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",
+        "rewind one back": "ValueError: rewind takes tokens away: -1 is negative",
+        "rewind nothing": "ValueError: rewind takes a whole number, or one a row, got "
+        "array(None, dtype=object)",
+        "rewind very far": "CacheOverflowError: row(s) 0, 1 were to forget more tokens than "
+        "kvjax.rewindable says they can, and were left as they are",
+        "select nothing": "ValueError: rows must be a list of whole numbers, got array(None, "
+        "dtype=object)",
+        "select a name": "ValueError: rows must be a list of whole numbers, got array('a', "
+        "dtype='<U1')",
+        "concatenate one": "ValueError: concatenate takes a list of caches",
+        "a window of 8.0": "ValueError: window must be a whole number, at least 1, got 8.0",
+        "a window in words": "ValueError: window must be a whole number, at least 1, got '8'",
+        "a true window": "ValueError: window must be a whole number, at least 1, got True",
+        "slots in parts": "ValueError: max_len must be a whole number, at least 1, got 8.0",
+        "growing down": "ValueError: grows_to must be a whole number, at least 8, got 4",
+        "a layout alone": "ValueError: a policy, its name or a list of policies is needed, not "
+        "a Ring; a layout alone goes into CachePolicy(layout)",
+        "layouts in a list": "ValueError: the policy of layer 0 must be a CachePolicy, not a Ring",
+        "names in a list are fine": "accepted",
+        "a hybrid in a list": "ValueError: the policy of layer 1 must be a CachePolicy, not a "
+        "Hybrid",
+        "a name for a layout": "ValueError: layout of a CachePolicy is 'static': give an "
+        "object, such as Dense(max_len=None, grows_to=None)",
+        "a name for a codec": "ValueError: keys of a CachePolicy is 'bfloat16': give an "
+        "object, such as Raw(dtype=None, as_bits=False)",
+        "no policy": "ValueError: a policy, its name or a list of policies is needed, not a "
+        "NoneType; a layout alone goes into CachePolicy(layout)",
+        "a window in parts": "ValueError: window must be a whole number, at least 1, got 2.5",
+        "other rows": "ValueError: queries [batch, heads, new, head_dim] [3, 4, 1, 16] do not "
+        "fit keys with batch=2, kv_heads=2, head_dim=16",
+        "no queries": "ValueError: queries [batch, heads, new, head_dim] [2, 4, 0, 16] do not "
+        "fit keys with batch=2, kv_heads=2, head_dim=16",
+        "three axes": "ValueError: queries [batch, heads, new, head_dim] [4, 1, 16] do not fit "
+        "keys with batch=2, kv_heads=2, head_dim=16",
+        "lists": "ValueError: keys must be an array, got a list",
+        "layer 1.0": "ValueError: layer must be a whole number, at least 0, got 1.0",
+        "last_only traced": "ValueError: last_only is no array: jax.jit(..., "
+        'static_argnames="last_only")',
+        "a fixed policy that is too small": "ValueError: prompt and max_new_tokens make 11 "
+        "tokens, but the policy's cache holds 10",
+        "a fixed policy is fine": "accepted",
+        "used up by grow": "ValueError: the cache given was used up by an earlier call: go on "
+        "with that call's result.cache, or give a kvjax.fork of it next time",
+        "used twice": "ValueError: the cache given was used up by an earlier call: go on with "
         "that call's result.cache, or give a kvjax.fork of it next time",
         "traced": "ValueError: lengths of row(s) 1 was negative or above the tokens of its call",
     }

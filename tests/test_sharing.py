@@ -161,5 +161,5 @@ def test_chunked_attention_begins_anew(policy):
         cache = kvjax.advance(cache, new)
     whole = kvjax.self_attend(queries, keys, values, chunk=6)
     assert jnp.abs(whole[:, :, 16:] - found).max() < 1e-5
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk must be a whole number, at least 1, got 0"):
         kvjax.attend(queries[:, :, :1], cache, 0, chunk=0)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.layouts.layout import UNLIMITED, Region, Run
+from kvjax._checks import whole_number
+from kvjax.layouts.layout import UNLIMITED, Layout, Region, Run
 
 Counts = Int[Array, " batch"]
 
@@ -22,16 +23,20 @@ class Dense:
     grows_to: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_len is not None and self.max_len < 1:
-            raise ValueError(f"max_len must be at least 1, got {self.max_len}")
+        if self.max_len is not None:
+            whole_number("max_len", self.max_len, 1)
+        if self.grows_to is not None:
+            whole_number("grows_to", self.grows_to, self.max_len or 1)
 
-    def resolve(self, max_len: int | None, window: int | None) -> "Dense":
+    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Dense":
         """Fix the capacity: a ``max_len`` given to the layout itself must be the same."""
-        if self.max_len is None and max_len is None:
-            raise ValueError("a dense cache needs max_len, the tokens a row can hold")
+        wanted = max_len if self.max_len is None else self.max_len
         if None not in (self.max_len, max_len) and self.max_len != max_len:
             raise ValueError(f"the layout holds {self.max_len} positions, max_len asks {max_len}")
-        return replace(self, max_len=self.max_len or max_len)
+        wanted = room if wanted is None else wanted
+        if wanted is None:
+            raise ValueError("a dense cache needs max_len, the tokens a row can hold")
+        return replace(self, max_len=wanted)
 
     @property
     def open_ended(self) -> bool:
@@ -66,14 +71,9 @@ class Dense:
         return 0
 
     @property
-    def cap(self) -> int:
-        """Nothing is capped."""
-        return UNLIMITED
-
-    @property
     def reach(self) -> int:
-        """Distances stay below the capacity."""
-        return self.slots
+        """Distances stay below the capacity, the largest that it may ever have."""
+        return self.slots if self.grows_to is None else self.grows_to
 
     def grown(self, to: int) -> "Dense":
         """The same with ``to`` slots."""
@@ -82,6 +82,14 @@ class Dense:
         if to < self.slots:
             raise ValueError(f"the cache holds {self.slots} tokens a row: {to} would be fewer")
         return replace(self, max_len=to)
+
+    def joined(self, other: Layout) -> "Dense":
+        """The larger capacity; it grows if one of them does."""
+        if not isinstance(other, Dense):
+            raise ValueError(f"{self} and {other} are different layouts")
+        larger, last = max(self.slots, other.slots), max(self.reach, other.reach)
+        grows = self.grows_to is not None or other.grows_to is not None
+        return Dense(larger, max(larger, last) if grows else None)
 
     def runs(self, length: Counts, new: int) -> list[Run]:
         """One run, behind what is there."""
@@ -135,21 +143,21 @@ class Growing:
     """A ``Dense`` that begins small and is doubled between dispatches, as the text needs it.
 
     ``start``: slots at first. ``generate`` grows it by itself; in a loop of one's own
-    ``kvjax.check`` says when ``kvjax.grow`` is due. Inside ``jit`` an array can't grow.
+    ``kvjax.grow`` does, before a step whose tokens would pass ``cache.max_len``: what does not
+    fit is dropped, and ``kvjax.check`` raises. Inside ``jit`` an array can't grow.
     """
 
     start: int = 256
 
     def __post_init__(self) -> None:
-        if self.start < 1:
-            raise ValueError(f"start must be at least 1, got {self.start}")
+        whole_number("start", self.start, 1)
 
     @property
     def open_ended(self) -> bool:
         """It grows for ever unless ``max_len`` says how far."""
         return True
 
-    def resolve(self, max_len: int | None, window: int | None) -> Dense:
+    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> Dense:
         """The first ``Dense``; ``max_len`` is how far it may grow."""
         limit = UNLIMITED if max_len is None else max_len
         return Dense(min(self.start, limit), grows_to=limit)

@@ -26,7 +26,7 @@ class Run(NamedTuple):
 class Region(NamedTuple):
     """Slots ``first`` to ``first + size - 1``, which attention walks together.
 
-    ``capped``: queries look at these keys from at most the layout's ``cap``.
+    ``capped``: sinks, which queries look at from a capped distance.
     """
 
     first: int
@@ -39,9 +39,9 @@ class Layout(Protocol):
 
     ``slots``: places a row has. ``limit``: tokens a row's text can have, or None. ``chunk``: the
     most tokens that one call can append, or None. ``window``, ``sinks``: what queries see of the
-    positions before theirs, None for all. ``cap``: the position from which queries look at the
-    sinks at most. ``reach``: positions that the distances between queries and keys stay below.
-    ``grows_to``: the limit that the layout may be grown to, or None where it does not grow.
+    positions before theirs, None for all. ``reach``: positions that the distances between
+    queries and keys stay below. ``grows_to``: the limit that the layout may be grown to, or None
+    where it does not grow.
     ``open_ended``: whether ``resolve`` can do without a ``max_len``.
     """
 
@@ -58,19 +58,26 @@ class Layout(Protocol):
     @property
     def sinks(self) -> int: ...
     @property
-    def cap(self) -> int: ...
-    @property
     def reach(self) -> int: ...
     @property
     def grows_to(self) -> int | None: ...
 
     @abstractmethod
-    def resolve(self, max_len: int | None, window: int | None) -> "Layout":
-        """Fix what was left open, from the capacity asked for and the layer's own window."""
+    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Layout":
+        """Fix what was left open, from the limit asked for and the layer's own window.
+
+        ``room``: tokens that the text will have for now, where ``max_len`` does not say: a layout
+        that can be enlarged later begins with that.
+        """
 
     @abstractmethod
     def grown(self, to: int) -> "Layout":
         """The layout with room for ``to`` tokens of text; a ``ValueError`` where it can't grow."""
+
+    @abstractmethod
+    def joined(self, other: "Layout") -> "Layout":
+        """The layout that holds what this and ``other`` hold; a ``ValueError`` where they differ in
+        more than capacity."""
 
     @abstractmethod
     def runs(self, length: Counts, new: int) -> list[Run]:

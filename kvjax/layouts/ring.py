@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.layouts.layout import Region, Run
+from kvjax._checks import whole_number
+from kvjax.layouts.layout import UNLIMITED, Layout, Region, Run
 
 Counts = Int[Array, " batch"]
 
@@ -24,33 +25,39 @@ class Ring:
     ever. ``slack``: slots beside the window's, so that a call of ``slack + 1`` tokens overwrites
     nothing that its own queries see, and ``slack`` tokens can be taken back; by default the larger
     of 16 and an eighth of the window. A text never fills a ring. ``max_len`` is only of use to
-    make it smaller than its window; it is None where it does not.
+    make it smaller than all that, for texts that are shorter; it is None where it does not, and
+    ``grows_to`` says how far ``kvjax.generate`` may lift it (None: not at all).
     """
 
     window: int | None = None
     sinks: int = 0
     slack: int | None = None
     max_len: int | None = None
+    grows_to: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("window", self.window, 1), ("sinks", self.sinks, 0), ("slack", self.slack, 0),
-            ("max_len", self.max_len, 1),
+            ("max_len", self.max_len, 1), ("grows_to", self.grows_to, self.max_len or 1),
         ):  # fmt: skip
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if value is not None or name == "sinks":
+                whole_number(name, value, least)
 
-    def resolve(self, max_len: int | None, window: int | None) -> "Ring":
+    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Ring":
         """Fix window and slack; ``max_len`` counts where the text can't fill the ring."""
-        if self.window is None and window is None:
+        own = window if self.window is None else self.window
+        if own is None:
             raise ValueError(
                 "a ring needs a window, and this layer of the model has none of its own: give "
                 "window="
             )
-        own = self.window or window or 1
         slack = max(16, own // 8) if self.slack is None else self.slack
-        shorter = max_len is not None and max_len < self.sinks + own + slack
-        return replace(self, window=own, slack=slack, max_len=max_len if shorter else None)
+        fixed = replace(self, window=own, slack=slack, max_len=None, grows_to=None)
+        limits = [limit for limit in (self.max_len, max_len) if limit is not None]
+        whole, limit = self.sinks + own + slack, min(limits, default=UNLIMITED)
+        if room is not None and room < min(whole, limit):
+            return replace(fixed, max_len=room, grows_to=limit)
+        return replace(fixed, max_len=limit) if limit < whole else fixed
 
     @property
     def open_ended(self) -> bool:
@@ -81,27 +88,35 @@ class Ring:
         return None if self.max_len is not None or self.slack is None else self.slack + 1
 
     @property
-    def cap(self) -> int:
-        """The position from which queries look at the sinks at most."""
-        return self.sinks + (self.window or 1) - 1
-
-    @property
     def reach(self) -> int:
         """Distances stay below sinks and window together."""
-        return min(self.sinks + (self.window or 1), self.slots)
-
-    @property
-    def grows_to(self) -> int | None:
-        """It does not grow."""
-        return None
+        whole = self.sinks + (self.window or 1)
+        return whole if self.max_len is None else min(whole, self.grows_to or self.max_len)
 
     def grown(self, to: int) -> "Ring":
         """One that is shorter than its window grows, to its whole size at most; others need not."""
         if self.max_len is None:
             raise ValueError("a ring does not grow: it holds its window however long the text is")
+        if self.grows_to is not None and to > self.grows_to:
+            raise ValueError(f"the cache may grow to {self.grows_to} tokens a row, not to {to}")
         if to < self.max_len:
             raise ValueError(f"the cache holds {self.max_len} tokens a row: {to} would be fewer")
-        return replace(self, max_len=None).resolve(to, None)
+        whole = self.sinks + (self.window or 1) + (self.slack or 0)
+        # What may not grow further ends where it was asked to, what may goes round.
+        if to < whole:
+            return replace(self, max_len=to)
+        return replace(self, max_len=None, grows_to=None)
+
+    def joined(self, other: Layout) -> "Ring":
+        """The larger of two that differ in nothing else."""
+        alike = replace(self, max_len=None, grows_to=None)
+        if not isinstance(other, Ring) or alike != replace(other, max_len=None, grows_to=None):
+            raise ValueError(f"{self} and {other} are different layouts")
+        if self.max_len is None or other.max_len is None:
+            return alike
+        larger = max(self.max_len, other.max_len)
+        grows = [ring.grows_to for ring in (self, other) if ring.grows_to is not None]
+        return replace(alike, max_len=larger, grows_to=max([larger, *grows]) if grows else None)
 
     def runs(self, length: Counts, new: int) -> list[Run]:
         """One run for a single token; else the sinks', the first round's and the second's."""
@@ -167,10 +182,11 @@ class Ring:
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
-        return written, in_sinks | (written > length + (self.slack or 0))
+        return written, in_sinks | (written > length + self._ring - (self.window or 1))
 
     def rewindable(self, length: Counts, written: Counts) -> Counts:
         """Down to what was overwritten: all while no slot was, else to ``slack`` before the most
         that was ever written."""
-        kept = jnp.where(written > self.slots, written - (self.slack or 0), 0)
+        spare = self._ring - (self.window or 1)
+        kept = jnp.where(written > self.slots, written - spare, 0)
         return jnp.maximum(length - kept, 0)

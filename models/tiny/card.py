@@ -1,6 +1,5 @@
 """The model card, made from the figures."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,10 @@ nothing before a text: training windows begin anywhere in a document, and so may
 
 On {parts["held_out"]["documents"]} documents ({parts["held_out"]["bytes"]:,} bytes, \
 {parts["held_out"]["tokens"]:,} tokens) that no choice was made on. Every token is predicted but
-the `<|endoftext|>` that begins a document; windows of {figures["context"]:,} tokens overlap by
-half, so that after a document's first window at least 512 tokens precede each. The baselines
-learned from the same training tokens: unigram frequencies plus one, and a trigram model with
+the `<|endoftext|>` that begins a document; windows of {figures["context"]:,} tokens begin
+every {figures["stride"]}, so that after a document's first window at least \
+{figures["context"] - figures["stride"]:,} tokens
+precede each. The baselines learned from the same training tokens: unigram frequencies plus one, and a trigram model with
 interpolated modified Kneser-Ney smoothing.
 
 | | nats a token | perplexity a token | bits a byte |
@@ -64,11 +64,15 @@ Python {figures["python"]}.{_others(figures)}
 
 The same held-out tokens, with more and more of the text before them:
 
-| tokens before | nats a token | against the row above |
-| --- | --- | --- |
-{_positions(figures)}
+{_positions(figures["position_bucket"], figures["nats_by_position"])}
 
-{_how_far(figures)}
+{_how_far(figures["position_bucket"], figures["nats_by_position"])}
+
+Those of them that have the whole context before them:
+
+{_positions(figures["wide_bucket"], figures["nats_by_wide_position"])}
+
+{_how_far(figures["wide_bucket"], figures["nats_by_wide_position"])}
 
 ## Text
 
@@ -93,7 +97,7 @@ PSF License.
     python -m kvjax.models.tiny.train       # again after a stop: goes on from its last checkpoint
     python -m kvjax.models.tiny.evaluate    # measures, and writes this card
 
-{recipe.steps:,} steps of {recipe.rows} windows of {recipe.context:,} tokens: \
+{recipe.steps:,} steps of {recipe.rows * recipe.context:,} tokens in windows of {recipe.context:,}: \
 {seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on two processor
 cores. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest (rate
 {recipe.other_rate}), {recipe.warmup} steps of warm-up, a linear fall to zero over the last
@@ -129,27 +133,21 @@ def _others(figures: dict[str, Any]) -> str:
     return f" The model's nats a token are {listed}."
 
 
-def _positions(figures: dict[str, Any]) -> str:
-    bucket, losses = figures["position_bucket"], figures["nats_by_position"]
-    rows = []
+def _positions(bucket: int, losses: list[float]) -> str:
+    rows = ["| tokens before | nats a token | against the row above |", "| --- | --- | --- |"]
     for i, nats in enumerate(losses):
-        change = f"{nats - losses[i - 1]:+.3f}" if i else ""
-        rows.append(f"| {i * bucket + 1:,} to {(i + 1) * bucket:,} | {nats:.3f} | {change} |")
+        change = f"{nats - losses[i - 1]:+.4f}" if i else ""
+        rows.append(f"| {i * bucket + 1:,} to {(i + 1) * bucket:,} | {nats:.4f} | {change} |")
     return "\n".join(rows)
 
 
-def _how_far(figures: dict[str, Any]) -> str:
-    bucket, losses = figures["position_bucket"], figures["nats_by_position"]
+def _how_far(bucket: int, losses: list[float]) -> str:
     best = losses.index(min(losses))
+    reached = f"The loss falls up to {(best + 1) * bucket:,} tokens"
     if best == len(losses) - 1:
-        return "The loss falls up to the full context."
-    text = (
-        f"The loss falls up to {(best + 1) * bucket} tokens, nearly all of it within the first "
-        f"{2 * bucket}, and is {losses[-1] - losses[best]:.3f} higher at the full context: the "
-        "model uses what a text is about and what was said last, and does not look up names far "
-        "behind. A small change here is no evidence that a cache keeps the distant past."
-    )
-    return textwrap.fill(text, 100)
+        return f"{reached}, the most measured here."
+    rise = max(losses[best:]) - losses[best]
+    return f"{reached}, and is at most {rise:.4f} higher behind that."
 
 
 def _samples(figures: dict[str, Any]) -> str:

@@ -29,8 +29,10 @@ from .ngram import trigram_losses, unigram_losses
 from .recipe import Recipe
 from .train import token_losses
 
-BUCKET = 128
-"""Positions that share a row of the table."""
+POSITIONS, BUCKET = 1024, 128
+"""Tokens before, up to which the loss by position is measured, and how many share a row."""
+WIDE_BUCKET = 256
+"""The same up to the whole context, on the fewer tokens that have so many before them."""
 STRIDE = 512
 """Of the windows that the perplexity is measured with."""
 SPOT = ("module:socketserver", "module:textwrap", "topic:import")
@@ -132,8 +134,8 @@ def position_losses(
 
 
 def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
-    """Mean nats a token of the first window of each document."""
-    length = lm.config.max_position_embeddings + 1
+    """Mean nats a token of the first ``POSITIONS`` of each document."""
+    length = POSITIONS + 1
     windows = np.stack([document[:length] for document in documents])
     return float(window_losses(lm.architecture, lm.params, windows).mean())
 
@@ -161,12 +163,14 @@ def figures(lm: LanguageModel) -> dict[str, Any]:
 
     spot = encode(backend, {name: texts["held_out"][name] for name in SPOT})
     validation = document_losses(lm, tokens["validation"], context)
-    by_position = position_losses(lm, held_out, context)
+    by_position = position_losses(lm, held_out, POSITIONS)
+    wide = position_losses(lm, held_out, context, WIDE_BUCKET)
     samples = generate(lm, list(PROMPTS), max_new_tokens=160, temperature=0.7, top_p=0.95, seed=1)
     return {
         "python": platform.python_version(),
         "parameters": sum(x.size for x in jax.tree.leaves(lm.params)),
         "context": context,
+        "stride": STRIDE,
         "vocab_size": vocab_size,
         "parts": sizes,
         "model": measured(document_losses(lm, held_out, context)),
@@ -176,6 +180,8 @@ def figures(lm: LanguageModel) -> dict[str, Any]:
         "spot": {"documents": SPOT, "nats_per_token": round(spot_losses(lm, spot), 4)},
         "position_bucket": BUCKET,
         "nats_by_position": [round(float(x), 4) for x in by_position],
+        "wide_bucket": WIDE_BUCKET,
+        "nats_by_wide_position": [round(float(x), 4) for x in wide],
         "samples": [
             {"prompt": prompt, "text": text}
             for prompt, text in zip(PROMPTS, samples.text, strict=True)
