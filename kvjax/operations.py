@@ -46,18 +46,18 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
         not one number a row.
     """
-    tokens = _whole_numbers("rewind takes a whole number, or one a row", tokens)
-    if tokens.shape not in ((), (cache.batch,)):
+    back = _whole_numbers("rewind takes a whole number, or one a row", tokens)
+    if back.shape not in ((), (cache.batch,)):
         raise ValueError(
-            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(tokens.shape)}"
+            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(back.shape)}"
         )
-    if not is_traced(tokens) and np.any(np.asarray(tokens) < 0):
-        raise ValueError(f"rewind takes tokens away: {np.min(tokens)} is negative")
+    if not is_traced(back) and np.any(np.asarray(back) < 0):
+        raise ValueError(f"rewind takes tokens away: {np.min(back)} is negative")
     # A number that int32 can't hold is too many in any case.
-    tokens = jnp.asarray(tokens.clip(-1, UNLIMITED), jnp.int32)
-    tokens = jnp.broadcast_to(tokens, cache.length.shape)
-    wrong = (tokens > rewindable(cache)) | (tokens < 0)
-    length = jnp.where(wrong, cache.length, cache.length - tokens)
+    back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
+    back = jnp.broadcast_to(back, cache.length.shape)
+    wrong = (back > rewindable(cache)) | (back < 0)
+    length = jnp.where(wrong, cache.length, cache.length - back)
     status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
     return replace(cache, length=length, status=status)
 

@@ -135,7 +135,9 @@ def per_layer(policy: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
     if isinstance(policy, str):
         policy = named(policy)
     if isinstance(policy, Sequence):
-        policies = tuple(named(each) if isinstance(each, str) else each for each in policy)
+        policies: tuple[Any, ...] = tuple(
+            named(each) if isinstance(each, str) else each for each in policy
+        )
         if len(policies) != config.num_hidden_layers:
             raise ValueError(
                 f"{len(policies)} policies for a model of {config.num_hidden_layers} layers"
@@ -149,7 +151,7 @@ def per_layer(policy: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
         return policies
     if not hasattr(policy, "per_layer"):
         raise ValueError(
-            f"a policy, its name or a list of policies is needed, not a {type(policy).__name__}; a layout alone "
-            "goes into CachePolicy(layout)"
+            f"a policy, its name or a list of policies is needed, not a {type(policy).__name__}; a "
+            "layout alone goes into CachePolicy(layout)"
         )
     return policy.per_layer(config)

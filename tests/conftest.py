@@ -9,7 +9,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 import tests.shapes  # noqa: F401  # the hook below calls it by name
-from tests.checkpoints import write_llama
+from tests.checkpoints import write_llama, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,6 +48,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def full() -> bool:
     """Whether ``.ci/run --full`` runs: larger sizes of the same laws."""
     return FULL
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    """A token a byte, and 256 and 257 to begin and end a text."""
+    from kvjax.models.text import read_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return read_tokenizer(folder)
 
 
 @pytest.fixture(scope="session")

@@ -13,22 +13,13 @@ import kvjax
 from kvjax import _loop
 from kvjax._request import capacity_bucket, chunk_bucket
 from kvjax.generate import generate, stream
-from kvjax.models.text import Tokenizer, read_tokenizer
+from kvjax.models.text import Tokenizer
 from kvjax.sampling import make_settings
-from tests.checkpoints import write_tokenizer
 from tests.copies import assert_no_copy
 from tests.scripted import scripted
 
 PROMPTS = [list(range(40, 77)), [7], list(range(100, 120))]
 EOS = 257
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory):
-    """A token a byte, and 256 and 257 to begin and end a text."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return read_tokenizer(folder)
 
 
 def joined(*merges):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matrix import tiny_config, tiny_model
+from scripted import scripted
 
 import kvjax
 from kvjax.cache import LOST, OVERFLOW
@@ -301,6 +302,74 @@ def test_generation_grows_with_the_text(tiny_llama):
         tiny_llama, grown.unfed, max_new_tokens=4, eos_token_ids=(), cache=grown.cache
     )
     assert more.cache.length.tolist() == [233]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dynamic",
+        kvjax.policy("sliding_window", window=64),
+        kvjax.policy("sliding_window", window=200, sinks=3),
+        [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
+    ],
+    ids=str,
+)
+def test_a_conversation_goes_on_in_what_generation_made(tiny_llama, policy):
+    """Three turns, far beyond what the first one had room for; as in one cache made for all."""
+    large = kvjax.init_cache(
+        tiny_llama.config, "static" if policy == "dynamic" else policy, max_len=512
+    )
+    caches, prompts = [policy, large], [[list(range(1, 20))]] * 2
+    for turn in range(3):
+        results = [
+            kvjax.generate(tiny_llama, p, max_new_tokens=40, eos_token_ids=(), cache=c)
+            for p, c in zip(prompts, caches, strict=True)
+        ]
+        assert results[0].tokens == results[1].tokens
+        if not turn:
+            slots = [layer.keys.shape[2] for layer in results[0].cache.layers]
+            assert max(slots) <= 256
+        caches = [result.cache for result in results]
+        prompts = [[[*result.unfed[0], 7, 8, 9]] for result in results]
+    assert caches[0].length.tolist() == caches[1].length.tolist() == [18 + 3 * 40 + 2 * 3]
+
+
+@pytest.mark.parametrize("layouts", [
+    (kvjax.Growing(), kvjax.Dense()), (kvjax.Growing(), kvjax.Ring(1024)),
+    (kvjax.Growing(16), kvjax.Growing(128)),
+], ids=str)  # fmt: skip
+def test_generation_with_a_growing_layer_beside_others(tiny_llama, layouts):
+    prompts = [list(range(1, 50))]
+    options = {"max_new_tokens": 250, "eos_token_ids": ()}
+    whole = kvjax.generate(tiny_llama, prompts, **options)
+    found = kvjax.generate(
+        tiny_llama, prompts, cache=[kvjax.CachePolicy(each) for each in layouts], **options
+    )
+    assert found.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("slack", [0, 1, 4, 16])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_is_taken_back_from_a_ring(byte_tokenizer, slack, streamed):
+    """However long the text before it, and however fast its dispatches become."""
+    text = "".join(chr(97 + i * i % 26) for i in range(170)) + "#?!" + "z" * 60
+    lm = scripted(text, tokenizer=byte_tokenizer)
+    policy = kvjax.policy("sliding_window", window=12, slack=slack)
+    options = {"max_new_tokens": 200, "cache": policy}
+    for stop in ("#", "#?!"):
+        if streamed:
+            running = kvjax.stream(lm, text[:1], stop=stop, **options)
+            list(running)
+            result = running.result
+        else:
+            result = kvjax.generate(lm, text[:1], stop=stop, **options)
+        assert result.text == [text[1:170]] and result.unfed == [[]]
+        if len(stop) - 1 <= slack:
+            assert result.cache.length.tolist() == [170]
+            kvjax.check(result.cache)
+        else:
+            with pytest.raises(kvjax.CacheOverflowError, match=r"row\(s\) 0 were to forget more"):
+                kvjax.check(result.cache)
 
 
 def test_generation_goes_on_for_ever_in_a_ring(tiny_llama):

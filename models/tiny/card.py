@@ -44,12 +44,12 @@ nothing before a text: training windows begin anywhere in a document, and so may
 ## Held-out figures
 
 On {parts["held_out"]["documents"]} documents ({parts["held_out"]["bytes"]:,} bytes, \
-{parts["held_out"]["tokens"]:,} tokens) that no choice was made on. Every token is predicted but
+{parts["held_out"]["tokens"]:,} tokens) that it was not trained on. Every token is predicted but
 the `<|endoftext|>` that begins a document; windows of {figures["context"]:,} tokens begin
 every {figures["stride"]}, so that after a document's first window at least \
 {figures["context"] - figures["stride"]:,} tokens
-precede each. The baselines learned from the same training tokens: unigram frequencies plus one, and a trigram model with
-interpolated modified Kneser-Ney smoothing.
+precede each. The baselines learned from the same training tokens: unigram frequencies plus one,
+and a trigram model with interpolated modified Kneser-Ney smoothing.
 
 | | nats a token | perplexity a token | bits a byte |
 | --- | --- | --- | --- |
@@ -97,7 +97,7 @@ PSF License.
     python -m kvjax.models.tiny.train       # again after a stop: goes on from its last checkpoint
     python -m kvjax.models.tiny.evaluate    # measures, and writes this card
 
-{recipe.steps:,} steps of {recipe.rows * recipe.context:,} tokens in windows of {recipe.context:,}: \
+{recipe.steps:,} steps of {recipe.rows * recipe.context:,} tokens, windows of {recipe.context:,}: \
 {seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on two processor
 cores. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest (rate
 {recipe.other_rate}), {recipe.warmup} steps of warm-up, a linear fall to zero over the last
@@ -145,7 +145,7 @@ def _how_far(bucket: int, losses: list[float]) -> str:
     best = losses.index(min(losses))
     reached = f"The loss falls up to {(best + 1) * bucket:,} tokens"
     if best == len(losses) - 1:
-        return f"{reached}, the most measured here."
+        return f"{reached}, the last row of the table."
     rise = max(losses[best:]) - losses[best]
     return f"{reached}, and is at most {rise:.4f} higher behind that."
 
