@@ -5,6 +5,9 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
+UNLIMITED = 2**30
+"""Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
+
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """``value`` as an int, or a ``ValueError`` that names it and its limit."""

@@ -282,16 +282,16 @@ def _model_of(cache: KVCache) -> Any:
 
 def _whole_numbers(wanted: str, x: Any) -> Any:
     """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
-    if is_traced(x):
-        x = jnp.asarray(x)
-    else:
+    if not is_traced(x):
         try:
             x = np.asarray(x)
         except ValueError:
             raise ValueError(f"{wanted}, got {x!r:.80}") from None
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{wanted}, got {x!r:.80}")
-    return x
+    if is_traced(x):
+        return x if x.dtype.itemsize > 4 else x.astype(jnp.int32)
+    return x.astype(np.int64)
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:

@@ -7,8 +7,7 @@ own can go by the config it was loaded with.
 
 from typing import Any, Protocol
 
-from kvjax._checks import whole_number
-from kvjax.layouts import UNLIMITED
+from kvjax._checks import UNLIMITED, whole_number
 
 
 class CacheShape(Protocol):

@@ -32,6 +32,7 @@ FLOORS = {
     "codecs": 1,
     "layouts": 1,
     "rotary": 1,
+    "shape": 1,
     "placement": 1,
     "policy": 2,
     "_sight": 2,

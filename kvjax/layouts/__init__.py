@@ -1,7 +1,8 @@
 """Layouts: which slot of a cache holds which position. Pure integer maths."""
 
+from kvjax._checks import UNLIMITED
 from kvjax.layouts.dense import Dense, Growing
-from kvjax.layouts.layout import UNLIMITED, Layout, Region, Run
+from kvjax.layouts.layout import Layout, Region, Run
 from kvjax.layouts.ring import Ring
 
 __all__ = ["UNLIMITED", "Dense", "Growing", "Layout", "Region", "Ring", "Run"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax._checks import whole_number
-from kvjax.layouts.layout import UNLIMITED, Layout, Region, Run
+from kvjax._checks import UNLIMITED, whole_number
+from kvjax.layouts.layout import Layout, Region, Run
 
 Counts = Int[Array, " batch"]
 

@@ -5,9 +5,6 @@ from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Bool, Int
 
-UNLIMITED = 2**30
-"""Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
-
 Counts = Int[Array, " batch"]
 
 
