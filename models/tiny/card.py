@@ -106,7 +106,7 @@ in a new order, cuts them at new places, and gives {recipe.renamed:.0%} of a doc
 other names, the same throughout the document; {recipe.repeated:.0%} of the windows hold a stretch
 of themselves twice: names must be looked up in the text, not known by heart
 ([`augment.py`](augment.py)). The validation loss, on text as it is, is
-{figures["validation_nats_per_token"]:.3f} nats a token at the end. More steps would make it better.
+{figures["validation_nats_per_token"]:.3f} nats a token at the end.
 
 ![loss](loss.png)
 
