@@ -99,7 +99,7 @@ def test_the_search_finds_a_copy():
         mixed = kvjax.attend(queries, cache, 0, path="reference")
         return mixed + 1, jax.tree.map(lambda x: x * 2, cache)
 
-    config = tiny_config(num_hidden_layers=1, num_key_value_heads=4)
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=4)
     cache = jax.eval_shape(lambda: kvjax.init_cache(config, batch=1, max_len=4096))
     queries = jax.ShapeDtypeStruct((1, 4, 1, 8), jnp.float32)
     assert copies(step.lower(queries, cache).compile(), kvjax.nbytes(cache)["device"] // 2)
