@@ -1,5 +1,6 @@
 """The operations of a cache, against lists of tokens."""
 
+import copy
 import functools
 from typing import Any
 
@@ -55,6 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
     sizes = (1, 4, 9, 24)
     limit = MAX_LEN
     window, sinks, slack = None, 0, MAX_LEN
+    known = ("most", "overflowed", "refused")
 
     def __init__(self):
         super().__init__()
@@ -130,8 +132,8 @@ class CacheMachine(RuleBasedStateMachine):
     def pick(self, rows):
         """The lists of some rows, and all that is known of them."""
         self.rows = [list(self.rows[row]) for row in rows]
-        for name in ("most", "overflowed", "refused"):
-            setattr(self, name, [getattr(self, name)[row] for row in rows])
+        for name in self.known:
+            setattr(self, name, [copy.copy(getattr(self, name)[row]) for row in rows])
 
     @rule(row=st.integers(0, BATCH - 1))
     def repeat_a_row(self, row):
@@ -160,20 +162,24 @@ class CacheMachine(RuleBasedStateMachine):
         jax.tree.map(lambda leaf: leaf.delete(), self.cache)
         self.cache = other
 
+    def held(self, layer, row):
+        """The positions of a row that a layer holds, each once, with the tokens of the list."""
+        keys, values, positions = (np.asarray(x)[row] for x in kvjax.read(self.cache, layer))
+        slots = np.flatnonzero(positions >= 0)
+        for slot in slots:
+            key, value = self.rows[row][positions[slot]]
+            np.testing.assert_allclose(keys[:, slot], key, atol=1e-5)
+            np.testing.assert_array_equal(values[:, slot], value)
+        assert len(set(positions[slots])) == len(slots)
+        return set(positions[slots].tolist())
+
     @invariant()
     def holds_what_the_lists_hold(self):
-        keys, values, positions = (np.asarray(x) for x in kvjax.read(self.cache, 0))
         for row, tokens in enumerate(self.rows):
-            slots = np.flatnonzero(positions[row] >= 0)
-            held = positions[row][slots].tolist()
-            assert len(set(held)) == len(held)
+            held = self.held(1, row)
             nearest = 0 if self.window is None else max(0, len(tokens) - self.window + 1)
             wanted = {*range(min(self.sinks, len(tokens))), *range(nearest, len(tokens))}
-            assert wanted <= set(held) <= set(range(len(tokens)))
-            for slot, position in zip(slots, held, strict=True):
-                key, value = tokens[position]
-                np.testing.assert_allclose(keys[row, :, slot], key, atol=1e-5)
-                np.testing.assert_array_equal(values[row, :, slot], value)
+            assert wanted <= held <= set(range(len(tokens)))
         assert np.asarray(self.cache.length).tolist() == [len(row) for row in self.rows]
         status = np.asarray(self.cache.status)
         assert (status & OVERFLOW).astype(bool).tolist() == self.overflowed
@@ -212,7 +218,58 @@ class GrowingMachine(CacheMachine):
         self.limit = self.cache.max_len
 
 
+class ConvertingMachine(CacheMachine):
+    """Two rings that keep different tokens, converted to other slacks; ``low``: of each row, the
+    first position behind the sinks that each layer still holds."""
+
+    sights = ((6, 0), (4, 2))
+    policy = [kvjax.CachePolicy(kvjax.Ring(w, s, k)) for (w, s), k in zip(sights, (3, 5))]  # noqa: B905, RUF012
+    sizes, limit, window, sinks = (1, 3), None, 4, 2
+    known = (*CacheMachine.known, "low")
+
+    def __init__(self):
+        super().__init__()
+        self.slacks = (3, 5)
+        self.low = [[0, 2] for _ in range(BATCH)]
+
+    def rewindable(self, row):
+        sights = zip(self.low[row], self.sights, strict=True)
+        least = max(low + window if low > sinks else 0 for low, (window, sinks) in sights)
+        return max(len(self.rows[row]) - least, 0)
+
+    @rule(data=st.data())
+    def append(self, data):
+        super().append(data)
+        self.forget()
+
+    def forget(self):
+        for row in range(BATCH):
+            for layer, (window, _) in enumerate(self.sights):
+                last = self.most[row] - window - self.slacks[layer]
+                self.low[row][layer] = max(self.low[row][layer], last)
+
+    @rule(row=st.integers(0, BATCH - 1))
+    def reset_a_row(self, row):
+        super().reset_a_row(row)
+        self.low[row] = [0, 2]
+
+    @rule(slacks=st.sampled_from([(2, 7), (7, 2), (3, 5), (9, 12)]))
+    def convert(self, slacks):
+        rings = [kvjax.Ring(w, s, k) for (w, s), k in zip(self.sights, slacks, strict=True)]
+        self.cache = kvjax.convert(self.cache, [kvjax.CachePolicy(ring) for ring in rings])
+        self.slacks, self.most = slacks, [len(row) for row in self.rows]
+        self.forget()
+
+    @invariant()
+    def every_layer_holds_its_own(self):
+        for row, tokens in enumerate(self.rows):
+            for layer, (_, sinks) in enumerate(self.sights):
+                wanted = {*range(sinks), *range(self.low[row][layer], len(tokens))}
+                assert self.held(layer, row) == wanted & set(range(len(tokens)))
+
+
 TestCacheMachine = CacheMachine.TestCase
+TestConvertingMachine = ConvertingMachine.TestCase
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase
 TestGrowingMachine = GrowingMachine.TestCase
