@@ -12,18 +12,16 @@ from kvjax.cache import (
     LayerCache,
     advance,
     append,
-    check,
-    clear_status,
     init_cache,
     nbytes,
     read,
 )
 from kvjax.codecs import Raw
+from kvjax.convert import convert
 from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.operations import (
     concatenate,
-    convert,
     fork,
     grow,
     repeat,
@@ -35,6 +33,7 @@ from kvjax.operations import (
 from kvjax.placement import Device
 from kvjax.policy import CachePolicy, Hybrid, policy
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
+from kvjax.status import check, clear_status
 
 __version__ = "0.1.0"
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
-from kvjax.cache import KVCache, check
+from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
 from kvjax.policy import PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
+from kvjax.status import check
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 CacheChoice = PolicyChoice | KVCache

@@ -14,9 +14,10 @@ from kvjax._model import LanguageModel
 from kvjax._request import Request, capacity_bucket
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
-from kvjax.cache import KVCache, allocate, check, nbytes
+from kvjax.cache import KVCache, allocate, nbytes
 from kvjax.operations import grow, rewind
 from kvjax.placement import Device
+from kvjax.status import check
 
 _WATCHED_STEPS = 32
 """The most steps of a dispatch where somebody waits for its text."""

@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._checks import is_traced, refuse_traced, whole_number
-from kvjax._errors import CacheOverflowError, NonFiniteError
+from kvjax._checks import is_traced, whole_number
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
-    Array,
     CachedKeysValues,
     Counts,
     KeysValues,
@@ -38,19 +36,7 @@ from kvjax.layouts import UNLIMITED
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
-
-OVERFLOW = 1
-"""Status bit: tokens past the capacity were dropped."""
-NON_FINITE = 2
-"""Status bit: the model gave logits that are not finite."""
-REWOUND_TOO_FAR = 4
-"""Status bit: a rewind asked for more tokens than the row holds."""
-BAD_LENGTHS = 8
-"""Status bit: ``lengths`` was negative or more than the tokens of its call."""
-LOST = 16
-"""Status bit: the cache was converted to a layout that keeps tokens it did not hold."""
-NO_SUCH_ROW = 32
-"""Status bit: the row was made by ``select`` from a number that is none of a row."""
+from kvjax.status import BAD_LENGTHS, OVERFLOW
 
 
 @state
@@ -292,11 +278,6 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     return replace(cache, length=length, written=jnp.maximum(cache.written, length[:, None]))
 
 
-def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
-    """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
-    return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
-
-
 def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
     """A layer's decoded content, for attention of one's own.
 
@@ -309,53 +290,6 @@ def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues
     layout, written = held.policy.layout, cache.written[:, place]
     positions = layout.positions(cache.length, written, jnp.arange(layout.slots))
     return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
-
-
-def check(cache: KVCache) -> None:
-    """Raise what traced steps could only record.
-
-    Raises:
-      CacheOverflowError: if a row was given more tokens than it can hold, or was to be rewound
-        by more than it could.
-      NonFiniteError: if the model gave logits that are not finite.
-      ValueError: if ``lengths`` was negative or more than the tokens of its call, or ``select``
-        was given a number that is no row's; inside ``jit``.
-    """
-    refuse_traced("kvjax.check", cache.status)
-    status = np.asarray(cache.status)
-
-    def rows(bit: int) -> str:
-        return ", ".join(str(row) for row in np.flatnonzero(status & bit))
-
-    if np.any(status & OVERFLOW):
-        grows = cache.grows_to is not None and cache.max_len < cache.grows_to
-        way = "kvjax.grow it before the step" if grows else "start with a larger max_len"
-        raise CacheOverflowError(
-            f"the cache holds {cache.max_len} tokens a row, and row(s) {rows(OVERFLOW)} were given "
-            f"more than there was room for: those calls' tokens were dropped; {way}"
-        )
-    if np.any(status & REWOUND_TOO_FAR):
-        raise CacheOverflowError(
-            f"row(s) {rows(REWOUND_TOO_FAR)} were to forget more tokens than kvjax.rewindable says "
-            "they can, and were left as they are"
-        )
-    if np.any(status & LOST):
-        raise CacheOverflowError(
-            f"row(s) {rows(LOST)} had forgotten tokens that the layout they were converted to keeps"
-        )
-    if np.any(status & NO_SUCH_ROW):
-        raise ValueError(f"row(s) {rows(NO_SUCH_ROW)} were selected by a number that is no row's")
-    if np.any(status & BAD_LENGTHS):
-        raise ValueError(
-            f"lengths of row(s) {rows(BAD_LENGTHS)} was negative or above the tokens of its call"
-        )
-    if np.any(status & NON_FINITE):
-        raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")
-
-
-def clear_status(cache: KVCache) -> KVCache:
-    """The cache without what ``check`` would raise: when the reason has been dealt with."""
-    return replace(cache, status=jnp.zeros_like(cache.status))
 
 
 def nbytes(cache: KVCache) -> dict[str, int]:

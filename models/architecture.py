@@ -11,7 +11,8 @@ from jaxtyping import Array
 
 from kvjax._checks import is_traced
 from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache, admit, note_non_finite
+from kvjax.cache import KVCache, admit
+from kvjax.status import note_non_finite
 
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .gemma import Gemma

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from matrix import CELLS, tiny_config
 
 import kvjax
-from kvjax.cache import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.rotary import rotary_table
+from kvjax.status import OVERFLOW, REWOUND_TOO_FAR
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20
