@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -27,7 +28,8 @@ class Settings:
     """How often everything is done.
 
     Whole passes are timed `pass_repeats` times, of the peers once;
-    `pass_seconds`: after this long no further round of them is begun in a cell.
+    `pass_seconds`: after this long no further round of kvjax alone is begun in a cell, but there
+    are never fewer than three, for one disturbed pass must not decide.
     `pass_tokens`: in a cell of more tokens than this, batch times prompt, whole passes are timed
     once and of kvjax alone; the peers only fill their caches, and those whose attention makes
     all scores at once (eager) stay out.
@@ -165,10 +167,12 @@ def _passes(
         found["prefill_seconds"], found["prefill_init_seconds"] = [], []
     if "kvjax" in engines:
         engines["kvjax"]["uncached_seconds"] = []
-    began = time.monotonic()
+    began = math.inf
     alone = {"kvjax": workers["kvjax"]} if "kvjax" in workers else workers
     for round_ in range(1 if large else settings.pass_repeats):
-        if round_ and time.monotonic() - began > settings.pass_seconds:
+        if round_ == 1:
+            began = time.monotonic()
+        if round_ >= 3 and time.monotonic() - began > settings.pass_seconds:
             break
         timed = alone if large or round_ else workers
         for name in _order(timed, round_):
