@@ -16,8 +16,22 @@ from kvjax.cache import (
     nbytes,
     read,
 )
-from kvjax.codecs import Raw
+from kvjax.codecs import (
+    Centred,
+    Float8,
+    HalfQuadratic,
+    Int1,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    Integer,
+    Raw,
+    Rotated,
+    Unrotated,
+)
 from kvjax.convert import convert
+from kvjax.evaluate import evaluate
 from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.operations import (
@@ -31,7 +45,8 @@ from kvjax.operations import (
     select,
 )
 from kvjax.placement import Device
-from kvjax.policy import CachePolicy, Hybrid, policy
+from kvjax.policy import CachePolicy, Edges, Hybrid, policy, quantized_codec
+from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.status import check, clear_status
 
@@ -40,19 +55,32 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheOverflowError",
     "CachePolicy",
+    "Centred",
     "CheckpointError",
     "Dense",
     "Device",
+    "Edges",
+    "Float8",
     "GenerationResult",
     "Growing",
+    "HalfQuadratic",
     "Hybrid",
+    "Int1",
+    "Int2",
+    "Int3",
+    "Int4",
+    "Int8",
+    "Integer",
     "KVCache",
     "KvjaxError",
     "LayerCache",
     "NonFiniteError",
+    "Quantized",
     "Raw",
     "Ring",
     "RotaryTable",
+    "Rotated",
+    "Unrotated",
     "advance",
     "append",
     "apply_rotary",
@@ -61,12 +89,16 @@ __all__ = [
     "clear_status",
     "concatenate",
     "convert",
+    "dequantize_kv",
+    "evaluate",
     "fork",
     "generate",
     "grow",
     "init_cache",
     "nbytes",
     "policy",
+    "quantize_kv",
+    "quantized_codec",
     "read",
     "repeat",
     "reset",

@@ -180,11 +180,11 @@ class Stream(Iterator[Piece]):
         return _loop.Cached(cache)
 
     def _revocable(self) -> int:
-        """Steps after which a stop string can still be taken back from a ring."""
+        """Steps after which a stop string can still be taken back from a ring or a tail."""
         cache = self._context.cache
-        if not self._request.stops or cache is None or cache.chunk is None:
+        if not self._request.stops or cache is None or cache.revocable is None:
             return _loop.CHUNK
-        return max(1, cache.chunk - max(row.pending for row in self._rows))
+        return max(1, cache.revocable + 1 - max(row.pending for row in self._rows))
 
     def _fitting(self, context: _loop.Context, tokens: int) -> _loop.Context:
         """The context with room for so many tokens a row, where its cache grows."""

@@ -45,4 +45,5 @@ def _write_row(
         x = jnp.roll(x, shift, axis=1)[:, :size]
     old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
     real = (token >= skip) & (token < count)
-    return lax.dynamic_update_slice_in_dim(into, jnp.where(real[:, None], x, old), origin, axis=1)
+    real = real.reshape(size, *[1] * (x.ndim - 2))
+    return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)

@@ -9,32 +9,17 @@ the same in one piece, for tests and for reading.
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvjax._sight import Bias, Sight, product
-from kvjax._typing import (
-    Array,
-    Counts,
-    KeysValues,
-    Mixed,
-    Queries,
-    Rows,
-)
+from kvjax._segments import segments
+from kvjax._sight import Bias, Sight
+from kvjax._typing import Counts, KeysValues, Mixed, Queries
+from kvjax._walk import at_once, blockwise
 from kvjax.cache import KVCache, LayerCache, accepted, query_positions
 from kvjax.codecs import Raw
-from kvjax.layouts import UNLIMITED, Dense, Region
+from kvjax.layouts import UNLIMITED, Dense
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
-
-FINE = 128
-"""Slots of a block where the filled part ends."""
-COARSE = 1024
-"""Slots of a block elsewhere: large enough that its copy is shared among the CPU's threads."""
-QUERIES = 256
-"""Queries that walk the blocks together: more of them would see more blocks in vain."""
-_LOWEST = -1e30
 
 
 def attend(
@@ -107,8 +92,11 @@ def attend(
     capped = turned = apply_rotary(queries, at, rotary)
     if layout.sinks and rotary is not None:
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
-    written = jnp.maximum(cache.written[:, place], length)
-    return _PATHS[path]((turned, capped), held, length, written, sight)
+    if held.tail is not None:
+        exact = held.policy.prefill == "exact"
+        sight = replace(sight, split=held.policy.split, call=cache.length if exact else None)
+    parts = segments(held, cache.length, length, cache.written[:, place], rotary)
+    return _PATHS[path]((turned, capped), held.kv_heads, parts, length, sight)
 
 
 def self_attend(
@@ -149,166 +137,11 @@ def self_attend(
         positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
     )
     length = jnp.full((batch,), new, jnp.int32)
-    return _blockwise((queries, queries), held, length, length, sight)
+    parts = segments(held, length, length, length, None)
+    return blockwise((queries, queries), held.kv_heads, parts, length, sight)
 
 
-_Turned = tuple[Mixed, Mixed]
-"""Queries at their positions, and capped as the layout's sinks want them."""
-
-
-def _at_once(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
-    """Softmax over all slots together."""
-    queries, capped = both
-    slots = jnp.arange(held.policy.layout.slots, dtype=jnp.int32)
-    positions = held.policy.layout.positions(length, written, slots)
-    keys = held.policy.keys.decode(held.keys)
-    values = _present(held.policy.values.decode(held.values), positions)
-    scores, seen = sight.scores(_grouped(queries, held), keys, positions)
-    if held.policy.layout.sinks:
-        near, _ = sight.scores(_grouped(capped, held), keys, positions, capped=True)
-        is_sink = positions < held.policy.layout.sinks
-        scores = jnp.where(is_sink[:, None, None, None], near, scores)
-    scores = jnp.where(seen, scores, _LOWEST)
-    highest = lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    mixed = _mix(weights, values.astype(queries.dtype)) / jnp.where(total == 0, 1.0, total)
-    return mixed.reshape(queries.shape).astype(queries.dtype)
-
-
-def _blockwise(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
-    """Softmax block by block, for some queries at a time."""
-    # The same queries twice are carried once.
-    kinds = both[:1] if both[0] is both[1] else both
-    new = both[0].shape[2]
-    whole = new // QUERIES * QUERIES if new > QUERIES else 0
-
-    def some(part: tuple[tuple[Array, ...], Array]) -> Array:
-        turned, at = part
-        return _walk((turned[0], turned[-1]), held, length, written, replace(sight, queries=at))
-
-    parts = []
-    if whole:
-        split = tuple(
-            jnp.stack(jnp.split(x[:, :, :whole], whole // QUERIES, axis=2)) for x in kinds
-        )
-        at = jnp.stack(jnp.split(sight.queries[:, :whole], whole // QUERIES, axis=1))
-        parts = list(lax.map(some, (split, at)))
-    if whole < new:
-        rest = tuple(x[:, :, whole:] for x in kinds)
-        parts.append(some((rest, sight.queries[:, whole:])))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
-
-
-_Merged = tuple[Array, Array, Array]
-"""Of the blocks so far, float32: the highest score and the sum of weights [batch, kv_heads, group,
-new], and the weighted sum of values [batch, kv_heads, group, new, head_dim]."""
-
-
-def _walk(both: _Turned, held: LayerCache, length: Rows, written: Rows, sight: Sight) -> Mixed:
-    """The layout's regions, one after the other."""
-    grouped = [_grouped(queries, held) for queries in both]
-    rows = grouped[0].shape[:-1]
-    merged = (
-        jnp.full(rows, _LOWEST, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(grouped[0].shape, jnp.float32),
-    )
-    for region in held.policy.layout.regions():
-        queries = grouped[1] if region.capped else grouped[0]
-        merged = _walk_region(merged, region, queries, held, length, written, sight)
-    _, total, mixed = merged
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return mixed.reshape(both[0].shape).astype(both[0].dtype)
-
-
-def _walk_region(
-    merged: _Merged,
-    region: Region,
-    grouped: Array,
-    held: LayerCache,
-    length: Rows,
-    written: Rows,
-    sight: Sight,
-) -> _Merged:
-    """Coarse blocks up to where all is filled, fine ones after that."""
-    layout, stop = held.policy.layout, region.first + region.size
-    fine, coarse = _block_sizes(region.size)
-
-    def visit(start: Array, size: int, merged: _Merged) -> _Merged:
-        # A last block that would pass the end is moved down; what it shares is not seen twice.
-        origin = jnp.minimum(start, stop - size)
-        slots = origin + jnp.arange(size, dtype=jnp.int32)
-        positions = layout.positions(length, written, slots)
-        positions = jnp.where(slots >= start, positions, -1)
-        keys = held.policy.keys.decode(_slice(held.keys, origin, size))
-        values = held.policy.values.decode(_slice(held.values, origin, size))
-        values = _present(values, positions).astype(grouped.dtype)
-        scores, seen = sight.scores(grouped, keys, positions, capped=region.capped)
-        return _merge(merged, scores, seen, values)
-
-    def walk(merged: _Merged, first: Array, blocks: int, size: int, end: Array) -> _Merged:
-        def one(carry: tuple[Array, _Merged], _: None) -> tuple[tuple[Array, _Merged], None]:
-            start, merged = carry
-            wanted = (start < end) & sight.reaches(*layout.bounds(length, start, size))
-            merged = lax.cond(wanted, lambda m: visit(start, size, m), lambda m: m, merged)
-            return (start + size, merged), None
-
-        # The start is carried: a list of starts would be memory that grows with the capacity.
-        step = jax.checkpoint(one, prevent_cse=False)
-        return lax.scan(step, (first, merged), length=blocks)[0][1]
-
-    begin = jnp.int32(region.first)
-    if coarse == fine:
-        return walk(merged, begin, -(-region.size // fine), fine, jnp.int32(stop))
-    # Tokens behind the last of these queries need not be walked to.
-    near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
-    filled = jnp.clip(layout.occupied(near) - region.first, 0, region.size) // coarse * coarse
-    merged = walk(merged, begin, region.size // coarse, coarse, begin + filled)
-    return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
-
-
-_PATHS = {"blocks": _blockwise, "reference": _at_once}
-
-
-def _merge(merged: _Merged, scores: Array, seen: Array, values: Array) -> _Merged:
-    """Take one more block in, by the online softmax."""
-    highest, total, mixed = merged
-    scores = jnp.where(seen, scores, _LOWEST)
-    new_highest = jnp.maximum(highest, scores.max(-1))
-    weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
-    shrink = jnp.exp(highest - new_highest)
-    total = total * shrink + weights.sum(-1)
-    return (
-        new_highest,
-        total,
-        mixed * shrink[..., None] + _mix(weights, values),
-    )
-
-
-def _present(values: Array, positions: Array) -> Array:
-    """Values [batch, kv_heads, n, head_dim], zero in slots that hold nothing: what an earlier text
-    left there may be no number, and no weight makes that nothing."""
-    return jnp.where(positions[:, None, :, None] >= 0, values, 0)
-
-
-def _mix(weights: Array, values: Array) -> Array:
-    """Weights [batch, kv_heads, group, new, n] times values [batch, kv_heads, n, head_dim]."""
-    batch, kv_heads, group, new, slots = weights.shape
-    flat = weights.reshape(batch, kv_heads, group * new, slots)
-    mixed = product("bhqk,bhkd->bhqd", flat.astype(values.dtype), values)
-    return mixed.reshape(batch, kv_heads, group, new, -1)
-
-
-def _slice(store: Array, start: Array, size: int) -> Array:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), store)
-
-
-def _block_sizes(slots: int) -> tuple[int, int]:
-    """Fine and coarse block sizes: a coarse block is at most a quarter of a layer."""
-    fine = min(FINE, slots)
-    quarter = 1 << max(slots // 4, 1).bit_length() - 1
-    return fine, max(fine, min(COARSE, quarter))
+_PATHS = {"blocks": blockwise, "reference": at_once}
 
 
 def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
@@ -321,12 +154,6 @@ def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
         )
     if not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(f"queries must be floating-point numbers, got {queries.dtype}")
-
-
-def _grouped(queries: Mixed, held: LayerCache) -> Array:
-    """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group, new, head_dim]."""
-    batch, heads, new, head_dim = queries.shape
-    return queries.reshape(batch, held.kv_heads, heads // held.kv_heads, new, head_dim)
 
 
 def _scale(queries: Queries, scale: float | None) -> float:

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import is_traced, whole_number
+from kvjax._tail import Strip, Tail, append_behind
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
+    Array,
     CachedKeysValues,
     Counts,
     KeysValues,
@@ -32,19 +34,23 @@ from kvjax._typing import (
     SlotPositions,
 )
 from kvjax._write import write_rows
-from kvjax.layouts import UNLIMITED
+from kvjax.codecs import tokens_of
+from kvjax.layouts import UNLIMITED, Run
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
-from kvjax.status import BAD_LENGTHS, OVERFLOW
+from kvjax.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
 
 
 @state
 class LayerCache:
     """Keys and values of one layer, as their codecs store them, and the policy they follow.
 
-    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. ``window`` is the
-    layer's own, from the model's config.
+    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
+    blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
+    the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
+    int32[batch], is the first position behind the sinks that a conversion left in the body. ``window``
+    is the layer's own, from the model's config.
     """
 
     keys: Any
@@ -53,6 +59,9 @@ class LayerCache:
     kv_heads: int = static_field()
     head_dim: int = static_field()
     window: int | None = static_field(default=None)
+    tail: Tail | None = None
+    strip: Strip | None = None
+    low: Rows | None = None
 
 
 @state
@@ -95,6 +104,12 @@ class KVCache:
         """The most tokens that ``append`` takes in one call; None for any number."""
         chunks = (layer.policy.layout.chunk for layer in self.layers)
         return min((chunk for chunk in chunks if chunk is not None), default=None)
+
+    @property
+    def revocable(self) -> int | None:
+        """How many of its newest tokens a row can forget at any time; None for all."""
+        spans = (layer.policy.revocable for layer in self.layers)
+        return min((span for span in spans if span is not None), default=None)
 
     @property
     def reach(self) -> int:
@@ -187,11 +202,8 @@ def allocate(
         if sources is not None and sources[number] != number:
             continue  # it reads another layer's
         resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config), room=room)
-        shape = (batch, kv_heads, resolved.layout.slots, head_dim)
-        stores = resolved.keys.empty(shape), resolved.values.empty(shape)
-        keys, values = resolved.placement.put(stores)
-        window = windows[number]
-        layers.append(LayerCache(keys, values, resolved, kv_heads, head_dim, window))
+        empty = _empty_layer(resolved, batch, kv_heads, head_dim, windows[number])
+        layers.append(resolved.placement.put(empty))
     shapes = (batch,), (batch, len(layers)), (batch,)
     rows = [policies[0].placement.put(jnp.zeros(shape, jnp.int32)) for shape in shapes]
     if sources is not None:
@@ -239,17 +251,20 @@ def append(
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     count = accepted(cache, keys.shape[2], lengths)
-    runs = old.policy.layout.runs(cache.length, keys.shape[2])
-    turned = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
-
-    def write(store: Any, encoded: Any) -> Any:
-        return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), store, encoded)
-
-    new = replace(
-        old,
-        keys=write(old.keys, old.policy.keys.encode(turned)),
-        values=write(old.values, old.policy.values.encode(jnp.asarray(values))),
-    )
+    if not old.policy.keys.before_rotary:
+        keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
+    keys, values = jnp.asarray(keys), jnp.asarray(values)
+    if old.tail is None:
+        runs = old.policy.layout.runs(cache.length, keys.shape[2])
+        stores = old.policy.keys.encode(keys), old.policy.values.encode(values)
+        body = _written((old.keys, old.values), stores, runs, count)
+        new = replace(old, keys=body[0], values=body[1])
+    else:
+        tail = old.tail if old.strip is None else old.strip.tail
+        body = old.keys, old.values
+        body, tail, strip = append_behind(old.policy, body, tail, cache.length, count, keys, values)
+        new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip)
+        cache = _note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*cache.layers[:place], new, *cache.layers[place + 1 :]))
 
 
@@ -275,11 +290,23 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
         raise ValueError(f"{new} tokens in a call, but the ring has slack for {cache.chunk}")
     cache, count = admit(cache, new, lengths)
     length = cache.length + count
-    return replace(cache, length=length, written=jnp.maximum(cache.written, length[:, None]))
+    layers = tuple(replace(layer, strip=None) for layer in cache.layers)
+    written = jnp.maximum(cache.written, length[:, None])
+    return replace(cache, layers=layers, length=length, written=written)
 
 
-def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
+def read(
+    cache: KVCache, layer: int, *, rotary: RotaryTable | None = None
+) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
     """A layer's decoded content, for attention of one's own.
+
+    Behind a tail, the slots of the body come first, then those of the tail, and every position
+    stands in one of them, as the query at the row's newest token sees it.
+
+    Args:
+      cache: the cache.
+      layer: which layer.
+      rotary: the layer's table, where its codec stores keys unrotated (``Unrotated``).
 
     Returns:
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
@@ -287,9 +314,34 @@ def read(cache: KVCache, layer: int) -> tuple[CachedKeysValues, CachedKeysValues
     """
     place = cache.place(layer)
     held = cache.layers[place]
-    layout, written = held.policy.layout, cache.written[:, place]
-    positions = layout.positions(cache.length, written, jnp.arange(layout.slots))
-    return held.policy.keys.decode(held.keys), held.policy.values.decode(held.values), positions
+    policy, written = held.policy, cache.written[:, place]
+    if held.tail is None:
+        slots = jnp.arange(policy.layout.slots, dtype=jnp.int32)
+        positions = policy.layout.positions(cache.length, written, slots)
+        return policy.keys.decode(held.keys), policy.values.decode(held.values), positions
+    keys, values, positions = decoded(held, cache.length, written)
+    if policy.keys.before_rotary:
+        keys = apply_rotary(keys, positions.clip(0), rotary)
+    return keys, values, positions
+
+
+def decoded(held: LayerCache, length: Rows, written: Rows) -> tuple[Array, Array, SlotPositions]:
+    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
+    their slots, each once, as the query at the row's newest token sees it."""
+    policy, split = held.policy, held.policy.split
+    assert held.tail is not None and policy.raw is not None
+    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
+    in_body = split.body_positions(length, written, blocks)
+    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
+    raw_from = split.raw_from(length - 1)[:, None]
+    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
+    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
+    positions = jnp.concatenate(
+        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
+    )
+    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
+    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
+    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
 
 
 def nbytes(cache: KVCache) -> dict[str, int]:
@@ -297,7 +349,8 @@ def nbytes(cache: KVCache) -> dict[str, int]:
     totals: dict[str, int] = {}
     for layer in cache.layers:
         place = layer.policy.placement.place
-        totals[place] = totals.get(place, 0) + tree_bytes((layer.keys, layer.values))
+        held = (layer.keys, layer.values, layer.tail, layer.strip)
+        totals[place] = totals.get(place, 0) + tree_bytes(held)
     return totals
 
 
@@ -326,6 +379,33 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
         return replace(cache, status=status), count
     status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
     return replace(cache, status=status), count
+
+
+def _empty_layer(
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
+) -> LayerCache:
+    """A layer that holds nothing."""
+    slots: tuple[int, ...] = (policy.stored.slots,)
+    tail = low = None
+    if policy.raw is not None:
+        slots, low = (*slots, policy.block), jnp.zeros(batch, jnp.int32)
+        in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
+        tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
+    shape = (batch, kv_heads, *slots, head_dim)
+    keys, values = policy.keys.empty(shape), policy.values.empty(shape)
+    return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
+
+
+def _note_numbers(cache: KVCache, numbers: Any, count: Rows) -> KVCache:
+    """Record the rows that are given what is no number: a codec of blocks would hide it."""
+    real = jnp.arange(numbers[0].shape[2]) < count[:, None]
+    bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
+    wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
+    return replace(cache, status=cache.status | jnp.where(wrong, BAD_NUMBERS, 0))
+
+
+def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:
+    return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), stores, encoded)
 
 
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:

@@ -40,8 +40,18 @@ DtypeOption = Annotated[
 CacheOption = Annotated[
     str,
     typer.Option(
-        "--cache", help="The cache policy, by name: static, dynamic, sliding_window, hybrid."
+        "--cache",
+        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized.",
     ),
+]
+BitsOption = Annotated[
+    int | None,
+    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
+]
+KeyBitsOption = Annotated[int | None, typer.Option(help="The same for keys alone.")]
+ValueBitsOption = Annotated[int | None, typer.Option(help="The same for values alone.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
 ]
 
 
@@ -91,6 +101,10 @@ def generate(
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
     cache: CacheOption = "static",
+    kv_bits: BitsOption = None,
+    key_bits: KeyBitsOption = None,
+    value_bits: ValueBitsOption = None,
+    group_size: GroupOption = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute everything again for every token.")
     ] = False,
@@ -120,7 +134,9 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
         max_len=max_len,
-        cache=cache,
+        cache=kvjax.policy(
+            cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
+        ),
         use_cache=not no_cache,
     )
     if as_json:
@@ -141,6 +157,10 @@ def info(
     revision: RevisionOption = None,
     dtype: DtypeOption = None,
     cache: CacheOption = "static",
+    kv_bits: BitsOption = None,
+    key_bits: KeyBitsOption = None,
+    value_bits: ValueBitsOption = None,
+    group_size: GroupOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a model, the bytes its cache takes a token, and the devices."""
@@ -148,14 +168,14 @@ def info(
 
     import kvjax
     from kvjax import models
+    from kvjax.evaluate import bytes_a_token
 
     lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)
-    policy = kvjax.policy(cache)
-    # Two sizes of the cache, so that what does not grow with the tokens does not count.
-    small, large = (
-        kvjax.nbytes(kvjax.init_cache(config, policy, batch=1, max_len=n)) for n in (32, 64)
+    policy = kvjax.policy(
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
     )
+    cache_bytes = bytes_a_token(config, policy)
     report = {
         "model": model or "the embedded model",
         "type": config.model_type,
@@ -169,11 +189,65 @@ def info(
         "vocabulary": config.vocab_size,
         "context": config.max_position_embeddings,
         "cache": cache,
-        "cache_bytes_a_token": {place: (large[place] - small[place]) // 32 for place in large},
+        "cache_bytes_a_token": cache_bytes,
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
     }
     typer.echo(to_json(report) if as_json else table(report))
+
+
+@app.command(name="eval")
+def evaluate(
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="The text (UTF-8); by default the embedded model's own."),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", "-p", help="NAME,SETTING=VALUE,...: bits=4, static,key_bits=8,value_bits=4."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a window; by default the model's limit.")
+    ] = None,
+    windows: Annotated[int | None, typer.Option(help="How many windows; by default all.")] = None,
+    time_steps: Annotated[int, typer.Option(help="Decode steps to time, for each policy.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw quality against bytes (png, svg).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare cache policies: what they do to a model's predictions on a text, and their bytes."""
+    _use_compilation_cache()
+    from kvjax import _report, models
+    from kvjax.evaluate import evaluate
+    from kvjax.models.tiny.data import part_tokens
+
+    if file is None and model is not None:
+        raise ValueError("no text: give a --file")
+    lm = models.load(model, dtype=dtype, revision=revision)
+    text: Any = _read(file) if file is not None else part_tokens("held_out", lm)
+    chosen = policies or list(_report.DEFAULT_POLICIES)
+    found = evaluate(
+        lm,
+        text,
+        {words: _report.parse_policy(words) for words in chosen},
+        context=context,
+        windows=windows,
+        time_steps=time_steps,
+    )
+    if plot is not None:
+        _report.plot_quality(found, plot, title=model or "the embedded model")
+    if as_json:
+        typer.echo(to_json(_report.as_figures(found)))
+        return
+    typer.echo(_report.columns(_report.quality_rows(found)))
+    typer.echo()
+    typer.echo(_report.columns(_report.range_rows(found)))
 
 
 def main() -> None:
@@ -210,17 +284,26 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     if len(given) > 1:
         raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
     if file is not None:
-        source, raw = str(file), file.read_bytes()
-    elif not given and sys.stdin.isatty():
+        return _stripped(_read(file))
+    if not given and sys.stdin.isatty():
         raise ValueError("no prompt: give a text, --file, or - to read standard input")
     elif not given or given == ["-"]:
-        source, raw = "standard input", sys.stdin.buffer.read()
-    else:
-        return str(given[0])
+        return _stripped(_utf8("standard input", sys.stdin.buffer.read()))
+    return str(given[0])
+
+
+def _read(file: Path) -> str:
+    return _utf8(str(file), file.read_bytes())
+
+
+def _utf8(source: str, raw: bytes) -> str:
     try:
-        words = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: the prompt is not UTF-8 (byte {error.start})") from None
+        raise ValueError(f"{source}: the text is not UTF-8 (byte {error.start})") from None
+
+
+def _stripped(words: str) -> str:
     return words.removesuffix("\n").removesuffix("\r")
 
 

@@ -3,12 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import is_traced, whole_number
+from kvjax._tail import Tail
 from kvjax._typing import Array, Rows
 from kvjax.cache import KVCache, LayerCache
+from kvjax.codecs import tokens_of
 from kvjax.layouts import UNLIMITED, Layout
 from kvjax.policy import CachePolicy, PolicyChoice, per_layer
 from kvjax.status import LOST
@@ -49,6 +52,11 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
             limit if asked is None else asked, old.window, old.policy.keys.dtype,
             values_dtype=old.policy.values.dtype,
         )  # fmt: skip
+        if new.keys.before_rotary != old.policy.keys.before_rotary:
+            raise ValueError(
+                f"layer {place}: keys that are stored with their positions and such as are without "
+                "(Unrotated) can't be converted into one another"
+            )
         if new.layout.grows_to is not None:
             new = replace(new, layout=_with_room(new.layout, cache))
         layer, mark, long, lost = _converted(cache, place, new)
@@ -94,23 +102,101 @@ def _converted(
 ) -> tuple[LayerCache, Rows, Array, Array]:
     """A layer under another policy, the ``written`` that tells what it lacks, and which rows it
     can't be had for, bool[batch]: those that are too long, and those that lack tokens."""
-    old = cache.layers[place]
-    layout, before = policy.layout, old.policy.layout
-    slots = jnp.arange(layout.slots, dtype=jnp.int32)
-    wanted = layout.positions(cache.length, cache.length, slots)
-    source = jnp.clip(before.slot_of(wanted), 0, before.slots - 1)
-    every = jnp.arange(before.slots, dtype=jnp.int32)
-    held = before.positions(cache.length, cache.written[:, place], every)
-    missing = (wanted >= 0) & (jnp.take_along_axis(held, source, axis=1) != wanted)
-    written, lost = layout.hiding(cache.length, wanted, missing)
+    old, length, marks = cache.layers[place], cache.length, cache.written[:, place]
+    layout = policy.layout
+    tail = low = None
+    if policy.raw is None:
+        wanted = layout.positions(length, length, jnp.arange(layout.slots, dtype=jnp.int32))
+        keys, values, there = _fetched(old, length, marks, wanted)
+        written, lost = layout.hiding(length, wanted, (wanted >= 0) & ~there)
+        keys, values = policy.keys.encode(keys), policy.values.encode(values)
+    else:
+        split, written = policy.split, length
+        wanted = split.tail.positions(length, length, jnp.arange(split.tail.slots, dtype=jnp.int32))
+        raw_keys, raw_values, in_tail = _fetched(old, length, marks, wanted)
+        tail = Tail(policy.raw[0].encode(raw_keys), policy.raw[1].encode(raw_values))
+        keys, values, older, in_body = _body(old, length, marks, policy)
+        wanted = jnp.concatenate([wanted, older], axis=1)
+        missing = (wanted >= 0) & ~jnp.concatenate([in_tail, in_body], axis=1)
+        needed = wanted < layout.sinks
+        needed |= wanted > (length - (layout.window or UNLIMITED))[:, None]
+        lost = jnp.any(missing & needed, axis=1)
+        low = jnp.max(jnp.where(missing, wanted + 1, 0), axis=1)
     limit = UNLIMITED if layout.limit is None else layout.limit
+    layer = replace(old, keys=keys, values=values, policy=policy, tail=tail, strip=None, low=low)
+    return policy.placement.put(layer), written, length > limit, lost
 
-    def moved(store: Any, codec: Any, into: Any) -> Any:
-        numbers = codec.decode(store)
-        return into.encode(jnp.take_along_axis(numbers, source[:, None, :, None], axis=2))
 
-    keys = moved(old.keys, old.policy.keys, policy.keys)
-    values = moved(old.values, old.policy.values, policy.values)
-    keys, values = policy.placement.put((keys, values))
-    layer = replace(old, keys=keys, values=values, policy=policy)
-    return layer, written, cache.length > limit, lost
+def _fetched(
+    old: LayerCache, length: Rows, marks: Rows, wanted: Array
+) -> tuple[Array, Array, Array]:
+    """Keys and values [batch, kv_heads, n, head_dim] of the tokens at ``wanted`` int32[batch, n],
+    as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0."""
+    policy = old.policy
+    if old.tail is None:
+        stores = [(policy.keys.decode(old.keys), policy.values.decode(old.values), policy.layout)]
+    else:
+        raw, split = policy.raw, policy.split
+        assert raw is not None
+        stores = [
+            (raw[0].decode(old.tail.keys), raw[1].decode(old.tail.values), split.tail),
+            (
+                tokens_of(policy.keys.decode(old.keys)),
+                tokens_of(policy.values.decode(old.values)),
+                split,
+            ),
+        ]
+    keys = values = jnp.zeros((), stores[0][0].dtype)
+    there = jnp.zeros(wanted.shape, bool)
+    for some_keys, some_values, layout in stores:
+        slots = jnp.arange(some_keys.shape[2], dtype=jnp.int32)
+        held = layout.positions(length, marks, slots)
+        source = jnp.clip(layout.slot_of(wanted), 0, some_keys.shape[2] - 1)
+        found = (jnp.take_along_axis(held, source, axis=1) == wanted) & (wanted >= 0) & ~there
+        keys, values = (
+            jnp.where(
+                found[:, None, :, None],
+                jnp.take_along_axis(x, source[:, None, :, None], axis=2),
+                before,
+            )
+            for x, before in ((some_keys, keys), (some_values, values))
+        )
+        there |= found
+    return keys, values, there
+
+
+def _body(
+    old: LayerCache, length: Rows, marks: Rows, policy: CachePolicy
+) -> tuple[Any, Any, Array, Array]:
+    """The body's keys and values under ``policy``, the positions of its tokens, and which of them
+    there are. What the same codec has encoded already stays as it is."""
+    split, batch = policy.split, length.shape[0]
+    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
+    wanted = split.body_positions(length, length, blocks)
+    keys, values, there = _fetched(old, length, marks, wanted)
+    shape = (batch, old.kv_heads, split.body.slots, split.block, old.head_dim)
+    stores = policy.keys.encode(keys.reshape(shape)), policy.values.encode(values.reshape(shape))
+    if old.tail is None or old.policy.block != policy.block:
+        return *stores, wanted, there
+    before = old.policy.split
+    ids = split.body.positions(split.flushed(length), split.flushed(length), blocks)
+    source = jnp.clip(before.body.slot_of(ids), 0, before.body.slots - 1)
+    every = jnp.arange(before.body.slots, dtype=jnp.int32)
+    held = before.body.positions(before.flushed(length), before.flushed(marks), every)
+    same = (jnp.take_along_axis(held, source, axis=1) == ids) & (ids >= 0)
+
+    def kept(new: Array, store: Array) -> Array:
+        ones = [1] * (new.ndim - 3)
+        at = source.reshape(batch, 1, -1, *ones)
+        return jnp.where(
+            same.reshape(batch, 1, -1, *ones), jnp.take_along_axis(store, at, axis=2), new
+        )
+
+    encoded = [
+        jax.tree.map(kept, new, store) if codec == own else new
+        for new, store, codec, own in zip(
+            stores, (old.keys, old.values), (policy.keys, policy.values),
+            (old.policy.keys, old.policy.values), strict=True,
+        )
+    ]  # fmt: skip
+    return *encoded, wanted, there

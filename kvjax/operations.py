@@ -25,7 +25,7 @@ def rewindable(cache: KVCache) -> Rows:
     A ring has overwritten what lies further back than its slack.
     """
     each = [
-        layer.policy.layout.rewindable(cache.length, cache.written[:, place])
+        _rewindable(layer, cache.length, cache.written[:, place])
         for place, layer in enumerate(cache.layers)
     ]
     return jnp.min(jnp.stack(each), axis=0)
@@ -167,7 +167,11 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
         keep = ~jnp.asarray(rows)
     length, status = (jnp.where(keep, x, 0) for x in (cache.length, cache.status))
     written = jnp.where(keep[:, None], cache.written, 0)
-    return replace(cache, length=length, written=written, status=status)
+    layers = tuple(
+        layer if layer.low is None else replace(layer, low=jnp.where(keep, layer.low, 0))
+        for layer in cache.layers
+    )
+    return replace(cache, layers=layers, length=length, written=written, status=status)
 
 
 def grow(cache: KVCache, to: int) -> KVCache:
@@ -231,11 +235,21 @@ def _whole_numbers(wanted: str, x: Any) -> Any:
     return x.astype(np.int64)
 
 
+def _rewindable(layer: LayerCache, length: Rows, written: Rows) -> Rows:
+    tokens = layer.policy.rewindable(length, written)
+    if layer.low is None:
+        return tokens
+    window = layer.policy.layout.window or 0  # a dense layer lacks nothing
+    back = length - (layer.low + window - 1)
+    return jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+
+
 def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
     """A layer in a larger layout of its kind; one that has it already is given back as it is."""
     if layout == layer.policy.layout:
         return layer
-    more = layout.slots - layer.policy.layout.slots
+    policy = replace(layer.policy, layout=layout)
+    more = policy.stored.slots - layer.policy.stored.slots
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)])
@@ -244,7 +258,7 @@ def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
         layer,
         keys=jax.tree.map(pad, layer.keys) if more else layer.keys,
         values=jax.tree.map(pad, layer.values) if more else layer.values,
-        policy=replace(layer.policy, layout=layout),
+        policy=policy,
     )
 
 

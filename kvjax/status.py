@@ -23,6 +23,9 @@ LOST = 16
 NO_SUCH_ROW = 32
 """Status bit: the row was made by ``select`` from a number that is none of a row."""
 
+BAD_NUMBERS = 64
+"""Status bit: keys or values that are no finite numbers were given to a quantized cache."""
+
 
 class Checked(Protocol):
     """What is asked of a ``KVCache``."""
@@ -49,7 +52,8 @@ def check(cache: Checked) -> None:
     Raises:
       CacheOverflowError: if a row was given more tokens than it can hold, or was to be rewound
         by more than it could.
-      NonFiniteError: if the model gave logits that are not finite.
+      NonFiniteError: if the model gave logits that are not finite, or keys or values that are
+        not to a quantized cache.
       ValueError: if ``lengths`` was negative or more than the tokens of its call, or ``select``
         was given a number that is no row's; inside ``jit``.
     """
@@ -80,6 +84,11 @@ def check(cache: Checked) -> None:
     if np.any(status & BAD_LENGTHS):
         raise ValueError(
             f"lengths of row(s) {rows(BAD_LENGTHS)} was negative or above the tokens of its call"
+        )
+    if np.any(status & BAD_NUMBERS):
+        raise NonFiniteError(
+            f"keys or values of row(s) {rows(BAD_NUMBERS)} are not finite numbers: a quantized "
+            "cache can't hold them"
         )
     if np.any(status & NON_FINITE):
         raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")

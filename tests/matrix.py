@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import naive
 import numpy as np
 
 import kvjax
@@ -14,13 +15,15 @@ from kvjax.models.config import LlamaConfig, RopeConfig
 class Cell(NamedTuple):
     """A policy, what its codec does to a number, and how close its logits come to the truth.
 
-    ``sight``: for a layer, the window and the sinks that the layout leaves to be seen.
+    ``sight``: for a layer, the window and the sinks that the layout leaves to be seen. ``coded``:
+    for a layer, its ``naive.Coded``, if it has a tail.
     """
 
     policy: Any
     store: Any = lambda x: x
     tolerance: float = 1e-5
     sight: Any = lambda layer: (None, 0)
+    coded: Any = lambda layer: None
 
 
 def _rounded(dtype: str) -> Any:
@@ -60,6 +63,88 @@ CELLS = {
         sight=lambda layer: ((6, 2), (None, 0))[layer],
     ),
 }  # fmt: skip
+
+
+CODECS: dict[str, Any] = {
+    "int8": kvjax.Int8(),
+    "int4": kvjax.Int4("channel", zero_point=True),
+    "int3": kvjax.Int3("token", 4),
+    "int2": kvjax.Int2("channel", zero_point=True),
+    "int1": kvjax.Int1(zero_point=True),
+    "int8-head": kvjax.Int8("head", zero_point=True),
+    "int4-tensor": kvjax.Int4("tensor"),
+    "float8": kvjax.Float8(),
+    "float8-wide": kvjax.Float8("e5m2", "channel"),
+    "half-quadratic": kvjax.HalfQuadratic(kvjax.Int4(zero_point=True)),
+    "rotated": kvjax.Rotated(kvjax.Int4()),
+    "unrotated": kvjax.Unrotated(kvjax.Int8("channel")),
+    "centred": kvjax.Centred(kvjax.Rotated(kvjax.Int4())),
+    "unrotated-centred": kvjax.Unrotated(kvjax.Centred(kvjax.Int4())),
+}
+"""Every codec of blocks, and wrappings of wrappings."""
+
+BLOCK = 8
+"""Tokens of a block, in the cells: small, so that short texts have many."""
+
+LAYOUTS: dict[str, tuple[Any, Any]] = {
+    "dense": (kvjax.Dense(), (None, 0)),
+    "growing": (kvjax.Growing(), (None, 0)),
+    "ring": (kvjax.Ring(20, slack=15), (20, 0)),
+    "narrow": (kvjax.Ring(5, slack=15), (5, 0)),
+    "sinks": (kvjax.Ring(19, sinks=3, slack=17), (19, 3)),
+}
+"""Layouts, and the window and the sinks that they leave to be seen."""
+
+
+def _coded_cells() -> dict[str, Cell]:
+    """Every codec on every layout: two a cell, as the model has two layers; on one of them the
+    values are another's, and on every second pair the window is the layer's own (hybrid)."""
+    names, cells = list(CODECS), {}
+    pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(0, len(names), 2)]
+    for layout, (made, sight) in LAYOUTS.items():
+        for number, pair in enumerate(pairs):
+            recent = number % 3
+            keys = [CODECS[name] for name in pair]
+            values = [CODECS[pair[1]], CODECS[pair[1]]]
+            policies = [
+                kvjax.CachePolicy(made, k, v, block=BLOCK, recent=recent)
+                for k, v in zip(keys, values, strict=True)
+            ]
+            cells[f"{layout}-{'-'.join(pair)}-device"] = Cell(
+                policies,
+                tolerance=1e-3,
+                sight=lambda layer, sight=sight: sight,
+                coded=lambda layer, keys=keys, values=values, recent=recent: naive.Coded(
+                    BLOCK, recent, codes(keys[layer]), codes(values[layer]),
+                    keys[layer].before_rotary,
+                ),
+            )  # fmt: skip
+    raw, int4 = kvjax.Raw(), CODECS["int4"]
+    mixed = kvjax.CachePolicy(kvjax.Dense(), raw, int4, block=BLOCK)
+    sliding = kvjax.CachePolicy(kvjax.Ring(slack=15), int4, raw, block=BLOCK)
+    both = [(raw, int4), (int4, raw)]
+    cells["hybrid-raw-and-int4-device"] = Cell(
+        kvjax.Hybrid(mixed, sliding), tolerance=1e-3,
+        sight=lambda layer: ((None, 0), (9, 0))[layer],
+        coded=lambda layer: naive.Coded(BLOCK, 1, *map(codes, both[layer]), False),
+    )  # fmt: skip
+    return cells
+
+
+def codes(codec: Any) -> Any:
+    """What a codec does to a block of float32 numbers [kv_heads, block, head_dim]."""
+    codec = codec.resolve("float32", jax.default_backend())
+    there_and_back = jax.jit(lambda x: codec.decode(codec.encode(x)))
+
+    def coded(x: np.ndarray) -> np.ndarray:
+        return np.asarray(there_and_back(jnp.asarray(x, jnp.float32)[None, :, None]))[0, :, 0]
+
+    return coded
+
+
+CODED = _coded_cells()
+"""The cells of codecs that stand behind a tail."""
+CELLS |= CODED
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:

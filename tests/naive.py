@@ -4,9 +4,22 @@ It is what the cache is measured against: no cache, no blocks, no padding; each 
 list of the tokens before it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class Coded(NamedTuple):
+    """A layer with a tail: what a query sees through codecs is older than its own block of
+    ``block`` tokens and the ``recent`` ones before it. ``keys`` and ``values`` are what the codecs
+    do to a block [kv_heads, block, head_dim]; ``unrotated``: keys are coded before their rotation.
+    """
+
+    block: int
+    recent: int
+    keys: Any
+    values: Any
+    unrotated: bool
 
 
 def logits(
@@ -16,9 +29,11 @@ def logits(
     *,
     store: Any = lambda x: x,
     sight: Any = lambda layer: (None, 0),
+    coded: Any = lambda layer: None,
 ) -> np.ndarray:
     """[tokens, vocab]. ``store`` is what the codec does to the keys and values a cache holds;
-    ``sight(layer)`` the window (or None) and the sinks that its layout leaves to be seen."""
+    ``sight(layer)`` the window (or None) and the sinks that its layout leaves to be seen;
+    ``coded(layer)`` its ``Coded``, if it has a tail."""
     weights = _wide(params)
     model = weights["model"]
     x = model["embed_tokens"]["weight"][tokens]
@@ -27,9 +42,9 @@ def logits(
         h = _rms(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
         window, sinks = sight(number)
         windows = [w for w in (window, config.windows[number]) if w is not None]
-        cap = None if window is None else sinks + window - 1
+        cap = None if window is None else sinks + min(windows) - 1
         seen = {"window": min(windows, default=None), "sinks": sinks}
-        mixed = _attention(h, layer["self_attn"], config, store, cap, seen)
+        mixed = _attention(h, layer["self_attn"], config, store, cap, seen, coded(number))
         x = x + mixed @ layer["self_attn"]["o_proj"]["weight"].T
         h = _rms(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
         gate = h @ layer["mlp"]["gate_proj"]["weight"].T
@@ -74,27 +89,47 @@ def rotate(x: np.ndarray, position: int, theta: float = 10000.0) -> np.ndarray:
 
 
 def _attention(
-    x: np.ndarray, weights: Any, config: Any, store: Any, cap: int | None, seen: dict[str, Any]
+    x: np.ndarray,
+    weights: Any,
+    config: Any,
+    store: Any,
+    cap: int | None,
+    seen: dict[str, Any],
+    coded: Coded | None,
 ) -> np.ndarray:
     size, theta = config.head_dim, config.rope.theta
     rows = []
-    keys: dict[int, list[np.ndarray]] = {h: [] for h in range(config.num_key_value_heads)}
-    values: dict[int, list[np.ndarray]] = {h: [] for h in range(config.num_key_value_heads)}
+    heads = range(config.num_key_value_heads)
+    keys: dict[int, list[np.ndarray]] = {h: [] for h in heads}
+    values: dict[int, list[np.ndarray]] = {h: [] for h in heads}
+    body: tuple[dict, dict] = ({h: [] for h in heads}, {h: [] for h in heads})
     group = config.num_attention_heads // config.num_key_value_heads
+    plain: list[np.ndarray] = []
     for position, token in enumerate(x):
         q = (weights["q_proj"]["weight"] @ token).reshape(-1, size)
         k = (weights["k_proj"]["weight"] @ token).reshape(-1, size)
         v = (weights["v_proj"]["weight"] @ token).reshape(-1, size)
-        for head in keys:
+        plain.append(k)
+        for head in heads:
             keys[head].append(store(rotate(k[head], position, theta)))
             values[head].append(store(v[head]))
+        old = 0  # tokens that this query sees through the codec
+        if coded is not None:
+            old = max(position // coded.block - coded.recent, 0) * coded.block
+            while len(body[0][0]) < old:
+                _encode_block(coded, len(body[0][0]), plain, keys, values, body, theta)
+        first = min(seen["sinks"], old)
+        k_seen, v_seen = (
+            {h: every[h][:first] + part[h][first:old] + every[h][old:] for h in heads}
+            for every, part in ((keys, body[0]), (values, body[1]))
+        )
         rows.append(
             np.concatenate(
                 [
                     attention(
                         rotate(q[head], position, theta),
-                        keys[head // group],
-                        values[head // group],
+                        k_seen[head // group],
+                        v_seen[head // group],
                         sink_query=None
                         if cap is None
                         else rotate(q[head], min(position, cap), theta),
@@ -105,6 +140,20 @@ def _attention(
             )
         )
     return np.array(rows)
+
+
+def _encode_block(
+    coded: Coded, start: int, plain: Any, keys: Any, values: Any, body: Any, theta: float
+) -> None:
+    """Append the block of tokens from ``start`` on to the body."""
+    block = range(start, start + coded.block)
+    k = np.array([[plain[p][h] if coded.unrotated else keys[h][p] for p in block] for h in keys])
+    v = np.array([[values[h][p] for p in block] for h in keys])
+    k, v = coded.keys(k).astype(np.float64), coded.values(v).astype(np.float64)
+    for h in keys:
+        turned = zip(k[h], block, strict=True)
+        body[0][h] += [rotate(x, p, theta) if coded.unrotated else x for x, p in turned]
+        body[1][h] += list(v[h])
 
 
 def _rms(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
-from kvjax.attention import COARSE, FINE, _block_sizes
+from kvjax._walk import COARSE, FINE, _block_sizes
 
 HEADS, KV, DIM = 6, 2, 8
 

@@ -287,7 +287,10 @@ def test_bytes_are_those_of_the_arrays():
 def test_users_see_the_real_shape_and_dtype(name):
     cache = filled(CELLS[name].policy)
     keys, values, positions = kvjax.read(cache, 0)
-    slots = cache.layers[0].policy.layout.slots
+    held = cache.layers[0].policy
+    slots = held.layout.slots
+    if held.has_tail:
+        slots = held.split.tail.slots + held.split.body.slots * held.block
     assert keys.shape == values.shape == (BATCH, KV, slots, DIM)
     assert keys.dtype == jnp.dtype(cache.layers[0].policy.keys.dtype)
     for row in np.asarray(positions):

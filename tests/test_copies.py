@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from copies import assert_no_copy, copies
 from jax import lax
-from matrix import tiny_config
+from matrix import CODECS, tiny_config
 
 import kvjax
 from kvjax._tree import tree_bytes
@@ -47,6 +47,12 @@ def chunk(params, token, cache):
     return MODEL.apply(params, tokens, cache, last_only=True, lengths=token)
 
 
+def coded(layout, name, size):
+    """A codec for keys and values; with rings, sinks."""
+    held = kvjax.Dense() if layout == "dense" else kvjax.Ring(size // 2, sinks=4)
+    return kvjax.CachePolicy(held, CODECS[name], CODECS[name])
+
+
 POLICIES = {
     "dense": lambda size: kvjax.policy("static"),
     "dense-bfloat16": lambda size: kvjax.policy("static", dtype="bfloat16"),
@@ -58,6 +64,10 @@ POLICIES = {
     "listed": lambda size: [
         kvjax.CachePolicy(kvjax.Ring(size // 2, sinks=1)), kvjax.CachePolicy(kvjax.Dense()),
     ],
+    **{
+        f"{layout}-{name}": functools.partial(coded, layout, name)
+        for layout in ("dense", "ring") for name in CODECS
+    },
 }  # fmt: skip
 """The policies of the law matrix, at sizes that a copy of would show."""
 FORMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps, "chunk": chunk}

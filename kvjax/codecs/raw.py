@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from kvjax.codecs.codec import plain_mix, plain_scores
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -22,6 +24,9 @@ class Raw:
 
     dtype: str | None = None
     as_bits: bool = False
+
+    blockwise = False
+    before_rotary = False
 
     def __post_init__(self) -> None:
         if self.dtype is None:
@@ -60,6 +65,14 @@ class Raw:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of numbers of ``shape``."""
         return int(np.prod(shape)) * jnp.dtype(self._stored_dtype).itemsize
+
+    def scores(self, queries: Array, store: Array) -> Array:
+        """Queries times keys."""
+        return plain_scores(queries, self.decode(store))
+
+    def mix(self, weights: Array, store: Array) -> Array:
+        """Weights times values."""
+        return plain_mix(weights, self.decode(store))
 
     @property
     def _stored_dtype(self) -> Any:

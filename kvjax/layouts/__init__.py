@@ -4,5 +4,6 @@ from kvjax._checks import UNLIMITED
 from kvjax.layouts.dense import Dense, Growing
 from kvjax.layouts.layout import Layout, Region, Run
 from kvjax.layouts.ring import Ring
+from kvjax.layouts.split import Split
 
-__all__ = ["UNLIMITED", "Dense", "Growing", "Layout", "Region", "Ring", "Run"]
+__all__ = ["UNLIMITED", "Dense", "Growing", "Layout", "Region", "Ring", "Run", "Split"]

@@ -91,6 +91,10 @@ class Dense:
         grows = self.grows_to is not None or other.grows_to is not None
         return Dense(larger, max(larger, last) if grows else None)
 
+    def in_blocks(self, block: int, recent: int) -> "Dense":
+        """A slot for every block that a full row has put out of its tail."""
+        return Dense(max((self.slots - 1) // block - recent, 1))
+
     def runs(self, length: Counts, new: int) -> list[Run]:
         """One run, behind what is there."""
         return [Run(length, 0, self.slots)]

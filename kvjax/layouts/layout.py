@@ -77,6 +77,11 @@ class Layout(Protocol):
         more than capacity."""
 
     @abstractmethod
+    def in_blocks(self, block: int, recent: int) -> "Layout":
+        """The layout of whole blocks of ``block`` tokens, where each stands in a slot of its own
+        once ``recent`` later ones and the newest token's have begun."""
+
+    @abstractmethod
     def runs(self, length: Counts, new: int) -> list[Run]:
         """Where a call's ``new`` tokens go, at most one run a token."""
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax._checks import UNLIMITED, whole_number
+from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run
 
 Counts = Int[Array, " batch"]
@@ -117,6 +118,14 @@ class Ring:
         larger = max(self.max_len, other.max_len)
         grows = [ring.grows_to for ring in (self, other) if ring.grows_to is not None]
         return replace(alike, max_len=larger, grows_to=max([larger, *grows]) if grows else None)
+
+    def in_blocks(self, block: int, recent: int) -> Layout:
+        """Slots for the blocks that the queries of one call see between them, and as many as one
+        call makes leave the tail."""
+        if self.max_len is not None:
+            return Dense(max((self.slots - 1) // block - recent, 1))
+        seen = -(-(self.slots - 1) // block) - recent
+        return Ring(max(seen, -(-(self.chunk or 1) // block), 1), slack=0)
 
     def runs(self, length: Counts, new: int) -> list[Run]:
         """One run for a single token; else the sinks', the first round's and the second's."""

@@ -3,7 +3,9 @@
 import numpy as np
 import tokenizers
 
+from ..language_model import LanguageModel
 from .augment import Renamer, repeat_stretches
+from .corpus import read_parts
 from .recipe import Recipe
 from .tokenization import END
 
@@ -54,6 +56,14 @@ def encode(tokenizer: tokenizers.Tokenizer, texts: dict[str, str]) -> list[np.nd
     """Token ids of documents, each after ``END``: int32[tokens] each."""
     encoded = tokenizer.encode_batch([END + text for text in texts.values()])
     return [np.array(one.ids, np.int32) for one in encoded]
+
+
+def part_tokens(part: str, lm: LanguageModel) -> list[int]:
+    """Ids of all documents of a part, one behind the other, in the model's own tokens."""
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.source} has no tokenizer")
+    documents = encode(lm.tokenizer.backend, read_parts()[part])
+    return [int(token) for document in documents for token in document]
 
 
 def _windows(stream: np.ndarray, start: int, count: int, context: int) -> np.ndarray:

@@ -1,0 +1,108 @@
+"""Qualities of caches as a table and as a plot, and policies from words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvjax.evaluate import Quality, pareto_front
+from kvjax.policy import PolicyChoice, policy
+
+DEFAULT_POLICIES = (
+    "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
+)  # fmt: skip
+
+
+def parse_policy(words: str) -> PolicyChoice:
+    """A policy from ``name,setting=value,...``: ``bits=4``, ``sliding_window,window=128,bits=8``.
+
+    Raises:
+      ValueError: if a setting is not one of ``kvjax.policy``.
+    """
+    name, settings = "static", {}
+    for part in words.split(","):
+        setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            name = setting
+        else:
+            settings[setting] = int(value) if value.lstrip("-").isdigit() else value
+    try:
+        return policy(name, **settings)
+    except TypeError:
+        known = ", ".join(policy.__annotations__.keys() - {"name", "return"})
+        raise ValueError(f"the policy {words!r}: settings are {known}") from None
+
+
+def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
+    """A heading, and a row a policy."""
+    head = ["policy", "bytes a token", "of bfloat16", "tail", "perplexity", "change", "mean KL",
+            "median KL", "99.9 % KL", "top-1", "ms a step"]  # fmt: skip
+    rows = [head]
+    for name, quality in qualities.items():
+        f, b = quality.overall, quality.bytes
+        rows.append(
+            [
+                name, f"{b.body:,.0f}", f"{100 * b.of_bfloat16:.1f} %", f"{b.tail / 1000:,.0f} kB",
+                f"{f.perplexity:.3f}", f"{100 * (f.perplexity_ratio - 1):+.3f} %",
+                f"{f.mean_kl:.2g}", f"{f.median_kl:.2g}", f"{f.high_kl:.2g}",
+                f"{100 * f.top1:.2f} %",
+                "" if quality.step_ms is None else f"{quality.step_ms:.1f}",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
+    """The mean divergence by range of positions: a heading, and a row a policy."""
+    ends = list(next(iter(qualities.values())).by_position)
+    starts = [0, *ends]
+    head = [f"{start}-{end - 1}" for start, end in zip(starts, ends, strict=False)]
+    rows = [
+        [name, *(f"{f.mean_kl:.2g}" for f in quality.by_position.values())]
+        for name, quality in qualities.items()
+    ]
+    return [["mean KL at positions", *head], *rows]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([row[0].ljust(len(first)), *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def as_figures(qualities: Mapping[str, Quality]) -> dict[str, Any]:
+    """All figures, to be written as JSON."""
+    return {name: asdict(quality) for name, quality in qualities.items()}
+
+
+def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "") -> None:
+    """Draw divergence against bytes, with the front of policies that no other beats."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    front = pareto_front(qualities)
+    for name, quality in qualities.items():
+        at = 100 * quality.bytes.of_bfloat16, quality.overall.mean_kl
+        best = name in front
+        axes.plot(*at, "o", color="tab:blue" if best else "tab:gray", markersize=7)
+        axes.annotate(name, at, (6, 5), textcoords="offset points", fontsize=8)
+    axes.plot(
+        [100 * qualities[name].bytes.of_bfloat16 for name in front],
+        [qualities[name].overall.mean_kl for name in front],
+        "-", color="tab:blue", linewidth=1, label="no other is better in both",
+    )  # fmt: skip
+    axes.set(
+        xlabel="bytes of the body, % of bfloat16", yscale="log",
+        ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

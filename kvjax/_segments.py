@@ -1,0 +1,157 @@
+"""What attention walks: runs of slots that are stored alike, with the positions they hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._tail import Strip
+from kvjax._typing import Array, Rows
+from kvjax.cache import LayerCache
+from kvjax.codecs import Codec, Store, plain_mix, plain_scores, tokens_of
+from kvjax.layouts import Layout, Region
+from kvjax.rotary import RotaryTable, apply_rotary
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Units of a store, on axis 2: tokens, or blocks of them.
+
+    ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
+    one. ``part``: ``"body"`` or ``"raw"`` of a layer with a tail, None of others. ``capped``:
+    sinks, which queries look at from a capped distance. ``table``: to turn keys by that are stored
+    unrotated. ``place(units)`` -> int32[batch, tokens], the positions of some units' tokens, -1 for
+    none; ``span(start, size)``: the lowest and highest of them, over all rows; ``filled(near)``:
+    how many units from the first on may hold anything, where rows have ``near`` tokens.
+    """
+
+    keys: Store
+    values: Store
+    codecs: tuple[Codec, Codec]
+    first: int
+    size: int
+    place: Callable[[Array], Array]
+    span: Callable[[Array, int], tuple[Array, Array]]
+    filled: Callable[[Rows], Array]
+    unit: int = 1
+    part: str | None = None
+    capped: bool = False
+    table: RotaryTable | None = None
+
+    def positions(self, units: Array, start: Array | int) -> Array:
+        """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
+        new = jnp.repeat(units >= start, self.unit) if self.unit > 1 else units >= start
+        return jnp.where(new, self.place(units), -1)
+
+    def scores(self, queries: Array, keys: Store, positions: Array) -> Array:
+        """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
+        kv_heads, rows, tokens]."""
+        codec = self.codecs[0]
+        if self.table is None:
+            return codec.scores(queries, keys)
+        turned = apply_rotary(tokens_of(codec.decode(keys)), positions.clip(0), self.table)
+        return plain_scores(queries, turned)
+
+    def mix(self, weights: Array, values: Store, positions: Array, dtype: str) -> Array:
+        """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
+        kv_heads, rows, head_dim]."""
+        codec = self.codecs[1]
+        if codec.blockwise:
+            return codec.mix(weights, values)
+        # What an earlier text left in an empty slot may be no number, and no weight makes that 0.
+        present = jnp.where(positions[:, None, :, None] >= 0, tokens_of(codec.decode(values)), 0)
+        return plain_mix(weights, present.astype(dtype))
+
+    def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
+        """Keys and values of so many units from ``start`` on."""
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), (self.keys, self.values)
+        )
+
+
+def segments(
+    held: LayerCache, before: Rows, length: Rows, marks: Rows, table: RotaryTable | None
+) -> list[Segment]:
+    """A layer's segments, in the order they are walked.
+
+    Args:
+      held: the layer, with a call's tokens appended.
+      before, length: int32[batch], tokens a row without and with the call's.
+      marks: int32[batch], the layer's ``written`` before the call.
+      table: the layer's rotary table.
+    """
+    policy, written = held.policy, jnp.maximum(marks, length)
+    if held.tail is None:
+        stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
+        return [
+            _region(stores, codecs, policy.layout, region, length, written, None, None)
+            for region in policy.layout.regions()
+        ]
+    split, raw = policy.split, policy.raw
+    assert raw is not None
+    table = table if policy.keys.before_rotary else None
+    body = Segment(
+        held.keys, held.values, (policy.keys, policy.values), 0, split.body.slots,
+        lambda units: split.body_positions(length, written, units),
+        lambda start, size: split.body_bounds(length, start, size),
+        lambda near: split.body.occupied(split.flushed(near)),
+        split.block, "body", False, table,
+    )  # fmt: skip
+    tail = held.tail.keys, held.tail.values
+    regions = [
+        _region(tail, raw, split.tail, region, length, written, "raw", table)
+        for region in split.tail.regions()
+    ]
+    if held.strip is not None:
+        old, own = held.strip.tail, _own(held.strip, raw, split.tail.sinks, before, length, table)
+        marks = jnp.maximum(marks, before)
+        last = split.tail.regions()[-1]
+        kept = _region((old.keys, old.values), raw, split.tail, last, before, marks, "raw", table)
+        regions[-1:] = [kept, own]
+    return [body, *regions]
+
+
+def _region(
+    stores: tuple[Store, Store],
+    codecs: tuple[Codec, Codec],
+    layout: Layout,
+    region: Region,
+    length: Rows,
+    written: Rows,
+    part: str | None,
+    table: RotaryTable | None,
+) -> Segment:
+    """One of a layout's regions."""
+    return Segment(
+        *stores, codecs, region.first, region.size,
+        lambda slots: layout.positions(length, written, slots),
+        lambda start, size: layout.bounds(length, start, size),
+        lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
+        1, part, region.capped, table,
+    )  # fmt: skip
+
+
+def _own(
+    strip: Strip,
+    raw: tuple[Codec, Codec],
+    sinks: int,
+    before: Rows,
+    length: Rows,
+    table: RotaryTable | None,
+) -> Segment:
+    """A long call's own tokens, but for sinks, which have been written to slots of their own."""
+
+    def place(units: Array) -> Array:
+        positions = before[:, None] + units
+        return jnp.where((positions >= sinks) & (positions < length[:, None]), positions, -1)
+
+    def span(start: Array, size: int) -> tuple[Array, Array]:
+        last = jnp.minimum(jnp.max(before) + start + size, jnp.max(length)) - 1
+        return jnp.min(before) + start, last
+
+    return Segment(
+        strip.keys, strip.values, raw, 0, strip.keys.shape[2], place, span,
+        lambda near: jnp.max(near - before), 1, "raw", False, table,
+    )  # fmt: skip

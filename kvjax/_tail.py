@@ -1,0 +1,122 @@
+"""Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._tree import state
+from kvjax._typing import Array, KeysValues, Rows
+from kvjax._write import write_rows
+from kvjax.codecs import Store
+from kvjax.policy import CachePolicy
+
+
+@state
+class Tail:
+    """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
+
+    Keys are rotated, or not, as the body's codec wants them.
+    """
+
+    keys: Array
+    values: Array
+
+
+@state
+class Strip:
+    """What queries of a call that is longer than a block see raw, between ``append`` and
+    ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
+    them."""
+
+    tail: Tail
+    keys: Array
+    values: Array
+
+
+Body = tuple[Store, Store]
+"""What the codecs keep of the body's keys and values."""
+
+
+def append_behind(
+    policy: CachePolicy,
+    body: Body,
+    tail: Tail,
+    length: Rows,
+    count: Rows,
+    keys: KeysValues,
+    values: KeysValues,
+) -> tuple[Body, Tail, Strip | None]:
+    """The body, the tail and the strip after a call.
+
+    Args:
+      policy: the layer's, resolved, with a tail.
+      body, tail: before the call.
+      length: int32[batch], tokens before the call.
+      count: int32[batch], how many of ``new`` each row takes.
+      keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
+    """
+    split, raw = policy.split, policy.raw
+    new, batch = keys.shape[2], count.shape[0]
+    fresh = Tail(raw[0].encode(jnp.asarray(keys)), raw[1].encode(jnp.asarray(values)))
+    short = new <= split.block
+    if short:
+        runs = split.tail.runs(length, new)
+        after = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), tail, fresh)
+    else:
+        after = _last_of(split.tail, tail, fresh, length, count)
+
+    start, stop = split.flushed(length), split.flushed(length + count)
+    leaving = -(-new // split.block)
+    ids = start[:, None] + jnp.arange(leaving, dtype=jnp.int32)
+    positions = ids[:, :, None] * split.block + jnp.arange(split.block, dtype=jnp.int32)
+    positions = positions.reshape(batch, -1)
+
+    def encoded() -> Body:
+        slots = split.tail.slot_of(positions)
+        if short:
+            whole = jax.tree.map(lambda x: _taken(x, slots), after)
+        else:
+            index = jnp.where(positions < length[:, None], slots, _behind(tail, positions, length))
+            whole = jax.tree.map(lambda a, b: _taken(_joined(a, b), index), tail, fresh)
+        shape = (*keys.shape[:2], leaving, split.block, keys.shape[3])
+        numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
+        return (
+            policy.keys.encode(numbers[0].reshape(shape)),
+            policy.values.encode(numbers[1].reshape(shape)),
+        )
+
+    if short:
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded))
+        blocks = lax.cond(jnp.any(stop > start), encoded, lambda: nothing)
+    else:
+        blocks = encoded()
+    runs = split.body.runs(start, leaving)
+    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
+    return body, after, None if short else Strip(tail, fresh.keys, fresh.values)
+
+
+def _last_of(ring: Any, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:
+    """The tail after a call that is longer than it may be: each slot's last token."""
+    end = length + count
+    held = ring.positions(end, end, jnp.arange(ring.slots, dtype=jnp.int32))
+    mine = held >= length[:, None]
+    index = jnp.clip(held - length[:, None], 0, fresh.keys.shape[2] - 1)
+    return jax.tree.map(
+        lambda old, x: jnp.where(mine[:, None, :, None], _taken(x, index), old), tail, fresh
+    )
+
+
+def _behind(tail: Tail, positions: Array, length: Rows) -> Array:
+    """Where a call's own tokens stand when its tail stands before them."""
+    return tail.keys.shape[2] + positions - length[:, None]
+
+
+def _joined(a: Array, b: Array) -> Array:
+    return jnp.concatenate([a, b], axis=2)
+
+
+def _taken(x: Array, index: Array) -> Array:
+    """[batch, kv_heads, n, head_dim] of ``x`` at int[batch, n], each row's own."""
+    return jnp.take_along_axis(x, index[:, None, :, None], axis=2, mode="clip")

@@ -1,0 +1,170 @@
+"""Softmax over segments: block by block, merged as it goes, or in one piece."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._segments import Segment
+from kvjax._sight import Sight
+from kvjax._typing import Array, Mixed, Rows
+
+FINE = 128
+"""Tokens of a block where the filled part ends."""
+COARSE = 1024
+"""Tokens of a block elsewhere, at most: large enough that its copy is shared among the CPU's
+threads."""
+NUMBERS = 3 * 2**17
+"""Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
+QUERIES = 256
+"""Queries that walk the blocks together: more of them would see more blocks in vain."""
+_LOWEST = -1e30
+
+Turned = tuple[Mixed, Mixed]
+"""Queries [batch, heads, new, head_dim] at their positions, and capped as the layout's sinks want
+them."""
+
+_Merged = tuple[Array, Array, Array]
+"""Of the blocks so far, float32: the highest score and the sum of weights [batch, kv_heads, rows],
+and the weighted sum of values [batch, kv_heads, rows, head_dim]."""
+
+
+def at_once(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight: Sight) -> Mixed:
+    """Softmax over all slots together."""
+    found = []
+    for segment in parts:
+        units = segment.first + jnp.arange(segment.size, dtype=jnp.int32)
+        positions = segment.positions(units, segment.first)
+        stores = segment.part_of(jnp.int32(segment.first), segment.size)
+        grouped = _grouped(both[1 if segment.capped else 0], kv_heads)
+        found.append((stores, positions, _scored(segment, stores, grouped, positions, sight)))
+    scores = jnp.concatenate([scores for _, _, (scores, _) in found], axis=-1)
+    seen = jnp.concatenate([seen for _, _, (_, seen) in found], axis=-1)
+    highest = lax.stop_gradient(jnp.where(seen, scores, _LOWEST).max(-1, keepdims=True))
+    total, mixed = 0.0, 0.0
+    for segment, (stores, positions, (scores, seen)) in zip(parts, found, strict=True):
+        weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
+        total += weights.sum(-1, keepdims=True)
+        mixed += segment.mix(weights, stores[1], positions, both[0].dtype.name)
+    mixed = jnp.asarray(mixed) / jnp.where(total == 0, 1.0, total)
+    return mixed.reshape(both[0].shape).astype(both[0].dtype)
+
+
+def blockwise(
+    both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight: Sight
+) -> Mixed:
+    """Softmax block by block, for some queries at a time."""
+    # The same queries twice are carried once.
+    kinds = both[:1] if both[0] is both[1] else both
+    new = both[0].shape[2]
+    whole = new // QUERIES * QUERIES if new > QUERIES else 0
+
+    def some(part: tuple[tuple[Array, ...], Array]) -> Array:
+        turned, at = part
+        kinds = turned[0], turned[-1]
+        return _walk(kinds, kv_heads, parts, length, replace(sight, queries=at))
+
+    mixed = []
+    if whole:
+        split = tuple(
+            jnp.stack(jnp.split(x[:, :, :whole], whole // QUERIES, axis=2)) for x in kinds
+        )
+        at = jnp.stack(jnp.split(sight.queries[:, :whole], whole // QUERIES, axis=1))
+        mixed = list(lax.map(some, (split, at)))
+    if whole < new:
+        rest = tuple(x[:, :, whole:] for x in kinds)
+        mixed.append(some((rest, sight.queries[:, whole:])))
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2)
+
+
+def _walk(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight: Sight) -> Mixed:
+    """The segments, one after the other."""
+    grouped = [_grouped(queries, kv_heads) for queries in both]
+    rows = grouped[0].shape[:-1]
+    merged = (
+        jnp.full(rows, _LOWEST, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(grouped[0].shape, jnp.float32),
+    )
+    for segment in parts:
+        merged = _walk_segment(merged, segment, grouped[1 if segment.capped else 0], length, sight)
+    _, total, mixed = merged
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return mixed.reshape(both[0].shape).astype(both[0].dtype)
+
+
+def _walk_segment(
+    merged: _Merged, segment: Segment, grouped: Array, length: Rows, sight: Sight
+) -> _Merged:
+    """Coarse blocks up to where all is filled, fine ones after that."""
+    stop = segment.first + segment.size
+    if segment.part == "raw" and segment.size <= 2 * FINE:
+        fine = coarse = segment.size
+    else:
+        numbers = grouped.shape[0] * grouped.shape[1] * grouped.shape[3]
+        fine, coarse = _block_sizes(segment.size, segment.unit, numbers)
+
+    def visit(start: Array, size: int, merged: _Merged) -> _Merged:
+        # A last block that would pass the end is moved down; what it shares is not seen twice.
+        origin = jnp.minimum(start, stop - size)
+        units = origin + jnp.arange(size, dtype=jnp.int32)
+        positions = segment.positions(units, start)
+        stores = segment.part_of(origin, size)
+        scores, seen = _scored(segment, stores, grouped, positions, sight)
+        highest, total, mixed = merged
+        scores = jnp.where(seen, scores, _LOWEST)
+        new_highest = jnp.maximum(highest, scores.max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
+        shrink = jnp.exp(highest - new_highest)
+        total = total * shrink + weights.sum(-1)
+        more = segment.mix(weights, stores[1], positions, grouped.dtype.name)
+        return new_highest, total, mixed * shrink[..., None] + more
+
+    def walk(merged: _Merged, first: Array, blocks: int, size: int, end: Array) -> _Merged:
+        def one(carry: tuple[Array, _Merged], _: None) -> tuple[tuple[Array, _Merged], None]:
+            start, merged = carry
+            wanted = (start < end) & sight.reaches(*segment.span(start, size), segment.part)
+            merged = lax.cond(wanted, lambda m: visit(start, size, m), lambda m: m, merged)
+            return (start + size, merged), None
+
+        # The start is carried: a list of starts would be memory that grows with the capacity.
+        step = jax.checkpoint(one, prevent_cse=False)
+        return lax.scan(step, (first, merged), length=blocks)[0][1]
+
+    begin = jnp.int32(segment.first)
+    if coarse == fine:
+        return walk(merged, begin, -(-segment.size // fine), fine, jnp.int32(stop))
+    # Tokens behind the last of these queries need not be walked to.
+    near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
+    filled = jnp.clip(segment.filled(near), 0, segment.size) // coarse * coarse
+    merged = walk(merged, begin, segment.size // coarse, coarse, begin + filled)
+    return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
+
+
+def _scored(
+    segment: Segment, stores: tuple, grouped: Array, positions: Array, sight: Sight
+) -> tuple[Array, Array]:
+    """Scores float32[batch, kv_heads, rows, tokens], and which count, in the same shape."""
+    batch, kv_heads, rows, _ = grouped.shape
+    new = sight.queries.shape[1]
+    products = segment.scores(grouped, stores[0], positions)
+    products = products.reshape(batch, kv_heads, rows // new, new, -1)
+    scores, seen = sight.scores(products, positions, part=segment.part, capped=segment.capped)
+    shape = (batch, kv_heads, rows, positions.shape[1])
+    return scores.reshape(shape), jnp.broadcast_to(seen, products.shape).reshape(shape)
+
+
+def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
+    """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
+    numbers each: a coarse block is at most a quarter of them."""
+    fine = min(max(FINE // unit, 1), size)
+    tokens = min(COARSE, max(NUMBERS // numbers, FINE))
+    most = max(min(tokens // unit, size // 4), 1)
+    return fine, max(fine, 1 << most.bit_length() - 1)
+
+
+def _grouped(queries: Mixed, kv_heads: int) -> Array:
+    """Queries [batch, heads, new, head_dim] as [batch, kv_heads, group * new, head_dim]."""
+    batch, heads, new, head_dim = queries.shape
+    return queries.reshape(batch, kv_heads, heads // kv_heads * new, head_dim)

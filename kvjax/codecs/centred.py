@@ -1,0 +1,80 @@
+"""The mean of each channel taken out first."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.codecs._groups import finite
+from kvjax.codecs._wrapping import Wrapping
+from kvjax.codecs.codec import Store, product
+from kvjax.codecs.raw import Raw
+
+
+class CentredStore(NamedTuple):
+    """A store: the ``mean`` of each channel over a block's tokens, in 16 bits, and the rest."""
+
+    mean: Array
+    rest: Store
+
+
+@dataclass(frozen=True)
+class Centred(Wrapping):
+    """Store each channel's mean over a block in 16 bits, and what is left of the numbers as
+    ``codec`` does: for keys with large biases (Qwen 2), which would take up all the codes of a
+    group that spans channels. Their bias is part of the mean, whatever the model calls it.
+
+    Products with the mean are made once a block, not once a token.
+    """
+
+    means: Raw | None = None
+
+    def resolve(self, model_dtype: str | None, platform: str) -> "Centred":
+        """Fix the dtypes."""
+        codec = self.inner.resolve(model_dtype, platform)
+        usual = "float16" if codec.dtype == "float16" else "bfloat16"
+        return Centred(codec, (self.means or Raw()).resolve(usual, platform))
+
+    def empty(self, shape: tuple[int, ...]) -> CentredStore:
+        """A zeroed store."""
+        means = self._means.empty((*shape[:-2], 1, shape[-1]))
+        return CentredStore(means, self.inner.empty(shape))
+
+    def encode(self, x: Array) -> CentredStore:
+        """Means, and the wrapped codec's store of what is left."""
+        x = finite(x)
+        mean = self._means.encode(jnp.mean(x, axis=-2, keepdims=True))
+        rest = x - self._means.decode(mean).astype(jnp.float32)
+        return CentredStore(mean, self.inner.encode(rest))
+
+    def decode(self, store: CentredStore) -> Array:
+        """Numbers with their means."""
+        rest = self.inner.decode(store.rest)
+        return (rest.astype(jnp.float32) + self._wide(store)).astype(rest.dtype)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the store of blocks of ``shape``."""
+        return self._means.nbytes((*shape[:-2], 1, shape[-1])) + self.inner.nbytes(shape)
+
+    def scores(self, queries: Array, store: CentredStore) -> Array:
+        """Scores with what is left, and with a block's mean for all of its tokens."""
+        scores = self.inner.scores(queries, store.rest)
+        mean = self._wide(store)[..., 0, :].astype(queries.dtype)
+        shared = product("bhqd,bhnd->bhqn", queries, mean)
+        return scores + jnp.repeat(shared, scores.shape[-1] // shared.shape[-1], axis=-1)
+
+    def mix(self, weights: Array, store: CentredStore) -> Array:
+        """What is left, mixed, and each block's mean times its weights."""
+        mean = self._wide(store)[..., 0, :]
+        blocks = weights.reshape(*weights.shape[:-1], mean.shape[2], -1).sum(-1)
+        return product("bhqn,bhnd->bhqd", blocks, mean) + self.inner.mix(weights, store.rest)
+
+    def _wide(self, store: CentredStore) -> Array:
+        return self._means.decode(store.mean).astype(jnp.float32)
+
+    @property
+    def _means(self) -> Raw:
+        if self.means is None:
+            raise ValueError(f"{self} has no dtype for its means yet: resolve gives it one")
+        return self.means

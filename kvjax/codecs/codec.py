@@ -1,0 +1,80 @@
+"""What a codec answers: how numbers are stored, and how attention reads them."""
+
+from abc import abstractmethod
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Store = Any
+"""A pytree of arrays [batch, ...]: what a codec keeps, units or blocks of tokens on axis 2."""
+
+
+class Codec(Protocol):
+    """A codec. Frozen, hashable, and static.
+
+    ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
+    share scales, so that whole blocks are encoded, and stand behind a tail; without it every
+    number stands alone. ``before_rotary``: keys are stored unrotated and turned when they are read.
+
+    Shapes: numbers of a blockwise codec are [batch, kv_heads, blocks, block, head_dim]; their
+    store's leaves have the blocks on axis 2, and the batch on axis 0.
+    """
+
+    @property
+    def dtype(self) -> str | None: ...
+    @property
+    def blockwise(self) -> bool: ...
+    @property
+    def before_rotary(self) -> bool: ...
+
+    @abstractmethod
+    def resolve(self, model_dtype: str | None, platform: str) -> "Codec":
+        """Fix what was left open, from the model's dtype and the platform."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...]) -> Store:
+        """A zeroed store for numbers of ``shape``; a ``ValueError`` where it can't hold them."""
+
+    @abstractmethod
+    def encode(self, x: Array) -> Store:
+        """Numbers to their stored form."""
+
+    @abstractmethod
+    def decode(self, store: Store) -> Array:
+        """The stored form back to numbers in ``dtype``."""
+
+    @abstractmethod
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the store of numbers of ``shape``."""
+
+    @abstractmethod
+    def scores(self, queries: Array, store: Store) -> Array:
+        """Queries [batch, kv_heads, rows, head_dim] times stored keys, which need not be decoded
+        for it: float32[batch, kv_heads, rows, tokens]."""
+
+    @abstractmethod
+    def mix(self, weights: Array, store: Store) -> Array:
+        """Weights [batch, kv_heads, rows, tokens] times stored values:
+        float32[batch, kv_heads, rows, head_dim]."""
+
+
+def tokens_of(numbers: Array) -> Array:
+    """[batch, kv_heads, blocks, block, head_dim], or without blocks, as [batch, kv_heads, tokens,
+    head_dim]."""
+    return numbers.reshape(*numbers.shape[:2], -1, numbers.shape[-1])
+
+
+def product(form: str, a: Array, b: Array) -> Array:
+    """``einsum``, summed in float32."""
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+
+def plain_scores(queries: Array, keys: Array) -> Array:
+    """Scores with keys as numbers: see ``Codec.scores``."""
+    return product("bhqd,bhkd->bhqk", queries, tokens_of(keys).astype(queries.dtype))
+
+
+def plain_mix(weights: Array, values: Array) -> Array:
+    """A mixture of values as numbers: see ``Codec.mix``."""
+    return product("bhqk,bhkd->bhqd", weights.astype(values.dtype), tokens_of(values))

@@ -1,0 +1,109 @@
+"""The codec that stores floats of 8 bits."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from kvjax.codecs._groups import Groups, finite, rounded
+from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs.integer import undifferentiable
+from kvjax.codecs.raw import Raw
+
+KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
+class Scaled(NamedTuple):
+    """A store: ``bits`` uint8 in the shape of the numbers, and the ``scale`` of each group, in 16
+    bits."""
+
+    bits: Array
+    scale: Array
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Store numbers as floats of 8 bits times a 16-bit scale a group (Micikevicius et al.,
+    arXiv:2209.05433): small numbers of a group keep their own precision.
+
+    The largest magnitude of a group becomes the largest float; scales are each block's own, and
+    never those of the first tokens. ``kind``: ``"e4m3"`` (relative error 1 / 16) or ``"e5m2"``
+    (1 / 8, of a wider range). ``per`` and ``group``: see ``Groups``. ``scales``, ``dtype``: as in
+    ``Integer``.
+    """
+
+    kind: str = "e4m3"
+    per: str = "token"
+    group: int | None = None
+    scales: Raw | None = None
+    dtype: str | None = None
+
+    blockwise = True
+    before_rotary = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: there are {', '.join(KINDS)}")
+        self.groups.__post_init__()
+        if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
+            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+
+    @property
+    def groups(self) -> Groups:
+        """Which numbers share a scale."""
+        return Groups(self.per, self.group)
+
+    def resolve(self, model_dtype: str | None, platform: str) -> "Float8":
+        """Fix the dtypes."""
+        dtype = Raw(self.dtype).resolve(model_dtype, platform).dtype
+        usual = "float16" if dtype == "float16" else "bfloat16"
+        scales = (self.scales or Raw()).resolve(usual, platform)
+        return replace(self, scales=scales, dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...]) -> Scaled:
+        """A zeroed store for blocks of ``shape``; a ``ValueError`` where a group does not fit."""
+        scale = self._scales.empty(self.groups.scale_shape(shape))
+        return Scaled(jnp.zeros(shape, jnp.uint8), scale)
+
+    def encode(self, x: Array) -> Scaled:
+        """Blocks [..., block, head_dim] to 8 bits. What is no number counts as 0."""
+        x = self.groups.split(undifferentiable(finite(x)))
+        kind, axes = jnp.dtype(KINDS[self.kind]), self.groups.axes(x.ndim)
+        top = float(jnp.finfo(kind).max)
+        largest = jnp.max(jnp.abs(x), axes, keepdims=True)
+        scale = rounded(largest / top, self._scales.dtype or "", up=True)
+        small = jnp.clip(x / jnp.where(scale == 0, 1.0, scale), -top, top).astype(kind)
+        bits = lax.bitcast_convert_type(self.groups.join(small), jnp.uint8)
+        return Scaled(bits, self._scales.encode(self.groups.pack(scale)))
+
+    def decode(self, store: Scaled) -> Array:
+        """Numbers in ``dtype``."""
+        return self.wide(store).astype(self.dtype)
+
+    def wide(self, store: Scaled) -> Array:
+        """Numbers in float32."""
+        floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
+        split = self.groups.split(floats.astype(jnp.float32))
+        scale = self.groups.unpack(self._scales.decode(store.scale).astype(jnp.float32))
+        return self.groups.join(split * scale)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the store of blocks of ``shape``."""
+        return math.prod(shape) + 2 * math.prod(self.groups.scale_shape(shape))
+
+    def scores(self, queries: Array, store: Scaled) -> Array:
+        """Queries times keys, decoded here."""
+        return plain_scores(queries, self.wide(store))
+
+    def mix(self, weights: Array, store: Scaled) -> Array:
+        """Weights times values, decoded here."""
+        return plain_mix(weights, self.wide(store))
+
+    @property
+    def _scales(self) -> Raw:
+        if self.scales is None:
+            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
+        return self.scales

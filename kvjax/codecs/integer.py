@@ -1,0 +1,203 @@
+"""Codecs that store whole numbers of 1 to 8 bits, with scales in 16."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.codecs._groups import Groups, finite, rounded
+from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
+from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs.raw import Raw
+
+BITS = (1, 2, 3, 4, 8)
+
+
+class Packed(NamedTuple):
+    """A store: packed ``codes`` uint8[batch, kv_heads, blocks, block * bits / 8, head_dim], and of
+    each group its ``scale`` and, if it has one, its ``zero``, in 16 bits."""
+
+    codes: Array
+    scale: Array
+    zero: Array | None
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Store numbers as codes of ``bits`` bits, with a 16-bit scale a group.
+
+    With a zero point a number is ``zero + scale * code``, from the smallest of its group to the
+    largest, as in KIVI (Liu et al., arXiv:2402.02750). Without one it is
+    ``scale * (code - middle)``, up to the largest magnitude of its group; at 8 bits the middle is
+    itself a code, at fewer it lies between two, so that none is wasted. Scales are rounded up and
+    zero points down, so no number is further than half a scale from what it was. With one bit, the
+    two values are the group's mean plus and minus its mean deviation.
+
+    ``bits``: 1, 2, 3, 4 or 8. ``per``: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``, and
+    ``group``, the numbers that share a scale along a token's channels or a channel's tokens (None:
+    all, up to 64); see ``Groups``. ``zero_point``: whether groups have one. ``scales``: ``Raw`` of
+    the 16-bit dtype of scales and zero points; None is float16 where the model is, and else
+    bfloat16, which has float32's range. ``dtype``: what ``decode`` gives; None is the model's.
+    """
+
+    bits: int
+    per: str = "token"
+    group: int | None = None
+    zero_point: bool = False
+    scales: Raw | None = None
+    dtype: str | None = None
+
+    blockwise = True
+    before_rotary = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
+        self.groups.__post_init__()
+        if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
+            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+
+    @property
+    def groups(self) -> Groups:
+        """Which numbers share a scale."""
+        return Groups(self.per, self.group)
+
+    def resolve(self, model_dtype: str | None, platform: str) -> "Integer":
+        """Fix the dtypes."""
+        dtype = Raw(self.dtype).resolve(model_dtype, platform).dtype
+        usual = "float16" if dtype == "float16" else "bfloat16"
+        scales = (self.scales or Raw()).resolve(usual, platform)
+        return replace(self, scales=scales, dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...]) -> Packed:
+        """A zeroed store for blocks of ``shape``.
+
+        Raises:
+          ValueError: if a group does not divide the block or head_dim, or the block is not a
+            multiple of 8 tokens.
+        """
+        if shape[-2] % MULTIPLE:
+            raise ValueError(f"a block of {shape[-2]} tokens: packed codes need a multiple of 8")
+        packed = (*shape[:-2], packed_rows(shape[-2], self.bits), shape[-1])
+        scale = self._scales.empty(self.groups.scale_shape(shape))
+        zero = self._scales.empty(self.groups.scale_shape(shape)) if self.zero_point else None
+        return Packed(jnp.zeros(packed, jnp.uint8), scale, zero)
+
+    def encode(self, x: Array) -> Packed:
+        """Blocks [..., block, head_dim] to codes. What is no number counts as 0."""
+        x = self.groups.split(undifferentiable(finite(x)))
+        return self.store(x, *self.fit(x))
+
+    def fit(self, x: Array) -> tuple[Array, Array]:
+        """Scales and zero points of split numbers, as numbers that 16 bits hold."""
+        axes, kind = self.groups.axes(x.ndim), self._scales.dtype
+        if self.bits == 1:
+            return self._fit_one_bit(x, axes, kind)
+        if self.zero_point:
+            zero = rounded(jnp.min(x, axes, keepdims=True), kind, up=False)
+            reach = jnp.max(x, axes, keepdims=True) - zero
+            return rounded(reach / self._levels, kind, up=True), zero
+        largest = jnp.max(jnp.abs(x), axes, keepdims=True)
+        scale = rounded(largest / (self._levels / 2), kind, up=True)
+        return scale, -scale * self._middle
+
+    def _fit_one_bit(self, x: Array, axes: tuple[int, ...], kind: Any) -> tuple[Array, Array]:
+        mean = jnp.mean(x, axes, keepdims=True) if self.zero_point else jnp.zeros((), x.dtype)
+        spread = jnp.mean(jnp.abs(x - mean), axes, keepdims=True)
+        scale = rounded(2 * spread, kind, up=True)
+        return scale, rounded(mean - scale / 2, kind, up=False) if self.zero_point else -scale / 2
+
+    def store(self, x: Array, scale: Array, zero: Array) -> Packed:
+        """The store of split numbers under scales and zero points of ``fit``."""
+        codes = pack(self.groups.join(self.codes(x, scale, zero)).astype(jnp.uint8), self.bits)
+        scales, groups = self._scales, self.groups
+        kept = scales.encode(groups.pack(zero)) if self.zero_point else None
+        return Packed(codes, scales.encode(groups.pack(scale)), kept)
+
+    def codes(self, x: Array, scale: Array, zero: Array) -> Array:
+        """The nearest codes, as float32."""
+        step = jnp.where(scale == 0, 1.0, scale)
+        # No product stands beside a sum here: a compiler may join them, in one program and not in
+        # another, and a code would depend on how the text was cut.
+        whole = (x - zero) / step if self.zero_point else x / step + self._middle
+        return jnp.clip(jnp.round(whole), self._lowest, 2**self.bits - 1)
+
+    def decode(self, store: Packed) -> Array:
+        """Numbers in ``dtype``."""
+        return self.wide(store).astype(self.dtype)
+
+    def wide(self, store: Packed) -> Array:
+        """Numbers in float32."""
+        codes = unpack(store.codes, self.bits).astype(jnp.float32)
+        split, scales = self.groups.split(codes), self._scales
+        scale = self.groups.unpack(scales.decode(store.scale).astype(jnp.float32))
+        if store.zero is None:
+            return self.groups.join((split - self._middle) * scale)
+        zero = self.groups.unpack(scales.decode(store.zero).astype(jnp.float32))
+        return self.groups.join(split * scale + zero)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the store of blocks of ``shape``."""
+        scales = math.prod(self.groups.scale_shape(shape)) * (2 if self.zero_point else 1)
+        return math.prod(shape[:-2]) * packed_rows(shape[-2], self.bits) * shape[-1] + 2 * scales
+
+    def scores(self, queries: Array, store: Packed) -> Array:
+        """Queries times keys, decoded here."""
+        return plain_scores(queries, self.wide(store))
+
+    def mix(self, weights: Array, store: Packed) -> Array:
+        """Weights times values, decoded here."""
+        return plain_mix(weights, self.wide(store))
+
+    @property
+    def _scales(self) -> Raw:
+        if self.scales is None:
+            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
+        return self.scales
+
+    @property
+    def _levels(self) -> int:
+        """Steps between the lowest and the highest code."""
+        return 2**self.bits - 1 - self._lowest
+
+    @property
+    def _lowest(self) -> int:
+        """The lowest code: without a zero point, 8 bits are symmetric about one of theirs."""
+        return 1 if self.bits == 8 and not self.zero_point else 0
+
+    @property
+    def _middle(self) -> float:
+        """The code of 0 without a zero point."""
+        return self._lowest + self._levels / 2
+
+
+def _of_bits(bits: int) -> Any:
+    def codec(
+        per: str = "token", group: int | None = None, *, zero_point: bool = False,
+        scales: Raw | None = None,
+    ) -> Integer:  # fmt: skip
+        return Integer(bits, per, group, zero_point, scales)
+
+    codec.__name__ = codec.__qualname__ = f"Int{bits}"
+    codec.__doc__ = f"``Integer`` with {bits} bits a number: see there."
+    return codec
+
+
+Int8, Int4, Int3, Int2, Int1 = (_of_bits(bits) for bits in (8, 4, 3, 2, 1))
+
+
+@jax.custom_jvp
+def undifferentiable(x: Array) -> Array:
+    """``x``; asked for its gradient, it says why there is none."""
+    return x
+
+
+@undifferentiable.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "no gradient passes through a quantized cache (its codes are whole numbers): use a raw "
+        "one to differentiate"
+    )

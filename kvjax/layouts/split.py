@@ -1,0 +1,84 @@
+"""How the tokens of a layer are divided between a raw tail and a body of encoded blocks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.layouts.layout import Layout
+from kvjax.layouts.ring import Ring
+
+Counts = Int[Array, " batch"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule of sight: the query at position ``p`` sees its own block and the ``recent`` blocks
+    before it raw, and everything older as its codec gives it back.
+
+    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks.
+
+    The first tokens that a ring keeps for ever stay raw as well. A block is encoded when the first
+    query that is not to see it raw comes; by then the tail has held it whole. What stands in the
+    body follows from the row's length alone, and what is there too early, after a rewind, no query
+    sees.
+    """
+
+    layout: Any
+    block: int
+    recent: int
+
+    @property
+    def tail(self) -> Ring:
+        """Slots of the newest tokens. One block more than queries see, so that a call of a block
+        overwrites nothing that its own queries see, and a block can be taken back."""
+        return Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
+
+    @property
+    def body(self) -> Layout:
+        """Slots of blocks."""
+        return self.layout.in_blocks(self.block, self.recent)
+
+    def flushed(self, tokens: Counts) -> Counts:
+        """Blocks that have left the tail, where the text has so many tokens."""
+        return jnp.maximum((tokens - 1) // self.block - self.recent, 0)
+
+    def raw_from(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The first position that queries at ``positions`` see raw."""
+        return jnp.maximum(positions // self.block - self.recent, 0) * self.block
+
+    def body_positions(
+        self, length: Counts, written: Counts, blocks: Int[Array, " blocks"]
+    ) -> Int[Array, "batch tokens"]:
+        """The positions of the tokens in the body's slots ``blocks``, a row; -1 where a slot is
+        empty, or holds what is no longer part of the text."""
+        ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
+        tokens = ids[:, :, None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        return jnp.where(ids[:, :, None] >= 0, tokens, -1).reshape(ids.shape[0], -1)
+
+    def body_bounds(
+        self, length: Counts, start: Int[Array, ""] | int, size: int
+    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Lowest and highest position in so many of the body's slots; see ``Layout.bounds``."""
+        low, high = self.body.bounds(self.flushed(length), start, size)
+        return low * self.block, (high + 1) * self.block - 1
+
+    def positions(
+        self, length: Counts, written: Counts, slots: Int[Array, " tokens"]
+    ) -> Int[Array, "batch tokens"]:
+        """``body_positions`` of whole blocks, ``slots`` being counted in tokens."""
+        return self.body_positions(length, written, slots[:: self.block] // self.block)
+
+    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+        """Where the body has a position, counted in tokens, if it has it at all."""
+        slot = self.body.slot_of(positions // self.block)
+        return slot * self.block + positions % self.block
+
+    def rewindable(self, length: Counts, written: Counts) -> Counts:
+        """How many of its newest tokens each row can forget: at least a block, for the tail still
+        has what the next query sees raw, and the block that it makes leave."""
+        kept = written - self.tail.slots + self.layout.sinks  # the tail's ring has it from here on
+        blocks = -(-kept // self.block) + self.recent
+        least = jnp.where(kept > 0, blocks * self.block + 1, 0)
+        return jnp.minimum(jnp.maximum(length - least, 0), self.layout.rewindable(length, written))

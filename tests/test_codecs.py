@@ -1,0 +1,294 @@
+"""Codecs by themselves: packing, bytes, error bounds, and what attention asks of them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from matrix import CODECS
+
+import kvjax
+from kvjax._tree import tree_bytes
+from kvjax.codecs._groups import rounded
+from kvjax.codecs._packing import pack, packed_rows, unpack
+
+BLOCK, DIM = 64, 64
+BITS = (1, 2, 3, 4, 8)
+GROUPS = [("token", None), ("token", 16), ("channel", None), ("channel", 32), ("head", None),
+          ("tensor", None)]  # fmt: skip
+
+
+def resolved(codec, dtype="float32"):
+    return codec.resolve(dtype, jax.default_backend())
+
+
+def blocks(seed=0, batch=2, heads=2, count=3, block=BLOCK, dim=DIM):
+    """Numbers as keys are: channels of their own scale and mean, some tokens far off."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(batch, heads, count, block, dim))
+    x = x * np.exp(random.normal(size=(1, heads, 1, 1, dim))) + random.normal(size=dim)
+    x[..., 5, :] *= 20
+    return x.astype(np.float32)
+
+
+@given(st.sampled_from(BITS), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_packing_round_trips(bits, eights, width, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (2, 8 * eights, width), np.uint8)
+    packed = pack(jnp.asarray(codes), bits)
+    assert packed.dtype == jnp.uint8
+    assert packed.shape == (2, packed_rows(8 * eights, bits), width)
+    assert packed.size * 8 == codes.size * bits
+    assert np.array_equal(np.asarray(unpack(packed, bits)), codes)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@given(x=hnp.arrays(np.float32, 20, elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)))
+def test_rounding_to_16_bits_goes_one_way(dtype, x):
+    largest = float(jnp.finfo(dtype).max)
+    x = np.clip(x, -largest, largest)
+    x[np.abs(x) < 1e-37] = 0  # a CPU takes numbers this small for 0
+    for up in (True, False):
+        found = np.asarray(rounded(jnp.asarray(x), dtype, up=up))
+        assert np.array_equal(found, found.astype(jnp.dtype(dtype)).astype(np.float32))
+        assert np.all(found >= x) if up else np.all(found <= x)
+        step = np.maximum(np.abs(x) * float(jnp.finfo(dtype).eps), 1e-7)
+        assert np.all(np.abs(found - x) <= step)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bytes_are_those_of_the_store(name, dtype):
+    codec = resolved(CODECS[name], dtype)
+    shape = (2, 2, 3, 8, 8)
+    empty = codec.empty(shape)
+    encoded = jax.eval_shape(lambda: codec.encode(jnp.zeros(shape, dtype)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), encoded
+    )
+    assert codec.nbytes(shape) == tree_bytes(empty)
+    assert codec.decode(empty).dtype == jnp.dtype(dtype)
+    assert codec.decode(empty).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("codec", "percent"),
+    [
+        (kvjax.Int8(), 51.6), (kvjax.Int4(), 26.6), (kvjax.Int2(), 14.1),
+        (kvjax.Int8("channel"), 51.6), (kvjax.Int4("channel"), 26.6),
+        (kvjax.Int2("channel"), 14.1), (kvjax.Int4(zero_point=True), 28.1),
+        (kvjax.Int2("channel", zero_point=True), 15.6), (kvjax.Int3(), 20.3),
+        (kvjax.Int1(), 7.8), (kvjax.Float8(), 51.6),
+    ],
+)  # fmt: skip
+def test_a_group_of_64_takes_its_bits_and_its_scale(codec, percent):
+    shape = (1, 2, 16, BLOCK, DIM)
+    raw = kvjax.Raw("bfloat16").nbytes(shape)
+    assert round(100 * resolved(codec, "bfloat16").nbytes(shape) / raw, 1) == percent
+
+
+def scale_of(codec, store):
+    """Each number's scale."""
+    scale = codec.groups.unpack(codec.scales.decode(store.scale).astype(jnp.float32))
+    shape = codec.groups.split(jnp.zeros((1, 1, 1, BLOCK, DIM))).shape[-4:]
+    return np.asarray(codec.groups.join(jnp.broadcast_to(scale, (*scale.shape[:-4], *shape))))
+
+
+def empty(codec, shape=(1, 1, 1, 64, 64)):
+    return resolved(codec).empty(shape)
+
+
+KINDS = ("normal", "outliers", "constant", "zeros", "subnormal", "offset", "huge", "steps")
+
+
+def numbers(kind, seed):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(1, 2, 1, BLOCK, DIM))
+    if kind == "outliers":
+        x[random.random(x.shape) < 0.01] *= 1e4
+    if kind in ("constant", "zeros"):
+        x = np.full(x.shape, 0.0 if kind == "zeros" else random.normal())
+    factor = {"subnormal": 1e-40, "huge": 1e35}.get(kind, 1.0)
+    offset = {"offset": 300.0}.get(kind, 0.0)
+    return (np.round(x) if kind == "steps" else x * factor + offset).astype(np.float32)
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+@given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
+def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, seed):
+    codec = resolved(kvjax.Integer(bits, *group, zero_point=zero_point))
+    x = numbers(kind, seed)
+    store = codec.encode(jnp.asarray(x))
+    found, scale = np.asarray(codec.decode(store)), scale_of(codec, store)
+    error = np.abs(found - x)
+    tiny = 1e-36 + 1e-6 * np.abs(x)
+    if bits > 1:
+        assert np.all(error <= scale / 2 * (1 + 1e-6) + tiny)
+    else:  # two values, about the mean: as a whole they are nearer than the mean alone
+        axes = tuple(range(x.ndim))
+        mean = x.mean(axes, keepdims=True) if zero_point else 0.0
+        if group[0] == "tensor":
+            bound = ((x - mean) ** 2).mean() * 1.02 + (0.01 * np.abs(x).max()) ** 2 + 1e-30
+            assert (error.astype(np.float64) ** 2).mean() <= bound or kind == "huge"
+    if kind == "zeros":
+        assert np.all(found == 0)
+    if kind == "constant":
+        assert np.all(error <= np.abs(x) / 100)
+
+
+@pytest.mark.parametrize(("kind", "relative", "least"), [("e4m3", 2**-4, 2**-10), ("e5m2", 2**-3, 2**-17)])  # fmt: skip
+@given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
+def test_float8_keeps_small_numbers_precision(kind, relative, least, group, shape, seed):
+    codec = resolved(kvjax.Float8(kind, *group))
+    x = numbers(shape, seed)
+    store = codec.encode(jnp.asarray(x))
+    found, scale = np.asarray(codec.decode(store)), scale_of(codec, store)
+    assert np.all(np.abs(found - x) <= np.maximum(relative * np.abs(x), least * scale) + 1e-36)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_no_number_is_stored_as_one(name):
+    codec = resolved(CODECS[name])
+    x = blocks(block=8, dim=8)
+    x[0, 0, 0, 0, :3] = np.nan, np.inf, -np.inf
+    assert np.all(np.isfinite(np.asarray(codec.decode(codec.encode(jnp.asarray(x))))))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_products_are_those_of_the_decoded_numbers(name):
+    codec = resolved(CODECS[name])
+    random = np.random.default_rng(1)
+    store = jax.jit(codec.encode)(jnp.asarray(blocks(block=8, dim=8)))
+    plain = np.asarray(codec.decode(store), np.float64).reshape(2, 2, 24, 8)
+    queries = random.normal(size=(2, 2, 5, 8)).astype(np.float32)
+    weights = random.random(size=(2, 2, 5, 24)).astype(np.float32)
+    for found, wanted in (
+        (codec.scores(jnp.asarray(queries), store), queries @ plain.swapaxes(2, 3)),
+        (codec.mix(jnp.asarray(weights), store), weights @ plain),
+    ):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(found), wanted, atol=2e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_block_is_stored_alike_in_any_company(name):
+    """One by one, all together, in other batches, compiled or not: the same bytes."""
+    codec, x = resolved(CODECS[name]), jnp.asarray(blocks(count=5, block=16, dim=8))
+    whole = jax.tree.leaves(jax.jit(codec.encode)(x))
+    for size, batch in itertools.product((1, 2), (1, 2)):
+        encode = jax.jit(codec.encode)
+        for start in range(0, 5 - size + 1):
+            part = jax.tree.leaves(encode(x[:batch, :, start : start + size]))
+            for a, b in zip(whole, part, strict=True):
+                wanted = np.asarray(a)[:batch, :, start : start + size]
+                assert np.array_equal(wanted, np.asarray(b))
+
+
+def test_the_half_quadratic_search_lowers_the_error_it_is_for():
+    x = jnp.asarray(blocks())
+    for per in ("token", "channel"):
+        codec = resolved(kvjax.Int2(per, zero_point=True))
+        searched = kvjax.HalfQuadratic(codec)
+        errors = [
+            np.abs(np.asarray(c.decode(c.encode(x))) - np.asarray(x)) ** 0.7
+            for c in (codec, searched)
+        ]
+        axis = -1 if per == "token" else -2
+        plain, better = (error.mean(axis) for error in errors)
+        assert np.all(better <= plain * (1 + 1e-5)) and better.mean() < 0.97 * plain.mean()
+
+
+def test_a_rotation_spreads_outliers():
+    x = np.random.default_rng(0).normal(size=(1, 2, 4, BLOCK, DIM)).astype(np.float32)
+    x[..., 7] *= 50
+    plain = resolved(kvjax.Int4())
+    rotated = kvjax.Rotated(plain)
+    errors = [
+        float(jnp.mean((c.decode(c.encode(jnp.asarray(x))) - x) ** 2)) for c in (plain, rotated)
+    ]
+    assert errors[1] < errors[0] / 3
+
+
+@pytest.mark.parametrize("dim", [6, 8, 12, 80, 128])
+def test_a_rotation_keeps_products(dim):
+    codec = resolved(kvjax.Rotated(kvjax.Float8(), seed=3))
+    x = np.random.default_rng(0).normal(size=(1, 1, 1, 8, dim)).astype(np.float32)
+    mixed = np.asarray(codec._mixed(jnp.asarray(x)))
+    back = np.asarray(codec._unmixed(jnp.asarray(mixed)))
+    np.testing.assert_allclose(back, x, atol=1e-5)
+    queries = np.random.default_rng(1).normal(size=(1, 1, 1, 3, dim)).astype(np.float32)
+    turned = queries @ codec._matrices(dim)[0]
+    np.testing.assert_allclose(
+        turned @ mixed.swapaxes(-1, -2), queries @ x.swapaxes(-1, -2), atol=1e-4
+    )
+
+
+def test_plain_functions_on_any_array():
+    x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
+    for codec in (kvjax.Int8(), kvjax.Int4("channel", zero_point=True), kvjax.Raw()):
+        keys, values = kvjax.quantize_kv(x, 2 * x, codec)
+        k, v = kvjax.dequantize_kv(keys, values)
+        assert k.shape == v.shape == x.shape and k.dtype == jnp.float32
+        assert np.abs(np.asarray(k) - x).max() < 0.3
+        np.testing.assert_allclose(np.asarray(v), 2 * np.asarray(k), atol=1e-5)
+    pair = kvjax.quantize_kv(x, x, kvjax.Int8(), kvjax.Int2())
+    assert pair[0].nbytes > 3 * pair[1].nbytes
+    jitted = jax.jit(lambda x: kvjax.dequantize_kv(*kvjax.quantize_kv(x, x, kvjax.Int8())))(x)
+    assert jitted[0].shape == x.shape
+
+
+def test_the_textbooks_absmax():
+    """One scale for all of a row's numbers, 127 its largest code."""
+    x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
+    codec = kvjax.Int8(per="tensor", scales=kvjax.Raw("float16"))
+    keys, _ = kvjax.quantize_kv(x, x, codec, block=None)
+    assert keys.store.scale.size == 2 and keys.store.codes.shape[2] == 1
+    scale = np.abs(x).max((1, 2, 3), keepdims=True) / 127
+    wanted = np.round(x / scale) * scale
+    found = np.asarray(kvjax.dequantize_kv(keys, keys)[0])
+    assert np.abs(found - wanted).max() <= 1.01 * scale.max()
+    assert np.mean(np.abs(found - wanted) > 0.2 * scale) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.Integer(5), "bits=5: there are codes of 1, 2, 3, 4, 8"),
+        (lambda: kvjax.Int4("row"), "per='row': scales are per token, channel, head, tensor"),
+        (lambda: kvjax.Int4("head", 8), "a scale per head has no groups"),
+        (lambda: kvjax.Int4(group=0), "group must be a whole number, at least 1, got 0"),
+        (lambda: kvjax.Int4(scales=kvjax.Raw("float32")), "scales have 16 bits, not those of"),
+        (lambda: kvjax.Float8("e3m4"), "kind='e3m4': there are e4m3, e5m2"),
+        (lambda: kvjax.HalfQuadratic(kvjax.Int4()), "has none: give it an integer codec with"),
+        (lambda: kvjax.Rotated(kvjax.Int4), "Rotated wraps a codec, not <function Int4"),
+        (lambda: empty(kvjax.Int4(group=48)), "does not divide head_dim, 64"),
+        (lambda: empty(kvjax.Int4(group=128)), "does not divide head_dim, 64"),
+        (lambda: empty(kvjax.Int4("channel", 128)), "the block's tokens, 64"),
+        (lambda: empty(kvjax.Int4(), (1, 1, 1, 12, 64)), "12 tokens: packed codes need"),
+        (lambda: empty(kvjax.Rotated(kvjax.Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd number"),
+        (lambda: kvjax.Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
+        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), block=12), "block=12: packed codes need"),
+        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), recent=-1), "recent must be a whole"),
+        (lambda: kvjax.CachePolicy(prefill="raw"), "prefill='raw': there are 'sight' and 'exact'"),
+        (lambda: kvjax.CachePolicy(keys=kvjax.Int4), "keys of a CachePolicy is <function Int4"),
+        (lambda: kvjax.quantize_kv(*[np.zeros((2, 3, 0, 8), np.float32)] * 2, kvjax.Int8()),
+         r"are \[batch, kv_heads, tokens, head_dim\], got \[2, 3, 0, 8\]"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_no_gradient_is_silently_zero():
+    def loss(x, codec):
+        return kvjax.dequantize_kv(*kvjax.quantize_kv(x, x, codec))[0].sum()
+
+    x = jnp.ones((1, 1, 8, 8))
+    for codec in (kvjax.Int8(), kvjax.Float8(), kvjax.HalfQuadratic(kvjax.Int4(zero_point=True))):
+        with pytest.raises(ValueError, match="no gradient passes through a quantized cache"):
+            jax.grad(loss)(x, codec)
