@@ -45,7 +45,8 @@ from kvjax.operations import (
     select,
 )
 from kvjax.placement import Device
-from kvjax.policy import CachePolicy, Edges, Hybrid, policy, quantized_codec
+from kvjax.policy import CachePolicy, Hybrid
+from kvjax.presets import Edges, policy, quantized_codec, transformers_policy
 from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.status import check, clear_status
@@ -108,4 +109,5 @@ __all__ = [
     "select",
     "self_attend",
     "stream",
+    "transformers_policy",
 ]

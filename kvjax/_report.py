@@ -1,12 +1,13 @@
 """Qualities of caches as a table and as a plot, and policies from words."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvjax.evaluate import Quality, pareto_front
-from kvjax.policy import PolicyChoice, policy
+from kvjax.presets import PolicyChoice, policy
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
@@ -29,7 +30,7 @@ def parse_policy(words: str) -> PolicyChoice:
     try:
         return policy(name, **settings)
     except TypeError:
-        known = ", ".join(policy.__annotations__.keys() - {"name", "return"})
+        known = ", ".join(name for name in inspect.signature(policy).parameters if name != "name")
         raise ValueError(f"the policy {words!r}: settings are {known}") from None
 
 

@@ -11,7 +11,7 @@ from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
-from kvjax.policy import PolicyChoice, policy
+from kvjax.presets import PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
 from kvjax.status import check
 

@@ -58,6 +58,7 @@ def append_behind(
       keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
     """
     split, raw = policy.split, policy.raw
+    assert raw is not None
     new, batch = keys.shape[2], count.shape[0]
     fresh = Tail(raw[0].encode(jnp.asarray(keys)), raw[1].encode(jnp.asarray(values)))
     short = new <= split.block

@@ -36,7 +36,8 @@ from kvjax._typing import (
 from kvjax._write import write_rows
 from kvjax.codecs import tokens_of
 from kvjax.layouts import UNLIMITED, Run
-from kvjax.policy import CachePolicy, PolicyChoice, per_layer
+from kvjax.policy import CachePolicy
+from kvjax.presets import PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
 from kvjax.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
@@ -49,8 +50,8 @@ class LayerCache:
     With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
     blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
     the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
-    int32[batch], is the first position behind the sinks that a conversion left in the body. ``window``
-    is the layer's own, from the model's config.
+    int32[batch], is the first position that a conversion left behind the sinks. ``window`` is the
+    layer's own, from the model's config.
     """
 
     keys: Any

@@ -13,7 +13,8 @@ from kvjax._typing import Array, Rows
 from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import tokens_of
 from kvjax.layouts import UNLIMITED, Layout
-from kvjax.policy import CachePolicy, PolicyChoice, per_layer
+from kvjax.policy import CachePolicy
+from kvjax.presets import PolicyChoice, per_layer
 from kvjax.status import LOST
 
 

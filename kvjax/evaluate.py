@@ -22,7 +22,8 @@ from kvjax._tree import tree_bytes
 from kvjax._typing import Array
 from kvjax.cache import KVCache, init_cache, nbytes
 from kvjax.operations import rewind, rewindable
-from kvjax.policy import CachePolicy, PolicyChoice
+from kvjax.policy import CachePolicy
+from kvjax.presets import PolicyChoice
 from kvjax.shape import CacheShape
 from kvjax.status import check
 
@@ -54,8 +55,8 @@ class Figures:
 @dataclass(frozen=True)
 class CacheBytes:
     """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
-    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's share
-    of the same in bfloat16."""
+    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
+    bytes to those of the same numbers in bfloat16."""
 
     body: float
     scales: float
@@ -136,18 +137,29 @@ def evaluate(
     qualities = {}
     for name in policies:
         each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
-        each = each.reshape(4, count, context)[:, :, :-1]
-        ends = _range_ends(context)
-        qualities[name] = Quality(
-            _figures(each.reshape(4, -1)),
-            {
-                end: _figures(each[:, :, start:end].reshape(4, -1))
-                for start, end in zip([0, *ends], ends, strict=False)
-            },
+        qualities[name] = quality_of(
+            each.reshape(4, count, context)[:, :, :-1],
             cache_bytes(caches[name]),
             _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
         )
     return qualities
+
+
+def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
+    """Figures from those of single tokens.
+
+    Args:
+      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
+        policy, the divergence, and whether both predict the same first.
+      size: of the cache.
+      step_ms: milliseconds of a step.
+    """
+    ends = _range_ends(each.shape[2] + 1)
+    by_position = {
+        end: _figures(each[:, :, start:end].reshape(4, -1))
+        for start, end in zip([0, *ends], ends, strict=False)
+    }
+    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
 
 
 def cache_bytes(cache: KVCache) -> CacheBytes:

@@ -209,8 +209,10 @@ def grow(cache: KVCache, to: int) -> KVCache:
         marks.append(_mark(layer, layout, cache.written[:, place]))
         if larger is not layer:
             larger = jax.block_until_ready(layer.policy.placement.put(larger))
-            for array in jax.tree.leaves(layer):
-                array.delete()
+            if larger.policy.stored.slots != layer.policy.stored.slots:
+                # A tail has not grown, and goes on as it is.
+                for array in jax.tree.leaves((layer.keys, layer.values)):
+                    array.delete()
         layers.append(larger)
     return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from matrix import CELLS, tiny_config
+from matrix import BLOCK, CELLS, CODECS, codes, tiny_config
 
 import kvjax
 from kvjax.rotary import rotary_table
@@ -38,13 +38,13 @@ def filled(policy=None, tokens=5, max_len=MAX_LEN, batch=BATCH):
     return cache
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def one_call(cache, keys, values, queries, rows):
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=5)
+def one_call(cache, keys, values, queries, rows, window):
     settings = {"rotary": TABLE, "lengths": rows}
     for layer in range(2):
         cache = kvjax.append(cache, layer, keys, values, **settings)
-    found = kvjax.attend(queries, cache, 1, window=6, **settings)
-    plain = kvjax.attend(queries, cache, 1, window=6, path="reference", **settings)
+    found = kvjax.attend(queries, cache, 1, window=window, **settings)
+    plain = kvjax.attend(queries, cache, 1, window=window, path="reference", **settings)
     return kvjax.advance(cache, keys.shape[2], rows), found, plain
 
 
@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
     policy: Any = kvjax.policy("static")
     sizes = (1, 4, 9, 24)
     limit = MAX_LEN
-    window, sinks, slack = None, 0, MAX_LEN
+    window, sinks, slack, near = None, 0, MAX_LEN, 6
     known = ("most", "overflowed", "refused")
 
     def __init__(self):
@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
         values = random(BATCH, KV, new, DIM, seed=1000 + self.seed)
         queries = random(BATCH, 2 * KV, new, DIM, seed=2000 + self.seed)
         rows = np.asarray(lengths, np.int32)
-        self.cache, found, plain = one_call(self.cache, keys, values, queries, rows)
+        self.cache, found, plain = one_call(self.cache, keys, values, queries, rows, self.near)
         found, plain = np.asarray(found), np.asarray(plain)
         for row, count in enumerate(lengths):
             if self.limit is not None and len(self.rows[row]) + count > self.limit:
@@ -100,16 +100,22 @@ class CacheMachine(RuleBasedStateMachine):
     def mixed(self, row, head, query):
         """What the newest token of a row gets."""
         at, near = len(self.rows[row]) - 1, None
+        windows = [w for w in (self.window, self.near) if w is not None]
         if self.window is not None:
-            near = naive.rotate(query, min(at, self.sinks + self.window - 1))
+            near = naive.rotate(query, min(at, self.sinks + min(windows) - 1))
+        seen = self.seen(row)
         return naive.attention(
             naive.rotate(query, at),
-            [k[head // 2] for k, _ in self.rows[row]],
-            [v[head // 2] for _, v in self.rows[row]],
-            window=min(6, self.window or 6),
+            [k[head // 2] for k, _ in seen],
+            [v[head // 2] for _, v in seen],
+            window=min(windows, default=None),
             sinks=self.sinks,
             sink_query=near,
         )
+
+    def seen(self, row):
+        """Keys and values of a row as its newest token sees them."""
+        return self.rows[row]
 
     @rule(data=st.data())
     def rewind(self, data):
@@ -165,9 +171,9 @@ class CacheMachine(RuleBasedStateMachine):
     def held(self, layer, row):
         """The positions of a row that a layer holds, each once, with the tokens of the list."""
         keys, values, positions = (np.asarray(x)[row] for x in kvjax.read(self.cache, layer))
-        slots = np.flatnonzero(positions >= 0)
+        slots, seen = np.flatnonzero(positions >= 0), self.seen(row)
         for slot in slots:
-            key, value = self.rows[row][positions[slot]]
+            key, value = seen[positions[slot]]
             np.testing.assert_allclose(keys[:, slot], key, atol=1e-5)
             np.testing.assert_array_equal(values[:, slot], value)
         assert len(set(positions[slots])) == len(slots)
@@ -268,7 +274,64 @@ class ConvertingMachine(CacheMachine):
                 assert self.held(layer, row) == wanted & set(range(len(tokens)))
 
 
+class CodedMachine(CacheMachine):
+    """A tail, and blocks behind it that were encoded once: what a row's list says of them is what
+    the codec makes of the tokens that stand in it now."""
+
+    codecs = CODECS["int4"], CODECS["int2"]
+    recent = 1
+    policy = kvjax.CachePolicy(kvjax.Dense(), *codecs, block=BLOCK, recent=recent)
+    sizes, limit, near = (1, 5, 8, 20), 70, None
+
+    def __init__(self):
+        super().__init__()
+        self.codes = [codes(codec) for codec in self.codecs]
+
+    def rewindable(self, row):
+        """What the tail still has: all that the next token sees raw, and the block behind."""
+        kept = self.most[row] - (self.recent + 2) * BLOCK
+        least = (-(-kept // BLOCK) + self.recent) * BLOCK + 1 if kept > 0 else 0
+        return max(min(len(self.rows[row]) - least, super().rewindable(row)), 0)
+
+    def seen(self, row):
+        tokens = list(self.rows[row])
+        old = max((len(tokens) - 1) // BLOCK - self.recent, 0) * BLOCK
+        for start in range(0, old, BLOCK):
+            block = tokens[start : start + BLOCK]
+            both = (np.array([token[i] for token in block]).swapaxes(0, 1) for i in (0, 1))
+            k, v = (code(x).swapaxes(0, 1) for code, x in zip(self.codes, both, strict=True))
+            tokens[start : start + BLOCK] = zip(k.astype(float), v.astype(float), strict=True)
+        return self.rows[row][: self.sinks] + tokens[self.sinks :]
+
+    @rule()
+    def convert_to_the_same(self):
+        """Nothing is encoded twice."""
+        before = self.stored()
+        self.cache = kvjax.convert(self.cache, self.policy, max_len=self.limit)
+        self.most = [len(row) for row in self.rows]
+        for row, tokens in enumerate(self.rows):
+            full = max((len(tokens) - 1) // BLOCK - self.recent, 0)
+            for a, b in zip(before, self.stored(), strict=True):
+                assert np.array_equal(a[row, :, :full], b[row, :, :full])
+
+    def stored(self):
+        stores = [store for layer in self.cache.layers for store in (layer.keys, layer.values)]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(stores)]
+
+
+class CodedRingMachine(CodedMachine):
+    policy = kvjax.CachePolicy(
+        kvjax.Ring(20, sinks=3, slack=15), *CodedMachine.codecs, block=BLOCK, recent=0
+    )
+    sizes, limit, recent = (1, 5, 16), None, 0
+    window, sinks, slack = 20, 3, 15
+
+    convert_to_the_same = None
+
+
 TestCacheMachine = CacheMachine.TestCase
+TestCodedMachine = CodedMachine.TestCase
+TestCodedRingMachine = CodedRingMachine.TestCase
 TestConvertingMachine = ConvertingMachine.TestCase
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase

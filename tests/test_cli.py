@@ -205,6 +205,35 @@ def test_a_full_device_is_one_line(run, monkeypatch, tiny_llama_dir):
     assert_refused(run("generate", "a", "--model", tiny_llama_dir), "Out of memory", "9 bytes")
 
 
+def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
+    arguments = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
+    code, out, _ = run(*arguments, "--key-bits", 8, "--value-bits", 4, "--group-size", 16)
+    policy = kvjax.policy(key_bits=8, value_bits=4, group=16)
+    expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, cache=policy)
+    assert code == 0 and json.loads(out)["tokens"] == expected.tokens[0]
+    assert_refused(run(*arguments, "--kv-bits", 5), "5 bits for keys: there are 1, 2, 3, 4, 8")
+    assert_refused(run(*arguments, "--kv-bits", 4, "--group-size", 48), "does not divide")
+    code, out, _ = run("info", "--model", tiny_llama_dir, "--kv-bits", 8, "--json")
+    assert json.loads(out)["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * (16 + 2)}
+
+
+def test_eval(run, tiny_llama_dir, tmp_path):
+    text, plot = tmp_path / "text.txt", tmp_path / "plot.svg"
+    text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
+    arguments = ("eval", "--model", tiny_llama_dir, "--file", text, "--context", 200)
+    arguments = (*arguments, "--policy", "bits=8", "--policy", "static,key_bits=4,value_bits=2")
+    code, out, err = run(*arguments, "--plot", plot, "--time-steps", 2)
+    assert (code, err) == (0, "")
+    heading, first, second, *_ = out.splitlines()
+    assert heading.startswith("policy") and "mean KL" in heading
+    assert first.startswith("bits=8") and second.startswith("static,key_bits=4,value_bits=2")
+    assert plot.read_text(encoding="utf-8").startswith("<?xml")
+    code, out, _ = run(*arguments, "--json")
+    assert code == 0 and set(json.loads(out)) == {"bits=8", "static,key_bits=4,value_bits=2"}
+    assert_refused(run("eval", "--model", tiny_llama_dir), "no text: give a --file")
+    assert_refused(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
+
+
 def test_info(run, tiny_llama_dir):
     code, out, err = run("info", "--model", tiny_llama_dir, "--json")
     assert (code, err) == (0, "")
@@ -224,7 +253,13 @@ def test_info_of_the_embedded_model(run):
 
 
 def test_help_and_version(run):
-    for arguments in ((), ("--help",), ("generate", "--help"), ("info", "--help")):
+    for arguments in (
+        (),
+        ("--help",),
+        ("generate", "--help"),
+        ("info", "--help"),
+        ("eval", "--help"),
+    ):
         code, out, err = run(*arguments)
         assert (code, err) == (0, "") and "Usage" in out
     assert run("--version") == (0, f"kvjax {kvjax.__version__}\n", "")

@@ -46,7 +46,12 @@ def test_packing_round_trips(bits, eights, width, seed):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@given(x=hnp.arrays(np.float32, 20, elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)))
+@given(
+    x=hnp.arrays(
+        np.float32, 20,
+        elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
+    )
+)  # fmt: skip
 def test_rounding_to_16_bits_goes_one_way(dtype, x):
     largest = float(jnp.finfo(dtype).max)
     x = np.clip(x, -largest, largest)
@@ -140,7 +145,9 @@ def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, s
         assert np.all(error <= np.abs(x) / 100)
 
 
-@pytest.mark.parametrize(("kind", "relative", "least"), [("e4m3", 2**-4, 2**-10), ("e5m2", 2**-3, 2**-17)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "relative", "least"), [("e4m3", 2**-4, 2**-10), ("e5m2", 2**-3, 2**-17)]
+)
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
 def test_float8_keeps_small_numbers_precision(kind, relative, least, group, shape, seed):
     codec = resolved(kvjax.Float8(kind, *group))
@@ -272,7 +279,7 @@ def test_the_textbooks_absmax():
         (lambda: empty(kvjax.Rotated(kvjax.Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd number"),
         (lambda: kvjax.Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
         (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), block=12), "block=12: packed codes need"),
-        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), recent=-1), "recent must be a whole"),
+        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), recent=-1), "recent must be a"),
         (lambda: kvjax.CachePolicy(prefill="raw"), "prefill='raw': there are 'sight' and 'exact'"),
         (lambda: kvjax.CachePolicy(keys=kvjax.Int4), "keys of a CachePolicy is <function Int4"),
         (lambda: kvjax.quantize_kv(*[np.zeros((2, 3, 0, 8), np.float32)] * 2, kvjax.Int8()),

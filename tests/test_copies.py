@@ -47,10 +47,13 @@ def chunk(params, token, cache):
     return MODEL.apply(params, tokens, cache, last_only=True, lengths=token)
 
 
-def coded(layout, name, size):
-    """A codec for keys and values; with rings, sinks."""
+PAIRS = [(a, b) for a, b in zip([*CODECS][::2], [*CODECS][1::2], strict=True)]
+
+
+def coded(layout, names, size):
+    """A codec a layer, for keys and values; with rings, sinks."""
     held = kvjax.Dense() if layout == "dense" else kvjax.Ring(size // 2, sinks=4)
-    return kvjax.CachePolicy(held, CODECS[name], CODECS[name])
+    return [kvjax.CachePolicy(held, CODECS[name], CODECS[name]) for name in names]
 
 
 POLICIES = {
@@ -65,8 +68,8 @@ POLICIES = {
         kvjax.CachePolicy(kvjax.Ring(size // 2, sinks=1)), kvjax.CachePolicy(kvjax.Dense()),
     ],
     **{
-        f"{layout}-{name}": functools.partial(coded, layout, name)
-        for layout in ("dense", "ring") for name in CODECS
+        f"{layout}-{'-'.join(names)}": functools.partial(coded, layout, names)
+        for layout in ("dense", "ring") for names in PAIRS
     },
 }  # fmt: skip
 """The policies of the law matrix, at sizes that a copy of would show."""

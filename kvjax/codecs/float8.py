@@ -100,7 +100,7 @@ class Float8:
 
     def mix(self, weights: Array, store: Scaled) -> Array:
         """Weights times values, decoded here."""
-        return plain_mix(weights, self.wide(store))
+        return plain_mix(weights, self.decode(store))
 
     @property
     def _scales(self) -> Raw:

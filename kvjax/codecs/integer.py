@@ -150,7 +150,7 @@ class Integer:
 
     def mix(self, weights: Array, store: Packed) -> Array:
         """Weights times values, decoded here."""
-        return plain_mix(weights, self.wide(store))
+        return plain_mix(weights, self.decode(store))
 
     @property
     def _scales(self) -> Raw:

@@ -1,0 +1,123 @@
+"""Quality against bytes: kvjax's codecs and Transformers' quantized caches on the same text.
+
+``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the plot
+of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers with
+its quanto and HQQ caches (they need the extra ``oracle``). ``--part validation`` is the text that
+codec settings are chosen on.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from kvjax import _report, models
+from kvjax.evaluate import CacheBytes, Quality, evaluate, quality_of
+from kvjax.models.tiny.data import part_tokens
+
+RESULTS = Path(__file__).parent / "results" / "quality"
+PEERS = {
+    "quanto 4 bits": ("quanto", 4, 0, 0),
+    "quanto 4 bits, keys per channel": ("quanto", 4, -1, 0),
+    "quanto 2 bits": ("quanto", 2, 0, 0),
+    "quanto 2 bits, keys per channel": ("quanto", 2, -1, 0),
+    "HQQ 8 bits": ("hqq", 8, 1, 1),
+    "HQQ 4 bits": ("hqq", 4, 1, 1),
+    "HQQ 2 bits": ("hqq", 2, 1, 1),
+    "HQQ 2 bits, keys per channel": ("hqq", 2, 0, 1),
+}
+"""Backend, bits, and the axes of keys and values, with groups of 64 and a residual of 128."""
+
+
+def candidates() -> dict[str, Any]:
+    """The policies that are compared, by name."""
+    policies: dict[str, Any] = {
+        name: _report.parse_policy(name) for name in _report.DEFAULT_POLICIES
+    }
+    textbook = kvjax.Int8(per="tensor")
+    return {**policies, "absmax int8 per tensor": kvjax.CachePolicy(keys=textbook, values=textbook)}
+
+
+def peer_quality(
+    folder: Path, windows: np.ndarray, backend: str, bits: int, axis_key: int, axis_value: int
+) -> Quality:
+    """Figures of a quantized cache of Transformers, fed token by token."""
+    import torch
+    from transformers import AutoModelForCausalLM, QuantizedCache
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    each = []
+    with torch.no_grad():
+        for window in windows:
+            tokens = torch.tensor(window[None], dtype=torch.long)
+            wanted = model(tokens, use_cache=False).logits[0]
+            cache = QuantizedCache(
+                backend, model.config, nbits=bits, axis_key=axis_key, axis_value=axis_value,
+                q_group_size=64, residual_length=128,
+            )  # fmt: skip
+            found = torch.cat(
+                [
+                    model(tokens[:, at : at + 1], past_key_values=cache).logits[0]
+                    for at in range(tokens.shape[1])
+                ]
+            )
+            true, other = (x.double().log_softmax(-1) for x in (wanted, found))
+            after = tokens[0, 1:, None]
+            nats = [-x[:-1].gather(1, after)[:, 0] for x in (true, other)]
+            divergence = (true.exp() * (true - other)).sum(-1)[:-1]
+            same = (true.argmax(-1) == other.argmax(-1))[:-1].double()
+            each.append(torch.stack([*nats, divergence, same]).numpy())
+    share = (bits + 2 * 16 / 64) / 16  # scales and zero points counted with 16 bits each
+    config = model.config
+    raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return quality_of(np.stack(each, axis=1), CacheBytes(share * raw, raw / 32, 0.0, share))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality")
+    parser.add_argument("--part", default="held_out", choices=("held_out", "validation"))
+    parser.add_argument("--windows", type=int, help="windows of the text; default all")
+    parser.add_argument("--peers", action="store_true", help="Transformers' caches too")
+    parser.add_argument("--peer-windows", type=int, default=2, help="windows they are fed")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    lm = models.load(dtype="float32")
+    tokens = part_tokens(given.part, lm)
+    found: dict[str, Quality] = evaluate(lm, tokens, candidates(), windows=given.windows)
+    write(found, given.out, given.part, "policies")
+    if given.peers:
+        context = lm.config.max_position_embeddings
+        few = tokens[: given.peer_windows * context]
+        beside = {f"kvjax {k}": v for k, v in evaluate(lm, few, candidates()).items()}
+        windows = np.reshape(few, (given.peer_windows, context))
+        for name, settings in PEERS.items():
+            beside[name] = peer_quality(Path(lm.source), windows, *settings)
+            print(name, asdict(beside[name].overall), flush=True)
+        write(beside, given.out, given.part, "peers")
+
+
+def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> None:
+    """A table on the screen, and beside it JSON and a plot in a folder."""
+    table = "\n\n".join(
+        [
+            _report.columns(_report.quality_rows(found)),
+            _report.columns(_report.range_rows(found)),
+        ]
+    )
+    print(table, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_report.as_figures(found), indent=1)
+    (folder / f"{part}-{name}.json").write_text(text + "\n", encoding="utf-8")
+    (folder / f"{part}-{name}.txt").write_text(table + "\n", encoding="utf-8")
+    title = f"the embedded model, {part.replace('_', '-')} text"
+    _report.plot_quality(found, folder / f"{part}-{name}.png", title=title)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Quality figures: what they say of caches whose quality is known, and that one pass is enough."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import _report
+from kvjax.evaluate import cache_bytes, evaluate, pareto_front
+from kvjax.models.tiny.data import part_tokens
+
+CONTEXT = 320
+
+
+@pytest.fixture(scope="module")
+def tokens(embedded):
+    return part_tokens("validation", embedded)[: 2 * CONTEXT + 50]
+
+
+POLICIES = {
+    "raw": kvjax.policy("static"),
+    "bits=8": kvjax.policy(bits=8),
+    "bits=4": kvjax.policy(bits=4),
+    "bits=2": kvjax.policy(bits=2),
+    "window": kvjax.policy("sliding_window", window=64, bits=4),
+}
+
+
+@pytest.fixture(scope="module")
+def found(embedded, tokens):
+    return evaluate(embedded, tokens, POLICIES, context=CONTEXT)
+
+
+def test_the_full_cache_differs_from_itself_in_nothing(found):
+    raw = found["raw"].overall
+    assert raw.perplexity_ratio == 1 and raw.top1 == 1
+    assert raw.mean_kl == raw.median_kl == raw.high_kl == 0
+    assert raw.tokens == 2 * (CONTEXT - 1)
+    assert found["raw"].bytes.tail == found["raw"].bytes.scales == 0
+
+
+def test_fewer_bits_are_worse_and_fewer_bytes(found):
+    kl = [found[name].overall.mean_kl for name in ("raw", "bits=8", "bits=4", "bits=2")]
+    size = [found[name].bytes.body for name in ("raw", "bits=8", "bits=4", "bits=2")]
+    assert kl == sorted(kl) and kl[1] < 1e-3 < kl[3]
+    assert size == sorted(size, reverse=True)
+    assert found["window"].overall.mean_kl > found["bits=4"].overall.mean_kl
+    for quality in found.values():
+        assert 0 <= quality.overall.median_kl <= quality.overall.high_kl
+        assert list(quality.by_position) == [CONTEXT]
+
+
+def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, tokens):
+    policy, text = POLICIES["bits=2"], tokens[:CONTEXT]
+    in_chunks = evaluate(embedded, text, {"": policy}, context=CONTEXT)[""].overall
+    cache = kvjax.init_cache(embedded.config, policy, max_len=CONTEXT)
+    step = jax.jit(embedded.architecture.apply, donate_argnums=2)
+    nats = []
+    for token, target in zip(text, text[1:], strict=False):
+        logits, cache = step(embedded.params, np.array([[token]], np.int32), cache)
+        nats.append(-float(jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))[target]))
+    assert in_chunks.perplexity == pytest.approx(math.exp(np.mean(nats)), rel=1e-4)
+
+
+def test_ranges_end_at_doubled_positions(embedded):
+    text = part_tokens("validation", embedded)[:1300]
+    quality = evaluate(embedded, text, {"": kvjax.policy(bits=8)}, context=1300, chunk=512)[""]
+    assert list(quality.by_position) == [512, 1024, 1300]
+    assert sum(f.tokens for f in quality.by_position.values()) == quality.overall.tokens == 1299
+
+
+def test_bytes_are_those_of_the_arrays(embedded):
+    for policy, of_bfloat16 in (
+        (kvjax.policy(bits=8), 0.515625), (kvjax.policy(bits=4), 0.28125),
+        (kvjax.policy(key_bits=4, value_bits=2), 0.21875), (kvjax.policy(bits=2), 0.15625),
+    ):  # fmt: skip
+        cache = kvjax.init_cache(embedded.config, policy, batch=3, max_len=1024)
+        held = cache_bytes(cache)
+        assert held.of_bfloat16 == of_bfloat16
+        slots = cache.layers[0].policy.stored.slots * 64
+        total = 3 * (slots * held.body + held.tail)
+        assert total == kvjax.nbytes(cache)["device"]
+        codes = sum(x.size for x in jax.tree.leaves(cache.layers) if x.dtype == jnp.uint8)
+        assert (held.body - held.scales) * 3 * slots == codes
+
+
+def test_the_front_is_what_no_other_beats(found):
+    front = pareto_front(found)
+    assert front[0] == "bits=2" and front[-1] == "raw" and "window" not in front
+
+
+def test_tables_plots_and_json(found, tmp_path):
+    rows = _report.quality_rows(found)
+    assert all(len(row) == len(rows[0]) for row in rows)
+    assert "51.6 %" in _report.columns(rows) and "100.00 %" in _report.columns(rows)
+    assert len(_report.range_rows(found)) == len(found) + 1
+    assert json.loads(json.dumps(_report.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
+    _report.plot_quality(found, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):
+    quality = evaluate(
+        embedded, tokens, {"": kvjax.policy(bits=4)}, context=CONTEXT, windows=1, time_steps=3
+    )[""]
+    assert quality.step_ms is not None and quality.step_ms > 0
+
+
+def test_policies_in_words():
+    assert _report.parse_policy("bits=4") == kvjax.policy(bits=4)
+    assert _report.parse_policy("sliding_window, window=64,key_bits=8") == kvjax.policy(
+        "sliding_window", window=64, key_bits=8
+    )
+    with pytest.raises(ValueError, match="the policy 'width=4': settings are "):
+        _report.parse_policy("width=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ([5], {}, "a text of 1 tokens: there is nothing to predict"),
+        ([5, 99999], {}, "token 99999: the vocabulary has 4096"),
+        ([5] * 9, {"context": 4096}, "context is 4096, but the model has only 2048 positions"),
+        ([5] * 9, {"chunk": 0}, "chunk must be a whole number, at least 1, got 0"),
+        ([5] * 9, {"windows": 0}, "windows must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(embedded, text, settings, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(embedded, text, {}, **settings)

@@ -1,0 +1,219 @@
+"""Layers with a tail: what is raw, what is encoded, and what may be done with them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
+
+import kvjax
+from kvjax.layouts import Split
+from kvjax.rotary import rotary_table
+from kvjax.status import BAD_NUMBERS
+
+MODEL, PARAMS = tiny_model(windows=(None, None))
+CONFIG = tiny_config(windows=(None, None))
+BATCH, KV, DIM, MAX_LEN = 2, 2, 8, 80
+TABLE = rotary_table(1.0 / 10000.0 ** (np.arange(0, DIM, 2) / DIM))
+TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (BATCH, MAX_LEN))
+INT4 = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int2"], block=BLOCK)
+APPLY = jax.jit(MODEL.apply)
+
+
+def fed(policy, tokens, *, max_len=MAX_LEN, cache=None, start=0):
+    if cache is None:
+        cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=max_len)
+    return APPLY(PARAMS, TEXT[:, start : start + tokens].astype(np.int32), cache)
+
+
+def close(a, b, tolerance=1e-5):
+    a, b = np.asarray(a), np.asarray(b)
+    assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+@pytest.mark.parametrize("recent", [0, 1, 3])
+@pytest.mark.parametrize("block", [8, 64])
+def test_the_rule_of_sight_in_numbers(block, recent):
+    split = Split(kvjax.Dense(1000), block, recent)
+    for position in range(0, 999, 7):
+        raw_from = int(split.raw_from(jnp.int32(position)))
+        assert raw_from == max(position // block - recent, 0) * block
+        # What is older stands in the body by the time the query comes, and no more than that.
+        assert split.flushed(jnp.array([position + 1])).tolist() == [raw_from // block]
+    assert split.tail.slots == (recent + 2) * block
+    assert split.body.slots == 999 // block - recent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_can_always_be_taken_back(layout):
+    """From anywhere, ``revocable`` tokens at least, and the text goes on as if they had not been."""
+    made, _ = LAYOUTS[layout]
+    policy = kvjax.CachePolicy(made, CODECS["int4"], CODECS["int8"], block=BLOCK)
+    for tokens in (30, 41, 48, 49, 63):
+        cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=MAX_LEN)
+        for start in range(0, tokens, 16):
+            _, cache = fed(None, min(16, tokens - start), cache=cache, start=start)
+        assert cache.revocable is not None and cache.revocable <= int(kvjax.rewindable(cache).min())
+        back = min(int(kvjax.rewindable(cache).min()), tokens)
+        assert back >= BLOCK
+        again = kvjax.rewind(cache, back)
+        kvjax.check(again)
+        for start in range(tokens - back, tokens, 5):
+            _, again = fed(None, min(5, tokens - start), cache=again, start=start)
+        for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
+            close(a, b) if a.dtype == jnp.float32 else np.testing.assert_array_equal(a, b)
+    with pytest.raises(kvjax.CacheOverflowError, match="forget more tokens than"):
+        kvjax.check(kvjax.rewind(cache, int(kvjax.rewindable(cache).max()) + 1))
+
+
+def test_grown_selected_repeated_and_joined_caches_go_on_alike():
+    codecs = CODECS["int4"], CODECS["int2"]
+    growing = kvjax.CachePolicy(kvjax.Growing(start=24), *codecs, block=BLOCK)
+    cache = kvjax.init_cache(CONFIG, growing, batch=BATCH, max_len=MAX_LEN)
+    _, cache = fed(None, 20, cache=cache)
+    cache = kvjax.grow(cache, 60)
+    _, cache = fed(None, 30, cache=cache, start=20)
+    _, straight = fed(INT4, 50)
+    parts = [kvjax.select(straight, [row]) for row in (1, 0)]
+    others = {
+        "grown": (cache, [0, 1]),
+        "joined": (kvjax.concatenate(parts), [1, 0]),
+        "selected": (kvjax.select(straight, [1, 1]), [1, 1]),
+        "repeated": (kvjax.repeat(parts[0], 2), [1, 1]),
+        "forked": (kvjax.fork(straight), [0, 1]),
+    }
+    for _, (other, rows) in others.items():
+        tokens = TEXT[rows, 50:55].astype(np.int32)
+        found, _ = APPLY(PARAMS, tokens, other)
+        wanted, _ = APPLY(PARAMS, tokens, kvjax.select(straight, rows))
+        close(found, wanted)
+
+
+def test_rows_begin_anew_after_a_reset():
+    _, cache = fed(INT4, 60)
+    cache = kvjax.reset(cache, np.array([True, False]))
+    text = np.concatenate([TEXT[:1, :20], TEXT[1:, 60:80]]).astype(np.int32)
+    found, _ = APPLY(PARAMS, text, cache)
+    fresh, _ = fed(INT4, 20)
+    _, whole = fed(INT4, 60)
+    wanted, _ = APPLY(PARAMS, TEXT[:, 60:80].astype(np.int32), whole)
+    close(found[0], fresh[0])
+    close(found[1], wanted[1])
+
+
+def test_converted_to_another_policy():
+    """Raw to codec is what the codec would have made of the text; codec to raw is what it gives."""
+    _, raw = fed("static", 50)
+    _, coded = fed(INT4, 50)
+    made = kvjax.convert(raw, INT4)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(coded), strict=True):
+        wrong = np.asarray(a) != np.asarray(b)
+        if a.dtype == jnp.float32:
+            close(a, b)
+        else:  # single codes where float32's noise crosses a boundary
+            assert wrong.mean() < 1e-3
+    back = kvjax.convert(coded, "static")
+    keys, values, positions = kvjax.read(coded, 0)
+    order = np.argsort(np.asarray(positions[0]))[-50:]
+    for found, wanted in zip(kvjax.read(back, 0), (keys, values), strict=False):
+        np.testing.assert_array_equal(found[0, :, :50], np.asarray(wanted)[0][:, order])
+    found, _ = fed(None, 5, cache=back, start=50)
+    assert np.isfinite(np.asarray(found)).all()
+
+
+def test_converted_between_rings_a_row_keeps_its_window():
+    ring = functools.partial(kvjax.Ring, 20)
+    small = kvjax.CachePolicy(ring(slack=10))
+    cache = kvjax.init_cache(CONFIG, small, batch=BATCH)
+    for start in range(0, 60, 10):
+        _, cache = fed(None, 10, cache=cache, start=start)
+    coded = kvjax.convert(cache, kvjax.CachePolicy(ring(slack=40), CODECS["int8"], block=BLOCK))
+    found, _ = fed(None, 6, cache=coded, start=60)
+    wanted, _ = fed(None, 6, cache=cache, start=60)
+    close(found, wanted, 0.05)
+    assert int(kvjax.rewindable(coded).max()) <= 11
+    with pytest.raises(ValueError, match="does not hold all tokens of row 0"):
+        kvjax.convert(coded, INT4, max_len=MAX_LEN)
+
+
+def test_keys_without_positions_are_not_converted():
+    unrotated = kvjax.CachePolicy(kvjax.Dense(), kvjax.Unrotated(kvjax.Int8()), block=BLOCK)
+    _, cache = fed(unrotated, 30)
+    with pytest.raises(ValueError, match="layer 0: keys that are stored with their positions"):
+        kvjax.convert(cache, "static")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_sets_the_status(bad):
+    cache = kvjax.init_cache(CONFIG, INT4, batch=BATCH, max_len=MAX_LEN)
+    x = np.ones((BATCH, KV, 3, DIM), np.float32)
+    x[1, 0, 2, 3] = bad
+    past = kvjax.append(cache, 0, x, x, lengths=np.array([3, 2], np.int32))
+    assert past.status.tolist() == [0, 0]  # it stands behind the row's real tokens
+    for keys, values in ((x, np.ones_like(x)), (np.ones_like(x), x)):
+        wrong = kvjax.append(cache, 0, keys, values)
+        assert wrong.status.tolist() == [0, BAD_NUMBERS]
+        with pytest.raises(kvjax.NonFiniteError, match=r"keys or values of row\(s\) 1"):
+            kvjax.check(wrong)
+
+
+def test_exact_prefill_sees_its_own_call_raw():
+    exact = kvjax.CachePolicy(
+        kvjax.Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK, prefill="exact"
+    )
+    found, cache = fed(exact, 60)
+    wanted, _ = fed("static", 60)
+    close(found, wanted)
+    rule, _ = fed(INT4, 60)
+    assert np.abs(np.asarray(rule) - np.asarray(wanted)).max() > 0.01
+    # What it leaves behind is the same; the next call sees it through the codec.
+    same = kvjax.CachePolicy(kvjax.Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK)
+    _, other = fed(same, 60)
+    close(fed(None, 1, cache=cache, start=60)[0], fed(None, 1, cache=other, start=60)[0], 0.1)
+
+
+def test_policies_by_name_and_by_layer():
+    quantized = kvjax.policy("quantized")
+    assert quantized == kvjax.policy("static", bits=4) == kvjax.policy(key_bits=4, value_bits=4)
+    mixed = kvjax.policy("sliding_window", window=64, key_bits=8, value_bits=16, recent=2, block=16)
+    assert mixed.keys.bits == 8 and mixed.values == kvjax.Raw() and mixed.recent == 2
+    hybrid = kvjax.policy("hybrid", bits=2, group=32)
+    assert hybrid.full.keys.bits == hybrid.sliding.values.bits == 2
+    assert hybrid.full.keys.group == 32
+    edges = kvjax.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
+    config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
+    assert [p.keys.bits for p in edges.per_layer(config)] == [4, 2, 2, 4, 4]
+    for arguments, message in (
+        ({"bits": 5}, "5 bits for keys: there are 1, 2, 3, 4, 8, and 16"),
+        ({"group": 32}, "group=32 is of a quantized cache: give bits="),
+        ({"name": "quantized", "window": 3}, "'quantized' has no setting 'window'"),
+        ({"name": "paged"}, "'paged' is not built yet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax.policy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "sliding_window", "hybrid", "quantized"])
+def test_generation_in_a_quantized_cache(name, tiny_llama):
+    settings = {"window": 24} if name == "sliding_window" else {}
+    policy = kvjax.policy(name, bits=8, block=8, **settings)
+    prompts = [[1, 5, 9] * 15, [7]]
+    result = kvjax.generate(tiny_llama, prompts, max_new_tokens=30, cache=policy)
+    assert [len(row) for row in result.tokens] == [30, 30]
+    kvjax.check(result.cache)
+    more = kvjax.generate(
+        tiny_llama, [[*row, 3] for row in result.unfed], max_new_tokens=5, cache=result.cache
+    )
+    assert [len(row) for row in more.tokens] == [5, 5]
+
+
+def test_a_stop_string_is_taken_back_from_a_tail(tiny_llama):
+    """However many steps a dispatch has, a row ends where its text does."""
+    policy = kvjax.policy("quantized", bits=8, block=8)
+    free = kvjax.generate(tiny_llama, [[1, 5, 9]], max_new_tokens=60, cache=policy)
+    stop = free.text[0][20:24]
+    found = kvjax.generate(tiny_llama, [[1, 5, 9]], max_new_tokens=60, cache=policy, stop=[stop])
+    assert stop and found.text[0] == free.text[0][: free.text[0].index(stop)]
+    kvjax.check(found.cache)
