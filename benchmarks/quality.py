@@ -1,9 +1,9 @@
 """Quality against bytes: kvjax's codecs and Transformers' quantized caches on the same text.
 
-``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the plot
-of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers with
-its quanto and HQQ caches (they need the extra ``oracle``). ``--part validation`` is the text that
-codec settings are chosen on.
+``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the
+plot of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers
+with its quanto and HQQ caches (they need torch, optimum-quanto and hqq). ``--part validation`` is the
+text that codec settings are chosen on.
 """
 
 import argparse

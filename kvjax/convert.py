@@ -154,6 +154,8 @@ def _fetched(
         held = layout.positions(length, marks, slots)
         source = jnp.clip(layout.slot_of(wanted), 0, some_keys.shape[2] - 1)
         found = (jnp.take_along_axis(held, source, axis=1) == wanted) & (wanted >= 0) & ~there
+        if old.low is not None:  # an earlier conversion had nothing for these
+            found &= (wanted >= old.low[:, None]) | (wanted < policy.layout.sinks)
         keys, values = (
             jnp.where(
                 found[:, None, :, None],

@@ -108,7 +108,9 @@ def evaluate(
     """
     tokens = _tokens(lm, text)
     limit = lm.config.position_limit
-    context = whole_number("context", context or min(limit or 2048, 2048), 2)
+    if context is None:
+        context = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
+    context = whole_number("context", context, 2)
     if limit is not None and context > limit:
         raise ValueError(f"context is {context}, but the model has only {limit} positions")
     chunk = whole_number("chunk", chunk, 1)
@@ -119,20 +121,21 @@ def evaluate(
     found: dict[str, list[Array]] = {name: [] for name in policies}
     caches: dict[str, KVCache] = {}
     for window in cut:
-        # Some codecs' caches are smaller than a window's logits: these are compared by chunks.
+        # Logits are larger than caches: they are compared chunk by chunk.
+        full = init_cache(lm.config, CachePolicy(), max_len=context)
         caches = {
             name: init_cache(lm.config, policy, max_len=context)
-            for name, policy in {"": CachePolicy(), **policies}.items()
+            for name, policy in policies.items()
         }
         for start in range(0, context, chunk):
             part = window[None, start : start + chunk]
             target = window[None, start + 1 : start + 1 + part.shape[1]]
             target = np.pad(target, ((0, 0), (0, part.shape[1] - target.shape[1])))
-            wanted, caches[""] = _logits(lm.architecture, lm.params, part, caches[""])
+            wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
-        for name, cache in caches.items():
+        for name, cache in {"full precision": full, **caches}.items():
             _raise_for(name, cache)
     qualities = {}
     for name in policies:
@@ -271,4 +274,4 @@ def _raise_for(name: str, cache: KVCache) -> None:
     try:
         check(cache)
     except ValueError as error:
-        raise type(error)(f"{name or 'full precision'}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None

@@ -276,7 +276,7 @@ def test_the_textbooks_absmax():
         (lambda: empty(kvjax.Int4(group=128)), "does not divide head_dim, 64"),
         (lambda: empty(kvjax.Int4("channel", 128)), "the block's tokens, 64"),
         (lambda: empty(kvjax.Int4(), (1, 1, 1, 12, 64)), "12 tokens: packed codes need"),
-        (lambda: empty(kvjax.Rotated(kvjax.Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd number"),
+        (lambda: empty(kvjax.Rotated(kvjax.Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd"),
         (lambda: kvjax.Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
         (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), block=12), "block=12: packed codes need"),
         (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), recent=-1), "recent must be a"),

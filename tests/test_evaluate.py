@@ -1,5 +1,6 @@
 """Quality figures: what they say of caches whose quality is known, and that one pass is enough."""
 
+import itertools
 import json
 import math
 
@@ -60,7 +61,7 @@ def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, toke
     cache = kvjax.init_cache(embedded.config, policy, max_len=CONTEXT)
     step = jax.jit(embedded.architecture.apply, donate_argnums=2)
     nats = []
-    for token, target in zip(text, text[1:], strict=False):
+    for token, target in itertools.pairwise(text):
         logits, cache = step(embedded.params, np.array([[token]], np.int32), cache)
         nats.append(-float(jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))[target]))
     assert in_chunks.perplexity == pytest.approx(math.exp(np.mean(nats)), rel=1e-4)
@@ -124,7 +125,7 @@ def test_policies_in_words():
     [
         ([5], {}, "a text of 1 tokens: there is nothing to predict"),
         ([5, 99999], {}, "token 99999: the vocabulary has 4096"),
-        ([5] * 9, {"context": 4096}, "context is 4096, but the model has only 2048 positions"),
+        ([5] * 9, {"context": 1}, "context must be a whole number, at least 2, got 1"),
         ([5] * 9, {"chunk": 0}, "chunk must be a whole number, at least 1, got 0"),
         ([5] * 9, {"windows": 0}, "windows must be a whole number, at least 1, got 0"),
     ],
