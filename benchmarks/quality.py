@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the
 plot of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers
-with its quanto and HQQ caches (they need torch, optimum-quanto and hqq). ``--part validation`` is the
-text that codec settings are chosen on.
+with its quanto and HQQ caches (they need torch, optimum-quanto and hqq). ``--part validation`` is
+the text that codec settings are chosen on.
 """
 
 import argparse

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from kvjax._checks import whole_number
 from kvjax._tree import state, static_field, tree_bytes
-from kvjax._typing import Array, CachedKeysValues, KeysValues
+from kvjax._typing import CachedKeysValues, KeysValues
 from kvjax.codecs import MULTIPLE, Codec, Store, tokens_of
 from kvjax.placement import Device
 
@@ -65,12 +65,11 @@ def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues,
     return first, second
 
 
-def _quantized(x: Array, codec: Codec, block: int | None) -> Quantized:
-    if jnp.ndim(x) != 4 or 0 in jnp.shape(x):
-        raise ValueError(
-            f"keys and values are [batch, kv_heads, tokens, head_dim], got {list(jnp.shape(x))}"
-        )
-    x = jnp.asarray(x)
+def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized:
+    if jnp.ndim(numbers) != 4 or 0 in jnp.shape(numbers):
+        found = list(jnp.shape(numbers))
+        raise ValueError(f"keys and values are [batch, kv_heads, tokens, head_dim], got {found}")
+    x = jnp.asarray(numbers)
     tokens = x.shape[2]
     size = tokens if block is None else whole_number("block", block, 1)
     if block is not None and block % MULTIPLE:

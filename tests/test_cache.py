@@ -326,7 +326,7 @@ class CodedRingMachine(CodedMachine):
     sizes, limit, recent = (1, 5, 16), None, 0
     window, sinks, slack = 20, 3, 15
 
-    convert_to_the_same = None
+    convert_to_the_same = None  # pyright: ignore[reportAssignmentType]
 
 
 TestCacheMachine = CacheMachine.TestCase

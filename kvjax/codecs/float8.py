@@ -74,7 +74,7 @@ class Float8:
         kind, axes = jnp.dtype(KINDS[self.kind]), self.groups.axes(x.ndim)
         top = float(jnp.finfo(kind).max)
         largest = jnp.max(jnp.abs(x), axes, keepdims=True)
-        scale = rounded(largest / top, self._scales.dtype or "", up=True)
+        scale = rounded(largest / top, str(self._scales.dtype), up=True)
         small = jnp.clip(x / jnp.where(scale == 0, 1.0, scale), -top, top).astype(kind)
         bits = lax.bitcast_convert_type(self.groups.join(small), jnp.uint8)
         return Scaled(bits, self._scales.encode(self.groups.pack(scale)))

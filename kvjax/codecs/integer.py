@@ -93,7 +93,7 @@ class Integer:
 
     def fit(self, x: Array) -> tuple[Array, Array]:
         """Scales and zero points of split numbers, as numbers that 16 bits hold."""
-        axes, kind = self.groups.axes(x.ndim), self._scales.dtype
+        axes, kind = self.groups.axes(x.ndim), str(self._scales.dtype)
         if self.bits == 1:
             return self._fit_one_bit(x, axes, kind)
         if self.zero_point:
