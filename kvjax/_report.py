@@ -103,6 +103,7 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
         xlabel="bytes of the body, % of bfloat16", yscale="log",
         ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
     )  # fmt: skip
+    axes.margins(x=0.2, y=0.1)  # room for the names
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
