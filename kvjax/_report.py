@@ -89,11 +89,14 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
 
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
+    shares = [100 * quality.bytes.of_bfloat16 for quality in qualities.values()]
+    middle = (min(shares) + max(shares)) / 2
     for name, quality in qualities.items():
         at = 100 * quality.bytes.of_bfloat16, quality.overall.mean_kl
         best = name in front
         axes.plot(*at, "o", color="tab:blue" if best else "tab:gray", markersize=7)
-        axes.annotate(name, at, (6, 5), textcoords="offset points", fontsize=8)
+        side, offset = ("right", (-7, 5)) if at[0] > middle else ("left", (7, 5))
+        axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
     axes.plot(
         [100 * qualities[name].bytes.of_bfloat16 for name in front],
         [qualities[name].overall.mean_kl for name in front],
@@ -103,7 +106,7 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
         xlabel="bytes of the body, % of bfloat16", yscale="log",
         ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
     )  # fmt: skip
-    axes.margins(x=0.2, y=0.1)  # room for the names
+    axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
