@@ -33,7 +33,9 @@ class CachePolicy:
     raw: tuple[Raw, Raw] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = {"layout": "resolve", "keys": "encode", "values": "encode", "placement": "put"}
+        parts = {
+            "layout": "resolve", "keys": "blockwise", "values": "blockwise", "placement": "put",
+        }  # fmt: skip
         for part, needed in parts.items():
             given = getattr(self, part)
             if isinstance(given, type) or not hasattr(given, needed):
