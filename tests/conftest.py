@@ -44,6 +44,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"needs {module} (the extra `oracle`)")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Forget a file's compiled programs: each is memory maps, of which a process has only so many
+    (a compiler that gets no more of them crashes)."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def full() -> bool:
     """Whether ``.ci/run --full`` runs: larger sizes of the same laws."""
