@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import finite
+from kvjax.codecs._scales import with_dtypes
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
@@ -33,8 +34,7 @@ class Centred(Wrapping):
     def resolve(self, model_dtype: str | None, platform: str) -> "Centred":
         """Fix the dtypes."""
         codec = self.inner.resolve(model_dtype, platform)
-        usual = "float16" if codec.dtype == "float16" else "bfloat16"
-        return Centred(codec, (self.means or Raw()).resolve(usual, platform))
+        return Centred(codec, with_dtypes(codec.dtype, self.means, None, platform)[1])
 
     def empty(self, shape: tuple[int, ...]) -> CentredStore:
         """A zeroed store."""

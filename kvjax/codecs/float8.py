@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups, finite, rounded
+from kvjax.codecs._scales import check_scales, with_dtypes
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.codecs.integer import undifferentiable
 from kvjax.codecs.raw import Raw
@@ -48,8 +49,7 @@ class Float8:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: there are {', '.join(KINDS)}")
         self.groups.__post_init__()
-        if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
-            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+        check_scales(self.scales)
 
     @property
     def groups(self) -> Groups:
@@ -58,9 +58,7 @@ class Float8:
 
     def resolve(self, model_dtype: str | None, platform: str) -> "Float8":
         """Fix the dtypes."""
-        dtype = Raw(self.dtype).resolve(model_dtype, platform).dtype
-        usual = "float16" if dtype == "float16" else "bfloat16"
-        scales = (self.scales or Raw()).resolve(usual, platform)
+        dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
         return replace(self, scales=scales, dtype=dtype)
 
     def empty(self, shape: tuple[int, ...]) -> Scaled:

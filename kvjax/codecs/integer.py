@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups, finite, rounded
 from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
+from kvjax.codecs._scales import check_scales, with_dtypes
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.codecs.raw import Raw
 
@@ -57,8 +58,7 @@ class Integer:
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
         self.groups.__post_init__()
-        if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
-            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+        check_scales(self.scales)
 
     @property
     def groups(self) -> Groups:
@@ -67,9 +67,7 @@ class Integer:
 
     def resolve(self, model_dtype: str | None, platform: str) -> "Integer":
         """Fix the dtypes."""
-        dtype = Raw(self.dtype).resolve(model_dtype, platform).dtype
-        usual = "float16" if dtype == "float16" else "bfloat16"
-        scales = (self.scales or Raw()).resolve(usual, platform)
+        dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
         return replace(self, scales=scales, dtype=dtype)
 
     def empty(self, shape: tuple[int, ...]) -> Packed:
