@@ -104,6 +104,14 @@ class KvjaxEngine:
         # Committed like the cache: beside it, an uncommitted array would compile the step twice.
         return jax.device_put(jnp.asarray(values, jnp.int32), jax.devices()[0])
 
+    def filled(self, prompt: np.ndarray, max_len: int) -> tuple[Any, Any]:
+        """A prompt on the device, and a new cache that holds it."""
+        tokens = self._put(prompt)
+        cache = self._init(tokens.shape[0], max_len)
+        cache = jax.block_until_ready(self._prefill_jit(self.lm.params, tokens, cache)[1])
+        kvjax.check(cache)
+        return tokens, cache
+
     def prefill(self, logits: str | None = None) -> dict[str, Any]:
         """Fill a new cache with the prompt; save the last logits where `logits` names a file."""
         self.cache = None
@@ -144,12 +152,13 @@ class KvjaxEngine:
         Steps are dispatched one after another and waited for once, at the end.
         """
         self._rewind()
-        self.cache, seconds, made = self._group(self.cache, self._put(token), warm, steps)
+        self.cache, seconds, made = self.group(self.cache, self._put(token), warm, steps)
         self.ahead = warm + steps
         kvjax.check(self.cache)
         return {"seconds": seconds, "tokens": np.stack(made, 1).tolist()}
 
-    def _group(self, cache: Any, token: Any, warm: int, steps: int) -> tuple[Any, float, list[Any]]:
+    def group(self, cache: Any, token: Any, warm: int, steps: int) -> tuple[Any, float, list[Any]]:
+        """Decode from a cache; it, the seconds of the timed steps, and every step's tokens."""
         params, step = self.lm.params, self._decode_step
         made = []
         for _ in range(warm):
@@ -178,9 +187,7 @@ class KvjaxEngine:
         for repeat in range(repeats + 1):
             order = max_lens if repeat % 2 else max_lens[::-1]
             for max_len in order:
-                cache, spent, _ = self._group(
-                    caches.pop(max_len), tokens[:, 0], max(warm, 1), steps
-                )
+                cache, spent, _ = self.group(caches.pop(max_len), tokens[:, 0], max(warm, 1), steps)
                 kvjax.check(cache)
                 caches[max_len] = kvjax.rewind(cache, max(warm, 1) + steps)
                 if repeat:

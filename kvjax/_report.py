@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.evaluate import Quality, pareto_front
 from kvjax.presets import PolicyChoice, policy
+from kvjax.recall import RANGE, Recall
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
@@ -65,6 +66,20 @@ def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
     return [["mean KL at positions", *head], *rows]
 
 
+def recall_rows(found: Mapping[str, Recall]) -> list[list[str]]:
+    """The share of questions answered, by distance: a heading, and a row a policy."""
+    ends = sorted({end for each in found.values() for end in each.by_distance})
+    head = ["policy", "of bfloat16", "right", *(f"{end - RANGE + 1}-{end} back" for end in ends)]
+    rows = [
+        [
+            name, f"{100 * each.bytes.of_bfloat16:.1f} %", f"{100 * each.share:.2f} %",
+            *(f"{100 * each.by_distance[end]:.1f} %" for end in ends),
+        ]
+        for name, each in found.items()
+    ]  # fmt: skip
+    return [head, *rows]
+
+
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -75,7 +90,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def as_figures(qualities: Mapping[str, Quality]) -> dict[str, Any]:
+def as_figures(qualities: Mapping[str, Quality | Recall]) -> dict[str, Any]:
     """All figures, to be written as JSON."""
     return {name: asdict(quality) for name, quality in qualities.items()}
 

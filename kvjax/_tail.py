@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax._tree import state
-from kvjax._typing import Array, KeysValues, Rows
+from kvjax._typing import Array, KeysValues, Rows, SlotPositions
 from kvjax._write import write_rows
-from kvjax.codecs import Store
+from kvjax.codecs import Store, tokens_of
 from kvjax.policy import CachePolicy
 
 
@@ -96,6 +96,27 @@ def append_behind(
     runs = split.body.runs(start, leaving)
     body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
     return body, after, None if short else Strip(tail, fresh.keys, fresh.values)
+
+
+def decoded(
+    held: Any, policy: CachePolicy, length: Rows, written: Rows
+) -> tuple[Array, Array, SlotPositions]:
+    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
+    their slots, each once, as the query at the row's newest token sees it."""
+    split = policy.split
+    assert policy.raw is not None
+    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
+    in_body = split.body_positions(length, written, blocks)
+    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
+    raw_from = split.raw_from(length - 1)[:, None]
+    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
+    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
+    positions = jnp.concatenate(
+        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
+    )
+    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
+    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
+    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
 
 
 def _last_of(ring: Any, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from kvjax._call import accepted, query_positions
 from kvjax._segments import segments
 from kvjax._sight import Bias, Sight
 from kvjax._typing import Counts, KeysValues, Mixed, Queries
 from kvjax._walk import at_once, blockwise
-from kvjax.cache import KVCache, LayerCache, accepted, query_positions
+from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import Raw
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.policy import CachePolicy

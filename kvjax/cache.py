@@ -18,29 +18,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvjax._checks import is_traced, whole_number
-from kvjax._tail import Strip, Tail, append_behind
+from kvjax._call import accepted, admit, check_new, note_numbers, query_positions
+from kvjax._checks import whole_number
+from kvjax._tail import Strip, Tail, append_behind, decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
-    Array,
     CachedKeysValues,
     Counts,
     KeysValues,
     LayerRows,
-    Positions,
     Rows,
     SlotPositions,
 )
 from kvjax._write import write_rows
-from kvjax.codecs import tokens_of
 from kvjax.layouts import UNLIMITED, Run
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
-from kvjax.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
 
 
 @state
@@ -247,8 +243,8 @@ def append(
     old = cache.layers[place]
     if cache.sources is not None and place in cache.sources[:layer]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
-    _check_new(cache, old, keys, "keys")
-    _check_new(cache, old, values, "values")
+    check_new(cache, old, keys, "keys")
+    check_new(cache, old, values, "values")
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     count = accepted(cache, keys.shape[2], lengths)
@@ -265,7 +261,7 @@ def append(
         body = old.keys, old.values
         body, tail, strip = append_behind(old.policy, body, tail, cache.length, count, keys, values)
         new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip)
-        cache = _note_numbers(cache, (keys, values), count)
+        cache = note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*cache.layers[:place], new, *cache.layers[place + 1 :]))
 
 
@@ -320,29 +316,10 @@ def read(
         slots = jnp.arange(policy.layout.slots, dtype=jnp.int32)
         positions = policy.layout.positions(cache.length, written, slots)
         return policy.keys.decode(held.keys), policy.values.decode(held.values), positions
-    keys, values, positions = decoded(held, cache.length, written)
+    keys, values, positions = decoded(held, policy, cache.length, written)
     if policy.keys.before_rotary:
         keys = apply_rotary(keys, positions.clip(0), rotary)
     return keys, values, positions
-
-
-def decoded(held: LayerCache, length: Rows, written: Rows) -> tuple[Array, Array, SlotPositions]:
-    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
-    their slots, each once, as the query at the row's newest token sees it."""
-    policy, split = held.policy, held.policy.split
-    assert held.tail is not None and policy.raw is not None
-    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
-    in_body = split.body_positions(length, written, blocks)
-    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
-    raw_from = split.raw_from(length - 1)[:, None]
-    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
-    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
-    positions = jnp.concatenate(
-        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
-    )
-    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
-    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
-    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
 
 
 def nbytes(cache: KVCache) -> dict[str, int]:
@@ -353,33 +330,6 @@ def nbytes(cache: KVCache) -> dict[str, int]:
         held = (layer.keys, layer.values, layer.tail, layer.strip)
         totals[place] = totals.get(place, 0) + tree_bytes(held)
     return totals
-
-
-def accepted(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
-    """int32[batch]: how many of a call's tokens each row takes: all, or none when they would not
-    fit."""
-    asked = _real(cache, new, lengths)
-    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
-
-
-def query_positions(cache: KVCache, new: int) -> Positions:
-    """int32[batch, new]: the positions of a call's tokens."""
-    return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
-
-
-def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Rows]:
-    """How many of a call's tokens each row takes, and the cache with the status of those that take
-    none because they can't hold them, or because ``lengths`` is wrong.
-
-    Raises:
-      ValueError: if ``lengths`` is wrong and not traced, naming the row.
-    """
-    count, asked = accepted(cache, new, lengths), _real(cache, new, lengths)
-    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
-    if lengths is None:
-        return replace(cache, status=status), count
-    status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
-    return replace(cache, status=status), count
 
 
 def _empty_layer(
@@ -397,47 +347,5 @@ def _empty_layer(
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
 
 
-def _note_numbers(cache: KVCache, numbers: Any, count: Rows) -> KVCache:
-    """Record the rows that are given what is no number: a codec of blocks would hide it."""
-    real = jnp.arange(numbers[0].shape[2]) < count[:, None]
-    bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
-    wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
-    return replace(cache, status=cache.status | jnp.where(wrong, BAD_NUMBERS, 0))
-
-
 def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:
     return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), stores, encoded)
-
-
-def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
-    """int32[batch]: real tokens of a call, a row."""
-    if lengths is None:
-        return jnp.full_like(cache.length, new)
-    if jnp.shape(lengths) != (cache.batch,):
-        raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
-    if not is_traced(lengths):
-        lengths = np.asarray(lengths)
-        for row in np.flatnonzero((lengths < 0) | (lengths > new)):
-            raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}")
-    return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
-
-
-def _check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
-    expected = (cache.batch, held.kv_heads, held.head_dim)
-    if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
-        raise ValueError(
-            f"{name} must be [batch={cache.batch}, kv_heads={held.kv_heads}, new, "
-            f"head_dim={held.head_dim}], got {list(x.shape)}"
-        )
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
-    chunk = held.policy.layout.chunk
-    if chunk is not None and x.shape[2] > chunk:
-        raise ValueError(
-            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
-            "parts (a model's apply does so), or give the ring more slack"
-        )

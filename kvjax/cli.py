@@ -1,4 +1,4 @@
-"""The command line: ``kvjax generate`` and ``kvjax info``.
+"""The command line: ``kvjax generate``, ``kvjax info`` and ``kvjax eval``.
 
 Results go to standard output, everything else to standard error. What the user can mend (a file, an
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
@@ -11,6 +11,20 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvjax._cli_common import (
+    BitsOption,
+    CacheOption,
+    DtypeOption,
+    GroupOption,
+    KeyBitsOption,
+    ModelOption,
+    RevisionOption,
+    ValueBitsOption,
+    read,
+    use_compilation_cache,
+    utf8,
+)
+from kvjax._cli_eval import evaluate
 from kvjax._errors import KvjaxError
 from kvjax._figures import figures, one_line, table, to_json
 
@@ -25,34 +39,6 @@ app = typer.Typer(
 
 # Older releases of typer take their usage errors from click, newer ones from a copy of their own.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
-]
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
-]
-CacheOption = Annotated[
-    str,
-    typer.Option(
-        "--cache",
-        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized.",
-    ),
-]
-BitsOption = Annotated[
-    int | None,
-    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
-]
-KeyBitsOption = Annotated[int | None, typer.Option(help="The same for keys alone.")]
-ValueBitsOption = Annotated[int | None, typer.Option(help="The same for values alone.")]
-GroupOption = Annotated[
-    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -117,7 +103,7 @@ def generate(
 ) -> None:
     """Continue a prompt, given as text, in a file, or on standard input."""
     words = _prompt(text, prompt, file)
-    _use_compilation_cache()
+    use_compilation_cache()
     import kvjax
     from kvjax import models
 
@@ -196,58 +182,7 @@ def info(
     typer.echo(to_json(report) if as_json else table(report))
 
 
-@app.command(name="eval")
-def evaluate(
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", help="The text (UTF-8); by default the embedded model's own."),
-    ] = None,
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy", "-p", help="NAME,SETTING=VALUE,...: bits=4, static,key_bits=8,value_bits=4."
-        ),
-    ] = None,
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    dtype: DtypeOption = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a window; by default the model's limit.")
-    ] = None,
-    windows: Annotated[int | None, typer.Option(help="How many windows; by default all.")] = None,
-    time_steps: Annotated[int, typer.Option(help="Decode steps to time, for each policy.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw quality against bytes (png, svg).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Compare cache policies: what they do to a model's predictions on a text, and their bytes."""
-    _use_compilation_cache()
-    from kvjax import _report, models
-    from kvjax.evaluate import evaluate
-    from kvjax.models.tiny.data import part_tokens
-
-    if file is None and model is not None:
-        raise ValueError("no text: give a --file")
-    lm = models.load(model, dtype=dtype, revision=revision)
-    text: Any = _read(file) if file is not None else part_tokens("held_out", lm)
-    chosen = policies or list(_report.DEFAULT_POLICIES)
-    found = evaluate(
-        lm,
-        text,
-        {words: _report.parse_policy(words) for words in chosen},
-        context=context,
-        windows=windows,
-        time_steps=time_steps,
-    )
-    if plot is not None:
-        _report.plot_quality(found, plot, title=model or "the embedded model")
-    if as_json:
-        typer.echo(to_json(_report.as_figures(found)))
-        return
-    typer.echo(_report.columns(_report.quality_rows(found)))
-    typer.echo()
-    typer.echo(_report.columns(_report.range_rows(found)))
+app.command(name="eval")(evaluate)
 
 
 def main() -> None:
@@ -284,42 +219,13 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     if len(given) > 1:
         raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
     if file is not None:
-        return _stripped(_read(file))
+        return _stripped(read(file))
     if not given and sys.stdin.isatty():
         raise ValueError("no prompt: give a text, --file, or - to read standard input")
     elif not given or given == ["-"]:
-        return _stripped(_utf8("standard input", sys.stdin.buffer.read()))
+        return _stripped(utf8("standard input", sys.stdin.buffer.read()))
     return str(given[0])
-
-
-def _read(file: Path) -> str:
-    return _utf8(str(file), file.read_bytes())
-
-
-def _utf8(source: str, raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: the text is not UTF-8 (byte {error.start})") from None
 
 
 def _stripped(words: str) -> str:
     return words.removesuffix("\n").removesuffix("\r")
-
-
-def _use_compilation_cache() -> None:
-    """Keep compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache."""
-    import jax
-
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(_user_cache() / "kvjax" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _user_cache() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

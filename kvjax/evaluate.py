@@ -136,7 +136,7 @@ def evaluate(
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
         for name, cache in {"full precision": full, **caches}.items():
-            _raise_for(name, cache)
+            raise_for(name, cache)
     qualities = {}
     for name in policies:
         each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
@@ -270,7 +270,8 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
     return tokens
 
 
-def _raise_for(name: str, cache: KVCache) -> None:
+def raise_for(name: str, cache: KVCache) -> None:
+    """``check`` a policy's cache; errors name it."""
     try:
         check(cache)
     except ValueError as error:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from kvjax._call import admit
 from kvjax._checks import is_traced
 from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache, admit
+from kvjax.cache import KVCache
 from kvjax.status import note_non_finite
 
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig

@@ -9,8 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax._call import query_positions
 from kvjax.attention import self_attend
-from kvjax.cache import KVCache, query_positions
+from kvjax.cache import KVCache
 
 from .config import GPT2Config
 from .layers import (

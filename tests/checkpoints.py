@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS = "<s>", "</s>"
+WEIGHTS = "model.safetensors"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "[{{ message.role }}]{{ message.content }}{{ eos_token }}"
@@ -74,7 +75,7 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
         folder / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
     )
-    save_file(llama_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
+    save_file(llama_tensors(config, seed), folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
@@ -115,3 +116,30 @@ def llama_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_biased_keys(folder: Path, source: Path, bias: np.ndarray) -> Path:
+    """Write a Llama checkpoint again as a Qwen 2 whose keys have biases, float32.
+
+    Args:
+      folder: where to; it is made.
+      source: the Llama's folder, with one file of weights.
+      bias: float32[layers, kv_heads * head_dim].
+    """
+    from safetensors.flax import load_file as load_flax  # NumPy alone has no bfloat16
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    queries = config["num_attention_heads"] * config["head_dim"]
+    tensors = {k: np.asarray(v, np.float32) for k, v in load_flax(source / WEIGHTS).items()}
+    for layer, keys in enumerate(bias):
+        name = f"model.layers.{layer}.self_attn"
+        tensors[f"{name}.q_proj.bias"] = np.zeros(queries, np.float32)
+        tensors[f"{name}.k_proj.bias"] = keys.astype(np.float32)
+        tensors[f"{name}.v_proj.bias"] = np.zeros_like(keys, np.float32)
+    for name in ("attention_bias", "mlp_bias"):
+        config.pop(name, None)
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
+    _write_json(folder / "config.json", config)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder

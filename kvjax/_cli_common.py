@@ -1,0 +1,67 @@
+"""What the commands share: options, text from files, compiled programs kept between runs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
+]
+CacheOption = Annotated[
+    str,
+    typer.Option(
+        "--cache",
+        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized.",
+    ),
+]
+BitsOption = Annotated[
+    int | None,
+    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
+]
+KeyBitsOption = Annotated[int | None, typer.Option(help="The same for keys alone.")]
+ValueBitsOption = Annotated[int | None, typer.Option(help="The same for values alone.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
+]
+
+
+def read(file: Path) -> str:
+    """The words of a file; a ``ValueError`` if they are not UTF-8."""
+    return utf8(str(file), file.read_bytes())
+
+
+def utf8(source: str, raw: bytes) -> str:
+    """Words from bytes; a ``ValueError`` that names where they are from, if they are not UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: the text is not UTF-8 (byte {error.start})") from None
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache."""
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(_user_cache() / "kvjax" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _user_cache() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
