@@ -8,6 +8,8 @@ the text that codec settings are chosen on.
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +35,9 @@ PEERS = {
 }
 """Backend, bits, and the axes of keys and values, with groups of 64 and a residual of 128."""
 
+FIRST = 64
+"""Tokens that the peers are fed at once; all others come one by one."""
+
 
 def candidates() -> dict[str, Any]:
     """The policies that are compared, by name."""
@@ -40,7 +45,12 @@ def candidates() -> dict[str, Any]:
         name: _report.parse_policy(name) for name in _report.DEFAULT_POLICIES
     }
     textbook = kvjax.Int8(per="tensor")
-    return {**policies, "absmax int8 per tensor": kvjax.CachePolicy(keys=textbook, values=textbook)}
+    rotated = kvjax.Rotated(textbook)
+    return {
+        **policies,
+        "absmax int8 per tensor": kvjax.CachePolicy(keys=textbook, values=textbook),
+        "the same, rotated": kvjax.CachePolicy(keys=rotated, values=rotated),
+    }
 
 
 def peer_quality(
@@ -50,7 +60,8 @@ def peer_quality(
     import torch
     from transformers import AutoModelForCausalLM, QuantizedCache
 
-    torch.manual_seed(0)
+    # quanto compiles a function of its own with the ninja of its environment.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     each = []
     with torch.no_grad():
@@ -61,12 +72,9 @@ def peer_quality(
                 backend, model.config, nbits=bits, axis_key=axis_key, axis_value=axis_value,
                 q_group_size=64, residual_length=128,
             )  # fmt: skip
-            found = torch.cat(
-                [
-                    model(tokens[:, at : at + 1], past_key_values=cache).logits[0]
-                    for at in range(tokens.shape[1])
-                ]
-            )
+            # A group along tokens needs so many of them at once; what is fed first is seen raw.
+            parts = [tokens[:, :FIRST], *tokens[:, FIRST:].split(1, dim=1)]
+            found = torch.cat([model(x, past_key_values=cache).logits[0] for x in parts])
             true, other = (x.double().log_softmax(-1) for x in (wanted, found))
             after = tokens[0, 1:, None]
             nats = [-x[:-1].gather(1, after)[:, 0] for x in (true, other)]

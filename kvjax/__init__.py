@@ -48,7 +48,6 @@ from kvjax.placement import Device
 from kvjax.policy import CachePolicy, Hybrid
 from kvjax.presets import Edges, policy, quantized_codec, transformers_policy
 from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
-from kvjax.recall import recall
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.status import check, clear_status
 
@@ -102,7 +101,6 @@ __all__ = [
     "quantize_kv",
     "quantized_codec",
     "read",
-    "recall",
     "repeat",
     "reset",
     "rewind",

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvjax.evaluate import Quality, pareto_front
 from kvjax.presets import PolicyChoice, policy
-from kvjax.recall import RANGE, Recall
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
@@ -66,20 +65,6 @@ def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
     return [["mean KL at positions", *head], *rows]
 
 
-def recall_rows(found: Mapping[str, Recall]) -> list[list[str]]:
-    """The share of questions answered, by distance: a heading, and a row a policy."""
-    ends = sorted({end for each in found.values() for end in each.by_distance})
-    head = ["policy", "of bfloat16", "right", *(f"{end - RANGE + 1}-{end} back" for end in ends)]
-    rows = [
-        [
-            name, f"{100 * each.bytes.of_bfloat16:.1f} %", f"{100 * each.share:.2f} %",
-            *(f"{100 * each.by_distance[end]:.1f} %" for end in ends),
-        ]
-        for name, each in found.items()
-    ]  # fmt: skip
-    return [head, *rows]
-
-
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -90,7 +75,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def as_figures(qualities: Mapping[str, Quality | Recall]) -> dict[str, Any]:
+def as_figures(qualities: Mapping[str, Quality]) -> dict[str, Any]:
     """All figures, to be written as JSON."""
     return {name: asdict(quality) for name, quality in qualities.items()}
 
@@ -105,13 +90,15 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
     shares = [100 * quality.bytes.of_bfloat16 for quality in qualities.values()]
-    middle = (min(shares) + max(shares)) / 2
+    middle, labels = (min(shares) + max(shares)) / 2, []
     for name, quality in qualities.items():
         at = 100 * quality.bytes.of_bfloat16, quality.overall.mean_kl
         best = name in front
         axes.plot(*at, "o", color="tab:blue" if best else "tab:gray", markersize=7)
-        side, offset = ("right", (-7, 5)) if at[0] > middle else ("left", (7, 5))
-        axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
+        side, right = ("right", -7) if at[0] > middle else ("left", 7)
+        labels.append(
+            axes.annotate(name, at, (right, 5), textcoords="offset points", ha=side, fontsize=8)
+        )
     axes.plot(
         [100 * qualities[name].bytes.of_bfloat16 for name in front],
         [qualities[name].overall.mean_kl for name in front],
@@ -124,5 +111,17 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
+    _move_apart(figure, labels)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _move_apart(figure: Any, labels: list[Any]) -> None:
+    """Move labels upwards, the lowest first, until none covers another."""
+    figure.canvas.draw()
+    taken: list[Any] = []
+    for label in sorted(labels, key=lambda each: each.get_window_extent().y0):
+        while any(label.get_window_extent().overlaps(other) for other in taken):
+            right, up = label.get_position()
+            label.set_position((right, up + 1))
+        taken.append(label.get_window_extent())

@@ -22,9 +22,10 @@ def tokens(embedded):
 
 @pytest.fixture(scope="module")
 def biased(embedded, tokens, tmp_path_factory):
-    """The embedded model as a Qwen 2 with key biases 20 times the median key, in the channels that
-    turn slowest: there, and there only, models have grown such biases, for what is the same for
-    all positions changes no weights."""
+    """The embedded model as a Qwen 2 with key biases 20 times the median key, in the quarter of the
+    channels that turn slowest: a bias that all positions share changes no weights, so it is there
+    that trained models have them. (On all channels, they drown the keys: two caches of 8 bits then
+    agree on 88 % of the tokens.)"""
     cache = kvjax.init_cache(embedded.config, max_len=CONTEXT)
     _, cache = jax.jit(embedded.architecture.apply)(
         embedded.params, np.asarray(tokens, np.int32)[None], cache
@@ -34,7 +35,7 @@ def biased(embedded, tokens, tmp_path_factory):
     rng, half = np.random.default_rng(0), config.head_dim // 2
     for layer in range(config.num_hidden_layers):
         keys = np.abs(np.asarray(kvjax.read(cache, layer)[0], np.float32))
-        slow = np.r_[half - 4 : half, 2 * half - 4 : 2 * half]
+        slow = np.r_[half - 8 : half, 2 * half - 8 : 2 * half]
         signs = rng.choice([-1.0, 1.0], (config.num_key_value_heads, len(slow)))
         bias[layer][:, slow] = TIMES * np.median(keys) * signs
     folder = tmp_path_factory.mktemp("biased")
@@ -52,8 +53,11 @@ def test_large_key_biases_do_not_collapse(biased, tokens):
     )
     top1 = {name: quality.overall.top1 for name, quality in found.items()}
     assert top1["4"] >= 0.95 and top1["centred"] >= 0.95
-    assert top1["naive"] < 0.8
+    assert top1["naive"] < 0.85
     assert found["naive"].overall.mean_kl > 30 * found["4"].overall.mean_kl
+    assert (
+        found["naive"].overall.perplexity_ratio > 1.08 > 1.01 > found["4"].overall.perplexity_ratio
+    )
 
 
 def test_edges_at_more_bits_are_better_than_without(embedded, tokens):

@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tokenizers
@@ -40,29 +39,11 @@ def token_losses(
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
 
-def mean_loss(architecture: Architecture, params: Params, windows: Array) -> Array:
-    """Mean nats a token."""
-    return token_losses(architecture, params, windows).mean()
-
-
-class Batches(Protocol):
-    """Where a step's windows come from."""
-
-    def batch(self, step: int) -> np.ndarray: ...
-
-
 class Trainer:
-    """State, step and checkpoints of a run in ``workdir``; ``loss`` is what falls."""
+    """State, step and checkpoints of a run in ``workdir``."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        workdir: Path,
-        *,
-        save_every: int = 50,
-        loss: Callable[[Architecture, Params, Array], Array] = mean_loss,
-    ):
-        self.recipe, self.workdir, self.loss = recipe, workdir, loss
+    def __init__(self, recipe: Recipe, workdir: Path, *, save_every: int = 50):
+        self.recipe, self.workdir = recipe, workdir
         self.architecture = Architecture(recipe.config())
         self.optimizer = optimizer(recipe)
         self._same_recipe()
@@ -97,14 +78,14 @@ class Trainer:
         return {"params": params, "optimizer": self.optimizer.init(params)}
 
     def _update(self, state: dict[str, Any], windows: Array) -> tuple[dict[str, Any], Array]:
-        def of_params(params: Params) -> Array:
-            return self.loss(self.architecture, params, windows)
+        def mean_loss(params: Params) -> Array:
+            return token_losses(self.architecture, params, windows).mean()
 
-        loss, gradients = jax.value_and_grad(of_params)(state["params"])
+        loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
         updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": inner}, loss
 
-    def run(self, data: Batches, until: int | None = None) -> Iterator[tuple[int, float]]:
+    def run(self, data: Data, until: int | None = None) -> Iterator[tuple[int, float]]:
         """Steps taken so far and the loss of the last, one at a time; saves as it goes."""
         until = self.recipe.steps if until is None else until
         while self.step < until:
