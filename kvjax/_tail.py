@@ -114,6 +114,9 @@ def decoded(
     positions = jnp.concatenate(
         [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
     )
+    if held.low is not None:  # a conversion had nothing for these
+        there = (positions >= held.low[:, None]) | (positions < split.tail.sinks)
+        positions = jnp.where(there, positions, -1)
     keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
     values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
     return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions

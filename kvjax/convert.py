@@ -178,7 +178,13 @@ def _body(
     wanted = split.body_positions(length, length, blocks)
     keys, values, there = _fetched(old, length, marks, wanted)
     shape = (batch, old.kv_heads, split.body.slots, split.block, old.head_dim)
-    stores = policy.keys.encode(keys.reshape(shape)), policy.values.encode(values.reshape(shape))
+    held_of = there.reshape(batch, 1, split.body.slots, split.block, 1)
+    # What a block lacks are its first tokens: the last one in their place leaves the scales of the
+    # others what they are.
+    keys, values = (
+        jnp.where(held_of, x, x[:, :, :, -1:]) for x in (keys.reshape(shape), values.reshape(shape))
+    )
+    stores = policy.keys.encode(keys), policy.values.encode(values)
     if old.tail is None or old.policy.block != policy.block:
         return *stores, wanted, there
     before = old.policy.split

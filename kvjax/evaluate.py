@@ -21,7 +21,7 @@ from kvjax._model import LanguageModel
 from kvjax._tree import tree_bytes
 from kvjax._typing import Array
 from kvjax.cache import KVCache, init_cache, nbytes
-from kvjax.operations import rewind, rewindable
+from kvjax.operations import grow, rewind, rewindable
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice
 from kvjax.shape import CacheShape
@@ -133,6 +133,7 @@ def evaluate(
             target = np.pad(target, ((0, 0), (0, part.shape[1] - target.shape[1])))
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
+                caches[name] = _with_room(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
         for name, cache in {"full precision": full, **caches}.items():
@@ -206,6 +207,16 @@ def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
         if not front or qualities[name].overall.mean_kl < qualities[front[-1]].overall.mean_kl:
             front.append(name)
     return front
+
+
+def _with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
+    """The cache, doubled until it holds so many tokens."""
+    to = cache.max_len
+    if tokens <= to:
+        return cache
+    while to < tokens:
+        to *= 2
+    return grow(cache, min(to, context))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

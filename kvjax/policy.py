@@ -88,7 +88,8 @@ class CachePolicy:
         """Fix what was left open: from the capacity, the layer's own window, the model's dtype
         (``values_dtype`` where values have another) and the platform."""
         platform = self.placement.platform()
-        layout: Layout = self.layout.resolve(max_len, window, room)
+        back = max(16, self.block) if self.has_tail else 16
+        layout: Layout = self.layout.resolve(max_len, window, room, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
         raw = None

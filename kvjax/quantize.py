@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax._checks import whole_number
 from kvjax._tree import state, static_field, tree_bytes
@@ -16,7 +17,7 @@ class Quantized:
     """Numbers [batch, kv_heads, tokens, head_dim] as ``codec`` stores them, in blocks.
 
     ``store``: a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``tokens``: how
-    many there are; the last block is filled up with the last of them.
+    many there are; the last block is filled up with its own tokens again.
     """
 
     store: Store
@@ -75,8 +76,11 @@ def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantize
     if block is not None and block % MULTIPLE:
         raise ValueError(f"block={block}: packed codes need a multiple of {MULTIPLE}")
     size = -(-size // MULTIPLE) * MULTIPLE
-    # The last token again changes neither the least nor the largest of a group.
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -tokens % size), (0, 0)], mode="edge")
+    # A last block that is not full is filled with its own tokens, again and again: that changes
+    # neither the least nor the largest of a group, and hardly its mean.
+    at = np.arange(-(-tokens // size) * size)
+    last = (tokens - 1) // size * size
+    x = x[:, :, np.where(at < tokens, at, last + (at - last) % (tokens - last))]
     codec = codec.resolve(x.dtype.name, Device().platform())
     shape = (*x.shape[:2], -1, size, x.shape[3])
     blocks = x.reshape(shape)

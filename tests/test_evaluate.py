@@ -133,3 +133,14 @@ def test_policies_in_words():
 def test_wrong_arguments_are_refused(embedded, text, settings, message):
     with pytest.raises(ValueError, match=message):
         evaluate(embedded, text, {}, **settings)
+
+
+def test_a_growing_cache_grows_along_the_text(embedded, tokens):
+    policies = {
+        "static": kvjax.policy(bits=4),
+        "dynamic": kvjax.policy("dynamic", bits=4),
+        "raw": kvjax.policy("dynamic"),
+    }
+    found = evaluate(embedded, tokens, policies, context=CONTEXT, windows=1)
+    assert found["dynamic"].overall.mean_kl == pytest.approx(found["static"].overall.mean_kl, 0.02)
+    assert found["raw"].overall.mean_kl < 1e-9

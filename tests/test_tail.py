@@ -221,3 +221,52 @@ def test_a_stop_string_is_taken_back_from_a_tail(tiny_llama):
     found = kvjax.generate(tiny_llama, [[1, 5, 9]], max_new_tokens=60, cache=policy, stop=[stop])
     assert stop and found.text[0] == free.text[0][: free.text[0].index(stop)]
     kvjax.check(found.cache)
+
+
+def test_a_ring_can_take_back_a_block_unless_it_was_given_less_slack():
+    for slack, wanted in ((None, 64), (8, 8)):
+        policy = kvjax.policy("sliding_window", window=128, slack=slack, bits=4)
+        cache = kvjax.init_cache(CONFIG, policy, batch=BATCH)
+        assert cache.revocable == wanted
+        for _ in range(40):
+            _, cache = fed(None, 8, cache=cache)
+        assert kvjax.rewindable(cache).tolist() == [wanted] * BATCH
+
+
+def partly_converted():
+    """A raw ring whose first block of the window is not whole, under a policy with a tail, and the
+    same text that had that policy from the beginning."""
+    ring = kvjax.Ring(20, slack=3)
+    policy = kvjax.CachePolicy(
+        ring, kvjax.Raw(), kvjax.Int2("channel", zero_point=True), block=BLOCK, recent=0
+    )
+    caches = [kvjax.init_cache(CONFIG, each, batch=1) for each in (kvjax.CachePolicy(ring), policy)]
+    values = 100 + np.random.default_rng(0).normal(size=(1, KV, 40, DIM)).astype(np.float32)
+    for at in range(0, 40, 4):
+        part = jnp.asarray(values[:, :, at : at + 4])
+        for i, cache in enumerate(caches):
+            for layer in range(2):
+                cache = kvjax.append(cache, layer, part, part)
+            caches[i] = kvjax.advance(cache, 4)
+    return kvjax.convert(caches[0], policy), caches[1], values
+
+
+def test_what_a_conversion_had_not_is_not_read():
+    converted, always, values = partly_converted()
+    for cache in (converted, always):
+        _, found, positions = kvjax.read(cache, 0)
+        held = np.flatnonzero(np.asarray(positions[0]) >= 0)
+        assert len(held) >= 20
+        wanted = values[0][:, np.asarray(positions[0])[held]]
+        assert np.abs(np.asarray(found[0])[:, held] - wanted).max() < 2
+
+
+def test_a_block_that_lacks_tokens_is_encoded_as_well_as_a_whole_one():
+    converted, always, values = partly_converted()
+    worst = []
+    for cache in (converted, always):
+        _, found, positions = kvjax.read(cache, 0)
+        at = np.asarray(positions[0])
+        seen = np.flatnonzero(at >= 20)  # what the next query sees
+        worst.append(np.abs(np.asarray(found[0])[:, seen] - values[0][:, at[seen]]).max())
+    assert worst[0] <= 1.05 * worst[1]

@@ -1,5 +1,6 @@
 """Groups of numbers that share a scale, and scales in 16 bits."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,14 @@ def rounded(x: Array, dtype: str, *, up: bool) -> Array:
     within = lax.bitcast_convert_type(bits - jnp.uint16(1), kind).astype(jnp.float32)
     # Of the nearest number and its neighbour towards zero, one lies on the wanted side.
     return jnp.where(wrong, jnp.where(away, beyond, within), wide)
+
+
+def mean(x: Array, axes: tuple[int, ...]) -> Array:
+    """The mean over ``axes``, kept, by a sum that can't overflow: of what a power of two, and so
+    exactly, made smaller."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    shrink = 2.0 ** -(count - 1).bit_length()
+    return jnp.sum(x * shrink, axes, keepdims=True) / (count * shrink)
 
 
 def finite(x: Array) -> Array:

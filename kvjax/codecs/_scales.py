@@ -1,5 +1,8 @@
 """What codecs with scales have in common: which 16 bits, and what they decode to."""
 
+import jax.numpy as jnp
+from jaxtyping import Array
+
 from kvjax.codecs.raw import Raw
 
 
@@ -7,6 +10,15 @@ def check_scales(scales: Raw | None) -> None:
     """Raise ``ValueError`` for a dtype that has not 16 bits."""
     if scales is not None and scales.dtype not in (None, "float16", "bfloat16"):
         raise ValueError(f"scales have 16 bits, not those of {scales.dtype}")
+
+
+def within(x: Array, dtype: str | None) -> Array:
+    """float32 numbers that ``dtype`` has too: a scale that was rounded up may lead beyond float16's
+    largest."""
+    if dtype != "float16":
+        return x
+    largest = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(x, -largest, largest)
 
 
 def with_dtypes(

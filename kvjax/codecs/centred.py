@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import finite
-from kvjax.codecs._scales import with_dtypes
+from kvjax.codecs._groups import mean as mean_of
+from kvjax.codecs._scales import with_dtypes, within
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
@@ -44,14 +45,16 @@ class Centred(Wrapping):
     def encode(self, x: Array) -> CentredStore:
         """Means, and the wrapped codec's store of what is left."""
         x = finite(x)
-        mean = self._means.encode(jnp.mean(x, axis=-2, keepdims=True))
+        largest = float(jnp.finfo(self._means.dtype).max)
+        mean = self._means.encode(jnp.clip(mean_of(x, (x.ndim - 2,)), -largest, largest))
         rest = x - self._means.decode(mean).astype(jnp.float32)
         return CentredStore(mean, self.inner.encode(rest))
 
     def decode(self, store: CentredStore) -> Array:
         """Numbers with their means."""
         rest = self.inner.decode(store.rest)
-        return (rest.astype(jnp.float32) + self._wide(store)).astype(rest.dtype)
+        numbers = rest.astype(jnp.float32) + self._wide(store)
+        return within(numbers, self.dtype).astype(rest.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups, finite, rounded
-from kvjax.codecs._scales import check_scales, with_dtypes
+from kvjax.codecs._scales import check_scales, with_dtypes, within
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.codecs.integer import undifferentiable
 from kvjax.codecs.raw import Raw
@@ -86,7 +86,7 @@ class Float8:
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
         scale = self.groups.unpack(self._scales.decode(store.scale).astype(jnp.float32))
-        return self.groups.join(split * scale)
+        return within(self.groups.join(split * scale), self.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

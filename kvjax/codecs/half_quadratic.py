@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._groups import finite, rounded
+from kvjax.codecs._groups import finite, mean, rounded
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
 from kvjax.codecs.integer import undifferentiable
@@ -48,7 +48,7 @@ class HalfQuadratic(Wrapping):
         def step(n: Array, zero: Array) -> Array:
             coded = scale * codec.codes(x, scale, zero)
             error = _shrunk((x - coded) - zero, FIRST_WEIGHT * GROWTH ** n.astype(jnp.float32))
-            return jnp.mean((x - coded) - error, axes, keepdims=True)
+            return mean((x - coded) - error, axes)
 
         def loss(zero: Array) -> Array:
             error = (x - scale * codec.codes(x, scale, zero)) - zero

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.codecs._groups import Groups, finite, rounded
+from kvjax.codecs._groups import Groups, finite, mean, rounded
 from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
-from kvjax.codecs._scales import check_scales, with_dtypes
+from kvjax.codecs._scales import check_scales, with_dtypes, within
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.codecs.raw import Raw
 
@@ -103,10 +103,10 @@ class Integer:
         return scale, -scale * self._middle
 
     def _fit_one_bit(self, x: Array, axes: tuple[int, ...], kind: Any) -> tuple[Array, Array]:
-        mean = jnp.mean(x, axes, keepdims=True) if self.zero_point else jnp.zeros((), x.dtype)
-        spread = jnp.mean(jnp.abs(x - mean), axes, keepdims=True)
+        middle = mean(x, axes) if self.zero_point else jnp.zeros((), x.dtype)
+        spread = mean(jnp.abs(x - middle), axes)
         scale = rounded(2 * spread, kind, up=True)
-        return scale, rounded(mean - scale / 2, kind, up=False) if self.zero_point else -scale / 2
+        return scale, rounded(middle - scale / 2, kind, up=False) if self.zero_point else -scale / 2
 
     def store(self, x: Array, scale: Array, zero: Array) -> Packed:
         """The store of split numbers under scales and zero points of ``fit``."""
@@ -133,9 +133,9 @@ class Integer:
         split, scales = self.groups.split(codes), self._scales
         scale = self.groups.unpack(scales.decode(store.scale).astype(jnp.float32))
         if store.zero is None:
-            return self.groups.join((split - self._middle) * scale)
+            return within(self.groups.join((split - self._middle) * scale), self.dtype)
         zero = self.groups.unpack(scales.decode(store.zero).astype(jnp.float32))
-        return self.groups.join(split * scale + zero)
+        return within(self.groups.join(split * scale + zero), self.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

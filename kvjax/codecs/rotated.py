@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvjax.codecs._scales import within
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
 
@@ -35,7 +36,9 @@ class Rotated(Wrapping):
 
     def decode(self, store: Store) -> Array:
         """Numbers with their own channels again."""
-        return self._unmixed(self.inner.decode(store))
+        numbers = self.inner.decode(store)
+        wide = self._unmixed(numbers.astype(jnp.float32))
+        return within(wide, self.dtype).astype(numbers.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
         """Queries, mixed the same way, times the keys as they are stored."""

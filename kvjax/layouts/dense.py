@@ -28,7 +28,9 @@ class Dense:
         if self.grows_to is not None:
             whole_number("grows_to", self.grows_to, self.max_len or 1)
 
-    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Dense":
+    def resolve(
+        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+    ) -> "Dense":
         """Fix the capacity: a ``max_len`` given to the layout itself must be the same."""
         wanted = max_len if self.max_len is None else self.max_len
         if None not in (self.max_len, max_len) and self.max_len != max_len:
@@ -161,7 +163,9 @@ class Growing:
         """It grows for ever unless ``max_len`` says how far."""
         return True
 
-    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> Dense:
+    def resolve(
+        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+    ) -> Dense:
         """The first ``Dense``; ``max_len`` is how far it may grow."""
         limit = UNLIMITED if max_len is None else max_len
         return Dense(min(self.start, limit), grows_to=limit)

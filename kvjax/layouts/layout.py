@@ -60,11 +60,14 @@ class Layout(Protocol):
     def grows_to(self) -> int | None: ...
 
     @abstractmethod
-    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Layout":
+    def resolve(
+        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+    ) -> "Layout":
         """Fix what was left open, from the limit asked for and the layer's own window.
 
         ``room``: tokens that the text will have for now, where ``max_len`` does not say: a layout
-        that can be enlarged later begins with that.
+        that can be enlarged later begins with that. ``back``: tokens that a row should be able to
+        forget at any time, at least, unless the layout itself says how many.
         """
 
     @abstractmethod

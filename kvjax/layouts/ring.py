@@ -24,10 +24,11 @@ class Ring:
 
     ``window``: None is the layer's own window, from the model's config. ``sinks``: tokens kept for
     ever. ``slack``: slots beside the window's, so that a call of ``slack + 1`` tokens overwrites
-    nothing that its own queries see, and ``slack`` tokens can be taken back; by default the larger
-    of 16 and an eighth of the window. A text never fills a ring. ``max_len`` is only of use to
-    make it smaller than all that, for texts that are shorter; it is None where it does not, and
-    ``grows_to`` says how far ``kvjax.generate`` may lift it (None: not at all).
+    nothing that its own queries see, and ``slack`` tokens can be taken back; by default the largest
+    of 16, a block where codecs work on blocks, and an eighth of the window. A text never fills a
+    ring. ``max_len`` is only of use to make it smaller than all that, for texts that are shorter;
+    it is None where it does not, and ``grows_to`` says how far ``kvjax.generate`` may lift it
+    (None: not at all).
     """
 
     window: int | None = None
@@ -44,7 +45,9 @@ class Ring:
             if value is not None or name == "sinks":
                 whole_number(name, value, least)
 
-    def resolve(self, max_len: int | None, window: int | None, room: int | None = None) -> "Ring":
+    def resolve(
+        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+    ) -> "Ring":
         """Fix window and slack; ``max_len`` counts where the text can't fill the ring."""
         own = window if self.window is None else self.window
         if own is None:
@@ -52,7 +55,7 @@ class Ring:
                 "a ring needs a window, and this layer of the model has none of its own: give "
                 "window="
             )
-        slack = max(16, own // 8) if self.slack is None else self.slack
+        slack = max(back, own // 8) if self.slack is None else self.slack
         fixed = replace(self, window=own, slack=slack, max_len=None, grows_to=None)
         limits = [limit for limit in (self.max_len, max_len) if limit is not None]
         whole, limit = self.sinks + own + slack, min(limits, default=UNLIMITED)

@@ -77,7 +77,8 @@ class Split:
 
     def rewindable(self, length: Counts, written: Counts) -> Counts:
         """How many of its newest tokens each row can forget: at least a block, for the tail still
-        has what the next query sees raw, and the block that it makes leave."""
+        has what the next query sees raw, and the block that it makes leave; but no more than the
+        slack of a ring that was given less."""
         kept = written - self.tail.slots + self.layout.sinks  # the tail's ring has it from here on
         blocks = -(-kept // self.block) + self.recent
         least = jnp.where(kept > 0, blocks * self.block + 1, 0)
