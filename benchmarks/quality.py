@@ -3,7 +3,7 @@
 ``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the
 plot of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers
 with its quanto and HQQ caches (they need torch, optimum-quanto and hqq). ``--part validation`` is
-the text that codec settings are chosen on.
+the text that codec settings are chosen on: there, more settings are compared.
 """
 
 import argparse
@@ -53,6 +53,37 @@ def candidates() -> dict[str, Any]:
     }
 
 
+def settings() -> dict[str, Any]:
+    """The settings that presets were chosen among: bits, what keys and values share scales along,
+    and what searches, rotates or keeps keys unrotated."""
+    integer, search, rotated = kvjax.Integer, kvjax.HalfQuadratic, kvjax.Rotated
+
+    def with_zero(bits: int, per: str) -> kvjax.Integer:
+        return integer(bits, per, zero_point=True)
+
+    keys_4, keys_2 = with_zero(4, "channel"), with_zero(2, "channel")
+    values_4, values_2 = with_zero(4, "token"), with_zero(2, "token")
+    pairs = {
+        "8: token, token": (integer(8), integer(8)),
+        "8: channel, channel": (integer(8, "channel"), integer(8, "channel")),
+        "8: tensor, tensor": (integer(8, "tensor"), integer(8, "tensor")),
+        "8: rotated tensor, the same": (rotated(integer(8, "tensor")),) * 2,
+        "4: token, token": (values_4, values_4),
+        "4: channel, token": (keys_4, values_4),
+        "4: channel, channel": (keys_4, keys_4),
+        "4: searched channel, searched token": (search(keys_4), search(values_4)),
+        "4: rotated token, the same": (rotated(values_4), rotated(values_4)),
+        "4 and 2: channel, token": (keys_4, values_2),
+        "4 and 2: channel, rotated token": (keys_4, rotated(values_2)),
+        "2: channel, token": (keys_2, values_2),
+        "2: channel, rotated searched token": (keys_2, rotated(search(values_2))),
+        "2: unrotated searched channel, the same values": (
+            kvjax.Unrotated(search(keys_2)), rotated(search(values_2))
+        ),
+    }  # fmt: skip
+    return {name: kvjax.CachePolicy(keys=k, values=v) for name, (k, v) in pairs.items()}
+
+
 def peer_quality(
     folder: Path, windows: np.ndarray, backend: str, bits: int, axis_key: int, axis_value: int
 ) -> Quality:
@@ -97,15 +128,16 @@ def main() -> None:
     given = parser.parse_args()
     lm = models.load(dtype="float32")
     tokens = part_tokens(given.part, lm)
-    found: dict[str, Quality] = evaluate(lm, tokens, candidates(), windows=given.windows)
+    chosen = settings() if given.part == "validation" else candidates()
+    found: dict[str, Quality] = evaluate(lm, tokens, chosen, windows=given.windows)
     write(found, given.out, given.part, "policies")
     if given.peers:
         context = lm.config.max_position_embeddings
         few = tokens[: given.peer_windows * context]
         beside = {f"kvjax {k}": v for k, v in evaluate(lm, few, candidates()).items()}
         windows = np.reshape(few, (given.peer_windows, context))
-        for name, settings in PEERS.items():
-            beside[name] = peer_quality(Path(lm.source), windows, *settings)
+        for name, setting in PEERS.items():
+            beside[name] = peer_quality(Path(lm.source), windows, *setting)
             print(name, asdict(beside[name].overall), flush=True)
         write(beside, given.out, given.part, "peers")
 
