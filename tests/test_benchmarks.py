@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks import bandwidth, endless, memory, report
+from benchmarks import bandwidth, endless, memory, quantized, report
 from benchmarks.cells import difference
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.claims import all_claims, paired_ratio
@@ -202,3 +202,15 @@ def test_a_ring_reads_on_beyond_its_window():
         assert row["cache_bytes_first"] == row["cache_bytes_last"]
     sinks, dense = results["caches"]["ring, 4 sinks"], results["caches"]["dense"]
     assert sinks["cache_bytes_last"] * 4 < dense["cache_bytes_last"]
+
+
+def test_quantized_caches_are_timed_beside_a_raw_one(tmp_path, capsys):
+    quantized.main(["--quick", "--dtypes", "float32", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "quantized.json").read_text())["dtypes"]["float32"]
+    assert list(found) == list(quantized.POLICIES) and found["raw"]["ratio"] == 1
+    # The tiny model's heads have 16 channels, so that a scale is shared by 16 numbers of a token.
+    shares = [found[name]["of_bfloat16"] for name in ("raw", "bits=8", "bits=4", "bits=2")]
+    assert shares == sorted(shares, reverse=True) and shares[:2] == [2.0, 0.5625]
+    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in found.values())
+    table = (tmp_path / "quantized.md").read_text()
+    assert table in capsys.readouterr().out and table.count("| float32 |") == len(found)
