@@ -83,7 +83,8 @@ def policy(
 def quantized_codec(
     bits: int | None, kind: str, *, group: int | None = None, dtype: str | None = None
 ) -> Codec:
-    """The codec that was measured best at so many bits (docs/quantization.md).
+    """The codec of presets: of the plain ones, among the best that were measured at so many bits
+    (docs/quantization.md, How good).
 
     Args:
       bits: 1, 2, 3, 4 or 8; None and 16 are not quantized.
