@@ -137,7 +137,7 @@ def evaluate(
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
         for name, cache in {"full precision": full, **caches}.items():
-            raise_for(name, cache)
+            _raise_for(name, cache)
     qualities = {}
     for name in policies:
         each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
@@ -281,8 +281,7 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
     return tokens
 
 
-def raise_for(name: str, cache: KVCache) -> None:
-    """``check`` a policy's cache; errors name it."""
+def _raise_for(name: str, cache: KVCache) -> None:
     try:
         check(cache)
     except ValueError as error:
