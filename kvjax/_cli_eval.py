@@ -31,16 +31,34 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(help="Draw quality against bytes (png, svg).")
     ] = None,
+    recall: Annotated[
+        bool,
+        typer.Option(
+            "--recall", help="Ask a model that was trained to remember for facts, instead."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare cache policies: what they do to a model's predictions on a text, and their bytes."""
     use_compilation_cache()
     from kvjax import _report, models
     from kvjax.evaluate import evaluate
+    from kvjax.models.recall import measure
     from kvjax.models.tiny.data import part_tokens
 
-    chosen = policies or list(_report.DEFAULT_POLICIES)
+    chosen = policies or [*(["static"] if recall else []), *_report.DEFAULT_POLICIES]
     named = {words: _report.parse_policy(words) for words in chosen}
+    if recall:
+        unused = {"--file": file, "--model": model, "--revision": revision, "--dtype": dtype,
+                  "--context": context, "--windows": windows, "--time-steps": time_steps or None,
+                  "--plot": plot}  # fmt: skip
+        for option, value in unused.items():
+            if value is not None:
+                raise ValueError(f"{option} is not for --recall, which has a model of its own")
+        shares = measure.recall(named)
+        as_table = _report.columns(measure.rows(shares))
+        typer.echo(to_json(_report.as_figures(shares)) if as_json else as_table)
+        return
     if file is None and model is not None:
         raise ValueError("no text: give a --file")
     lm = models.load(model, dtype=dtype, revision=revision)

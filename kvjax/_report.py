@@ -75,9 +75,9 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def as_figures(qualities: Mapping[str, Quality]) -> dict[str, Any]:
-    """All figures, to be written as JSON."""
-    return {name: asdict(quality) for name, quality in qualities.items()}
+def as_figures(found: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures of each policy (of any dataclass), to be written as JSON."""
+    return {name: asdict(each) for name, each in found.items()}
 
 
 def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "") -> None:

@@ -133,11 +133,11 @@ def evaluate(
             target = np.pad(target, ((0, 0), (0, part.shape[1] - target.shape[1])))
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
-                caches[name] = _with_room(caches[name], start + part.shape[1], context)
+                caches[name] = with_room(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
         for name, cache in {"full precision": full, **caches}.items():
-            _raise_for(name, cache)
+            raise_for(name, cache)
     qualities = {}
     for name in policies:
         each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
@@ -209,7 +209,7 @@ def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     return front
 
 
-def _with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
+def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
     """The cache, doubled until it holds so many tokens."""
     to = cache.max_len
     if tokens <= to:
@@ -281,7 +281,7 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
     return tokens
 
 
-def _raise_for(name: str, cache: KVCache) -> None:
+def raise_for(name: str, cache: KVCache) -> None:
     try:
         check(cache)
     except ValueError as error:

@@ -234,6 +234,17 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     assert_refused(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
 
 
+def test_eval_recall(run):
+    code, out, err = run("eval", "--recall", "--policy", "bits=4")
+    assert (code, err) == (0, "")
+    heading, row = out.splitlines()
+    assert heading.split()[:4] == ["policy", "of", "bfloat16", "right"] and row[:6] == "bits=4"
+    code, out, _ = run("eval", "--recall", "--policy", "bits=4", "--json")
+    assert code == 0 and json.loads(out)["bits=4"]["share"] > 0.98
+    refused = "--context is not for --recall, which has a model of its own"
+    assert_refused(run("eval", "--recall", "--context", 100), refused)
+
+
 def test_info(run, tiny_llama_dir):
     code, out, err = run("info", "--model", tiny_llama_dir, "--json")
     assert (code, err) == (0, "")

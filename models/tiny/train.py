@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tokenizers
@@ -39,13 +40,29 @@ def token_losses(
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
 
+class Windows(Protocol):
+    """What a run is fed with."""
+
+    def batch(self, step: int) -> np.ndarray:
+        """int32[rows, length + 1]: the windows of a step, the same whenever they are asked for."""
+        ...
+
+
 class Trainer:
     """State, step and checkpoints of a run in ``workdir``."""
 
-    def __init__(self, recipe: Recipe, workdir: Path, *, save_every: int = 50):
+    def __init__(
+        self,
+        recipe: Recipe,
+        workdir: Path,
+        *,
+        save_every: int = 50,
+        loss: Callable[[Architecture, Params, Array], Array] = token_losses,
+    ):
         self.recipe, self.workdir = recipe, workdir
         self.architecture = Architecture(recipe.config())
         self.optimizer = optimizer(recipe)
+        self.loss = loss
         self._same_recipe()
         self.manager = ocp.CheckpointManager(
             (workdir / "checkpoints").absolute(),
@@ -79,13 +96,13 @@ class Trainer:
 
     def _update(self, state: dict[str, Any], windows: Array) -> tuple[dict[str, Any], Array]:
         def mean_loss(params: Params) -> Array:
-            return token_losses(self.architecture, params, windows).mean()
+            return self.loss(self.architecture, params, windows).mean()
 
         loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
         updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": inner}, loss
 
-    def run(self, data: Data, until: int | None = None) -> Iterator[tuple[int, float]]:
+    def run(self, data: Windows, until: int | None = None) -> Iterator[tuple[int, float]]:
         """Steps taken so far and the loss of the last, one at a time; saves as it goes."""
         until = self.recipe.steps if until is None else until
         while self.step < until:
