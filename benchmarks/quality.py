@@ -1,21 +1,24 @@
 """Quality against bytes: kvjax's codecs and Transformers' quantized caches on the same text.
 
 ``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the
-plot of the README. ``--peers`` feeds the same weights the same tokens, one by one, in Transformers
-with its quanto and HQQ caches (they need torch, optimum-quanto and hqq). ``--part validation`` is
-the text that codec settings are chosen on: there, more settings are compared.
+plot of the README. ``--peers transformers`` feeds the same weights the same tokens, one by one, in
+Transformers with its quanto and HQQ caches (they need torch, optimum-quanto and hqq), and ``--peers
+llama_cpp`` in llama.cpp with its own (gguf and llama-cpp-python). ``--part validation`` is the text
+that codec settings are chosen on: there, more settings are compared.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax
 
 import kvjax
 from kvjax import _report, models
@@ -23,7 +26,7 @@ from kvjax.evaluate import CacheBytes, Quality, evaluate, quality_of
 from kvjax.models.tiny.data import part_tokens
 
 RESULTS = Path(__file__).parent / "results" / "quality"
-PEERS = {
+TRANSFORMERS = {
     "quanto 4 bits": ("quanto", 4, 0, 0),
     "quanto 4 bits, keys per channel": ("quanto", 4, -1, 0),
     "quanto 2 bits": ("quanto", 2, 0, 0),
@@ -35,8 +38,17 @@ PEERS = {
 }
 """Backend, bits, and the axes of keys and values, with groups of 64 and a residual of 128."""
 
+LLAMA_CPP = {
+    "llama.cpp q8_0": ("q8_0", "q8_0"),
+    "llama.cpp q5_1": ("q5_1", "q5_1"),
+    "llama.cpp q8_0 keys, q4_0 values": ("q8_0", "q4_0"),
+    "llama.cpp q4_1": ("q4_1", "q4_1"),
+    "llama.cpp q4_0": ("q4_0", "q4_0"),
+}
+"""Its types of keys and of values."""
+
 FIRST = 64
-"""Tokens that the peers are fed at once; all others come one by one."""
+"""Tokens that Transformers is fed at once; all others come one by one."""
 
 
 def candidates() -> dict[str, Any]:
@@ -84,7 +96,7 @@ def settings() -> dict[str, Any]:
     return {name: kvjax.CachePolicy(keys=k, values=v) for name, (k, v) in pairs.items()}
 
 
-def peer_quality(
+def transformers_quality(
     folder: Path, windows: np.ndarray, backend: str, bits: int, axis_key: int, axis_value: int
 ) -> Quality:
     """Figures of a quantized cache of Transformers, fed token by token."""
@@ -106,23 +118,45 @@ def peer_quality(
             # A group along tokens needs so many of them at once; what is fed first is seen raw.
             parts = [tokens[:, :FIRST], *tokens[:, FIRST:].split(1, dim=1)]
             found = torch.cat([model(x, past_key_values=cache).logits[0] for x in parts])
-            true, other = (x.double().log_softmax(-1) for x in (wanted, found))
-            after = tokens[0, 1:, None]
-            nats = [-x[:-1].gather(1, after)[:, 0] for x in (true, other)]
-            divergence = (true.exp() * (true - other)).sum(-1)[:-1]
-            same = (true.argmax(-1) == other.argmax(-1))[:-1].double()
-            each.append(torch.stack([*nats, divergence, same]).numpy())
+            each.append(compared(wanted.numpy(), found.numpy(), window))
     share = (bits + 2 * 16 / 64) / 16  # scales and zero points counted with 16 bits each
-    config = model.config
+    return quality_of(np.stack(each, axis=1), peer_bytes(share))
+
+
+def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str) -> Quality:
+    """Figures of a quantized cache of llama.cpp, beside its own with 16-bit floats."""
+    from benchmarks import llama_cpp
+
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / "model.gguf"
+        llama_cpp.to_gguf(folder, file)
+        wanted = llama_cpp.logits(file, windows, "f16", "f16")
+        found = llama_cpp.logits(file, windows, keys, values)
+    each = [compared(*of_one) for of_one in zip(wanted, found, windows, strict=True)]
+    share = (llama_cpp.BITS[keys] + llama_cpp.BITS[values]) / 2 / 16
+    return quality_of(np.stack(each, axis=1), peer_bytes(share))
+
+
+def compared(wanted: np.ndarray, found: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """float64[4, tokens - 1], as ``quality_of`` takes them, from two float[tokens, vocabulary]."""
+    true, other = (log_softmax(x[:-1].astype(np.float64), axis=-1) for x in (wanted, found))
+    nats = [-np.take_along_axis(x, window[1:, None], axis=-1)[:, 0] for x in (true, other)]
+    divergence = (np.exp(true) * (true - other)).sum(-1)
+    return np.stack([*nats, divergence, true.argmax(-1) == other.argmax(-1)])
+
+
+def peer_bytes(share: float) -> CacheBytes:
+    """Those of a cache of the embedded model that takes so much of a bfloat16 one."""
+    config = models.load().config
     raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return quality_of(np.stack(each, axis=1), CacheBytes(share * raw, raw / 32, 0.0, share))
+    return CacheBytes(share * raw, raw / 32, 0.0, share)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality")
     parser.add_argument("--part", default="held_out", choices=("held_out", "validation"))
     parser.add_argument("--windows", type=int, help="windows of the text; default all")
-    parser.add_argument("--peers", action="store_true", help="Transformers' caches too")
+    parser.add_argument("--peers", nargs="*", default=[], choices=("transformers", "llama_cpp"))
     parser.add_argument("--peer-windows", type=int, default=2, help="windows they are fed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -131,15 +165,21 @@ def main() -> None:
     chosen = settings() if given.part == "validation" else candidates()
     found: dict[str, Quality] = evaluate(lm, tokens, chosen, windows=given.windows)
     write(found, given.out, given.part, "policies")
-    if given.peers:
-        context = lm.config.max_position_embeddings
-        few = tokens[: given.peer_windows * context]
-        beside = {f"kvjax {k}": v for k, v in evaluate(lm, few, candidates()).items()}
+    context = lm.config.max_position_embeddings
+    few = tokens[: given.peer_windows * context]
+    ours = evaluate(lm, few, candidates()) if given.peers else {}
+    for peer in given.peers:
+        beside = {f"kvjax {name}": quality for name, quality in ours.items()}
         windows = np.reshape(few, (given.peer_windows, context))
-        for name, setting in PEERS.items():
-            beside[name] = peer_quality(Path(lm.source), windows, *setting)
+        quality, peers = (
+            (transformers_quality, TRANSFORMERS)
+            if peer == "transformers"
+            else (llama_cpp_quality, LLAMA_CPP)
+        )
+        for name, setting in peers.items():
+            beside[name] = quality(Path(lm.source), windows, *setting)
             print(name, asdict(beside[name].overall), flush=True)
-        write(beside, given.out, given.part, "peers")
+        write(beside, given.out, given.part, peer)
 
 
 def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> None:
