@@ -171,14 +171,18 @@ def main() -> None:
     for peer in given.peers:
         beside = {f"kvjax {name}": quality for name, quality in ours.items()}
         windows = np.reshape(few, (given.peer_windows, context))
-        quality, peers = (
-            (transformers_quality, TRANSFORMERS)
+        folder = Path(lm.source)
+        qualities = (
+            (
+                (name, transformers_quality(folder, windows, *it))
+                for name, it in TRANSFORMERS.items()
+            )
             if peer == "transformers"
-            else (llama_cpp_quality, LLAMA_CPP)
+            else ((name, llama_cpp_quality(folder, windows, *it)) for name, it in LLAMA_CPP.items())
         )
-        for name, setting in peers.items():
-            beside[name] = quality(Path(lm.source), windows, *setting)
-            print(name, asdict(beside[name].overall), flush=True)
+        for name, quality in qualities:
+            beside[name] = quality
+            print(name, asdict(quality.overall), flush=True)
         write(beside, given.out, given.part, peer)
 
 
