@@ -1,11 +1,14 @@
 """The law matrix: every policy that the laws are tested on. A new part joins by a line here."""
 
+import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import naive
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.models.architecture import Architecture
@@ -140,6 +143,19 @@ def codes(codec: Any) -> Any:
         return np.asarray(there_and_back(jnp.asarray(x, jnp.float32)[None, :, None]))[0, :, 0]
 
     return coded
+
+
+FULL = os.environ.get("KVJAX_FULL") == "1"
+"""Whether every cell is asked for (``.ci/run --full``)."""
+
+
+def cells(names: Iterable[str], *, one_in: int, first: int = 0) -> list[Any]:
+    """Parameters of a law whose cells take long to compile: some of them, and in a full run all."""
+    left = pytest.mark.skip(reason="one of the cells of a full run (KVJAX_FULL=1, .ci/run --full)")
+    return [
+        pytest.param(name, marks=() if FULL or number % one_in == first % one_in else (left,))
+        for number, name in enumerate(names)
+    ]
 
 
 CODED = _coded_cells()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import naive
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from matrix import BLOCK, CELLS, CODECS, codes, tiny_config
@@ -329,9 +330,13 @@ class CodedRingMachine(CodedMachine):
     convert_to_the_same = None  # pyright: ignore[reportAssignmentType]
 
 
+# The steps of coded machines take longest to compile.
+FEWER = settings(max_examples=settings.default.max_examples // 2)
 TestCacheMachine = CacheMachine.TestCase
 TestCodedMachine = CodedMachine.TestCase
+TestCodedMachine.settings = FEWER
 TestCodedRingMachine = CodedRingMachine.TestCase
+TestCodedRingMachine.settings = FEWER
 TestConvertingMachine = ConvertingMachine.TestCase
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase

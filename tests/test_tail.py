@@ -46,6 +46,13 @@ def test_the_rule_of_sight_in_numbers(block, recent):
     assert split.body.slots == 999 // block - recent
 
 
+def calls(start, stop, size):
+    """Start and tokens of calls: so many at once, and the rest one by one (each size compiles)."""
+    whole = start + (stop - start) // size * size
+    yield from ((at, size) for at in range(start, whole, size))
+    yield from ((at, 1) for at in range(whole, stop))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_block_can_always_be_taken_back(layout):
     """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""
@@ -53,15 +60,15 @@ def test_a_block_can_always_be_taken_back(layout):
     policy = kvjax.CachePolicy(made, CODECS["int4"], CODECS["int8"], block=BLOCK)
     for tokens in (30, 41, 48, 49, 63):
         cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=MAX_LEN)
-        for start in range(0, tokens, 16):
-            _, cache = fed(None, min(16, tokens - start), cache=cache, start=start)
+        for start, new in calls(0, tokens, 16):
+            _, cache = fed(None, new, cache=cache, start=start)
         assert cache.revocable is not None and cache.revocable <= int(kvjax.rewindable(cache).min())
         back = min(int(kvjax.rewindable(cache).min()), tokens)
         assert back >= BLOCK
         again = kvjax.rewind(cache, back)
         kvjax.check(again)
-        for start in range(tokens - back, tokens, 5):
-            _, again = fed(None, min(5, tokens - start), cache=again, start=start)
+        for start, new in calls(tokens - back, tokens, 5):
+            _, again = fed(None, new, cache=again, start=start)
         for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
             close(a, b) if a.dtype == jnp.float32 else np.testing.assert_array_equal(a, b)
     with pytest.raises(kvjax.CacheOverflowError, match="forget more tokens than"):
