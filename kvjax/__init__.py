@@ -34,6 +34,9 @@ from kvjax.convert import convert
 from kvjax.evaluate import evaluate
 from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
+from kvjax.limits import InferenceLimits, what_fits
+from kvjax.memory import Plan, cache_nbytes, memory_report, plan
+from kvjax.model_shape import ModelShape
 from kvjax.operations import (
     concatenate,
     fork,
@@ -66,6 +69,7 @@ __all__ = [
     "Growing",
     "HalfQuadratic",
     "Hybrid",
+    "InferenceLimits",
     "Int1",
     "Int2",
     "Int3",
@@ -75,7 +79,9 @@ __all__ = [
     "KVCache",
     "KvjaxError",
     "LayerCache",
+    "ModelShape",
     "NonFiniteError",
+    "Plan",
     "Quantized",
     "Raw",
     "Ring",
@@ -86,6 +92,7 @@ __all__ = [
     "append",
     "apply_rotary",
     "attend",
+    "cache_nbytes",
     "check",
     "clear_status",
     "concatenate",
@@ -96,7 +103,9 @@ __all__ = [
     "generate",
     "grow",
     "init_cache",
+    "memory_report",
     "nbytes",
+    "plan",
     "policy",
     "quantize_kv",
     "quantized_codec",
@@ -110,4 +119,5 @@ __all__ = [
     "self_attend",
     "stream",
     "transformers_policy",
+    "what_fits",
 ]

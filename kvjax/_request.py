@@ -11,6 +11,7 @@ from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
+from kvjax.limits import InferenceLimits
 from kvjax.presets import PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
 from kvjax.status import check
@@ -40,6 +41,7 @@ class Options:
     eos_token_ids: int | Sequence[int] | None
     use_cache: bool
     prefill_chunk: int
+    limits: InferenceLimits | None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         start = np.asarray(given.length, np.int64)
     longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    if options.limits is not None:
+        made = chosen if options.use_cache else None
+        options.limits.check(lm, made, batch=len(rows), need=longest + limit, capacity=capacity)
     alike = _same_rotary(lm.config)
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)

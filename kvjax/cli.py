@@ -1,4 +1,4 @@
-"""The command line: ``kvjax generate``, ``kvjax info`` and ``kvjax eval``.
+"""The command line: ``kvjax generate``, ``kvjax info``, ``kvjax eval`` and ``kvjax plan``.
 
 Results go to standard output, everything else to standard error. What the user can mend (a file, an
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
@@ -25,6 +25,7 @@ from kvjax._cli_common import (
     utf8,
 )
 from kvjax._cli_eval import evaluate
+from kvjax._cli_plan import plan
 from kvjax._errors import KvjaxError
 from kvjax._figures import figures, one_line, table, to_json
 
@@ -154,7 +155,7 @@ def info(
 
     import kvjax
     from kvjax import models
-    from kvjax.evaluate import bytes_a_token
+    from kvjax.memory import bytes_a_token
 
     lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)
@@ -183,6 +184,7 @@ def info(
 
 
 app.command(name="eval")(evaluate)
+app.command()(plan)
 
 
 def main() -> None:

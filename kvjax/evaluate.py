@@ -20,11 +20,10 @@ from kvjax._checks import whole_number
 from kvjax._model import LanguageModel
 from kvjax._tree import tree_bytes
 from kvjax._typing import Array
-from kvjax.cache import KVCache, init_cache, nbytes
+from kvjax.cache import KVCache, init_cache
 from kvjax.operations import grow, rewind, rewindable
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice
-from kvjax.shape import CacheShape
 from kvjax.status import check
 
 CHUNK = 256
@@ -180,22 +179,6 @@ def cache_bytes(cache: KVCache) -> CacheBytes:
                 wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
                 scales += tree_bytes(wide) / tokens / cache.batch
     return CacheBytes(body, scales, tail, body / raw)
-
-
-def bytes_a_token(config: CacheShape, policy: PolicyChoice) -> dict[str, float]:
-    """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
-    grow with the text, do not count."""
-    small, large = (init_cache(config, policy, batch=1, max_len=n) for n in (32, 64))
-    if any(layer.tail is not None for layer in small.layers):
-        totals: dict[str, float] = {}
-        for layer in small.layers:
-            place = layer.policy.placement.place
-            totals[place] = totals.get(place, 0) + tree_bytes((layer.keys, layer.values)) / (
-                layer.policy.stored.slots * (layer.policy.block if layer.tail is not None else 1)
-            )
-        return totals
-    sizes = nbytes(small), nbytes(large)
-    return {place: (sizes[1][place] - sizes[0][place]) // 32 for place in sizes[0]}
 
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvjax._model import LanguageModel
 from kvjax._request import CacheChoice, Options, Prompts, prepare
 from kvjax._stream import GenerationResult, Piece, Stream
+from kvjax.limits import InferenceLimits
 
 __all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]
 
@@ -27,6 +28,7 @@ def generate(
     eos_token_ids: int | Sequence[int] | None = None,
     use_cache: bool = True,
     prefill_chunk: int = 512,
+    limits: InferenceLimits | None = None,
 ) -> GenerationResult:
     """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
 
@@ -55,6 +57,7 @@ def generate(
       use_cache: False computes the whole text again for each token: the baseline.
       prefill_chunk: prompts are fed in chunks of so many tokens, the last one padded to a power of
         two.
+      limits: rows, tokens and bytes that a request may take; one beyond them is a ``ValueError``.
 
     Returns:
       Texts, tokens, figures and the cache.
@@ -68,7 +71,7 @@ def generate(
     """
     options = Options(
         max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
-        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk,
+        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
     )  # fmt: skip
     running = Stream(lm, prepare(lm, prompts, options), watched=False)
     for _ in running:
@@ -94,6 +97,7 @@ def stream(
     eos_token_ids: int | Sequence[int] | None = None,
     use_cache: bool = True,
     prefill_chunk: int = 512,
+    limits: InferenceLimits | None = None,
 ) -> Stream:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
@@ -105,6 +109,6 @@ def stream(
     """
     options = Options(
         max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
-        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk,
+        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
     )  # fmt: skip
     return Stream(lm, prepare(lm, prompts, options), watched=True)

@@ -245,6 +245,34 @@ def test_eval_recall(run):
     assert_refused(run("eval", "--recall", "--context", 100), refused)
 
 
+def test_plan(run, tiny_llama_dir, tmp_path):
+    code, out, err = run("plan", "--model", tiny_llama_dir, "--max-len", 128, "--memory", "10MB")
+    assert (code, err) == (0, "")
+    assert "compiled for" in out and "largest batch" in out and "2 bits" in out
+    arguments = ("--max-len", 128, "--estimate", "--json", "--kv-bits", 8, "--memory", "10MB")
+    code, out, _ = run("plan", "--model", tiny_llama_dir, *arguments)
+    found = json.loads(out)
+    assert code == 0 and found["plan"]["source"] == "estimated"
+    assert [room["name"] for room in found["fits"]] == ["this one"]
+    assert found["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
+    code, out, _ = run("plan", "--shape", "gpt2", "--json")
+    assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
+    config = tmp_path / "config.json"
+    config.write_text('{"hidden_size": 8}', encoding="utf-8")
+    for refused, message in {
+        ("--config", config): "the config has no num_attention_heads or n_head",
+        ("--config", config, "--shape", "gpt2"): "give one of --model",
+        ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
+        ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
+        ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
+        ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
+        ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",
+    }.items():
+        assert_refused(run("plan", *refused), message)
+    config.write_text("{", encoding="utf-8")
+    assert_refused(run("plan", "--config", config), "is no JSON")
+
+
 def test_info(run, tiny_llama_dir):
     code, out, err = run("info", "--model", tiny_llama_dir, "--json")
     assert (code, err) == (0, "")

@@ -51,6 +51,9 @@ FLOORS = {
     "kernels": 4,
     "sampling": 4,
     "_model": 4,
+    "model_shape": 0,
+    "memory": 4.1,
+    "limits": 4.15,
     "_loop": 4.2,  # the parts of generate.py, in their order
     "_request": 4.4,
     "_stream": 4.6,
@@ -61,10 +64,10 @@ FLOORS = {
     "engine": 5,
     "evaluate": 5,
     "_report": 5.5,
-    "memory": 5,
     "checkpoint": 5,
     "_cli_common": 6.5,
     "_cli_eval": 6.7,
+    "_cli_plan": 6.7,
     "cli": 7,
     "__main__": 8,
 }

@@ -1,0 +1,210 @@
+"""What fits into a device's memory, and limits that ``generate`` keeps."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from kvjax._checks import whole_number
+from kvjax._tree import tree_bytes
+from kvjax.layouts import UNLIMITED
+from kvjax.memory import (
+    PREFILL,
+    Plannable,
+    cache_nbytes,
+    estimated_temporaries,
+    weight_bytes,
+)
+from kvjax.presets import PolicyChoice, policy
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kMGT", 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def device_memory() -> int:
+    """Bytes of the default device's memory that programs may use.
+
+    Raises:
+      ValueError: if the device does not say (a CPU does not).
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            f"{device.device_kind} does not say how much memory it has: give the bytes"
+        )
+    return int(stats["bytes_limit"])
+
+
+def parse_bytes(words: str) -> int:
+    """Bytes from ``80GiB``, ``40 GB`` or a plain number.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", words)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if not found or found[2].lower() not in units:
+        raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much of a cache fits. ``cache``: bytes of it on a device; ``allowed``: bytes it may take
+    there; ``largest_batch`` at the length asked for, and ``largest_len`` at the batch, both 0 where
+    not even one fits, None where there is no end to it."""
+
+    name: str
+    cache: int
+    allowed: int
+    largest_batch: int | None
+    largest_len: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cache that was asked for does."""
+        return self.cache <= self.allowed
+
+
+CHOICES = {"static": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}, "2 bits": {"bits": 2}}
+"""Presets of ``what_fits``, by name, the best quality first."""
+
+
+def what_fits(
+    model: Plannable,
+    *,
+    batch: int = 1,
+    max_len: int,
+    memory: int | None = None,
+    fraction: float = 1.0,
+    devices: int = 1,
+    choices: Mapping[str, PolicyChoice] | None = None,
+    prefill_chunk: int = PREFILL,
+) -> list[Room]:
+    """Which caches fit into a memory, the best first.
+
+    Args:
+      model: as in ``plan``. Temporaries are estimated.
+      batch, max_len: what is asked for.
+      memory: bytes of a device; by default this one's.
+      fraction: what the cache may take of what weights and temporaries leave.
+      devices: how many share weights and cache evenly, by heads.
+      choices: policies by name; by default static, 8, 4 and 2 bits.
+
+    Raises:
+      ValueError: if the device does not say how much memory it has, or heads can't be shared so.
+    """
+    batch, max_len = whole_number("batch", batch, 1), whole_number("max_len", max_len, 1)
+    devices = whole_number("devices", devices, 1)
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")
+    if model.config.num_key_value_heads % devices:
+        raise ValueError(
+            f"{devices} devices can't share {model.config.num_key_value_heads} key-value heads "
+            "evenly"
+        )
+    memory = device_memory() if memory is None else memory
+    named = {name: policy(**it) for name, it in CHOICES.items()} if choices is None else choices
+    weights = weight_bytes(model)
+
+    def allowed(rows: int, tokens: int) -> int:
+        temporaries = estimated_temporaries(model.config, rows, min(prefill_chunk, tokens))
+        return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
+
+    @functools.cache
+    def row(name: str, tokens: int) -> int:
+        return cache_nbytes(model.config, named[name], max_len=tokens).get("device", 0)
+
+    def holds(name: str, rows: int, tokens: int) -> bool:
+        return -(-rows * row(name, tokens) // devices) <= allowed(rows, tokens)
+
+    limit = getattr(model.config, "position_limit", None)
+    return [
+        Room(
+            name, -(-batch * row(name, max_len) // devices), allowed(batch, max_len),
+            largest(lambda n, name=name: holds(name, n, max_len)),
+            largest(lambda n, name=name: holds(name, batch, n), limit),
+        )
+        for name in named
+    ]  # fmt: skip
+
+
+def largest(holds: Callable[[int], bool], limit: int | None = None) -> int | None:
+    """The largest number from 1 up that holds, where all below it do, and at most ``limit``; 0 if
+    1 does not, None if there is no limit and all hold that a cache can have tokens."""
+    end = limit or UNLIMITED - 1
+    if holds(end):
+        return limit
+    low, high = 0, 1
+    while high < end and holds(high):
+        low, high = high, high * 2
+    high = min(high, end)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class InferenceLimits:
+    """What ``generate`` may take: a request beyond it is an error before anything is allocated.
+
+    ``max_batch_size``: rows; ``max_seq_len``: tokens of prompt and new text, a row;
+    ``cache_memory_ratio``: the part of (device memory - weights - temporaries) that the cache may
+    take; ``device_memory``: bytes, by default what the device says it has.
+    """
+
+    max_batch_size: int | None = None
+    max_seq_len: int | None = None
+    cache_memory_ratio: float | None = None
+    device_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_seq_len", "device_memory"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 1)
+        ratio = self.cache_memory_ratio
+        if ratio is not None and not 0 < ratio <= 1:
+            raise ValueError(f"cache_memory_ratio={ratio}: it is above 0 and at most 1")
+        if self.device_memory is not None and ratio is None:
+            raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
+
+    def check(
+        self, lm: Any, choice: PolicyChoice | None, *, batch: int, need: int, capacity: int
+    ) -> None:
+        """Raise ``ValueError`` for a request that is beyond the limits.
+
+        Args:
+          lm: the model, whose weights are on the device.
+          choice: the policy of the cache to make, None where none is made.
+          batch: rows.
+          need: tokens of prompt and new text, at most.
+          capacity: tokens a row of the cache.
+        """
+        if self.max_batch_size is not None and batch > self.max_batch_size:
+            raise ValueError(f"{batch} prompts, but max_batch_size is {self.max_batch_size}")
+        if self.max_seq_len is not None and need > self.max_seq_len:
+            raise ValueError(
+                f"prompt and new text come to {need} tokens, but max_seq_len is {self.max_seq_len}"
+            )
+        if self.cache_memory_ratio is None or choice is None:
+            return
+        memory = device_memory() if self.device_memory is None else self.device_memory
+        weights = tree_bytes(lm.params)
+        temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity))
+        allowed = int(self.cache_memory_ratio * max(memory - weights - temporaries, 0))
+        sizes = cache_nbytes(lm.config, choice, batch=batch, max_len=capacity)
+        taken = sizes.get("device", 0)
+        if taken > allowed:
+            raise ValueError(
+                f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="
+                f"{self.cache_memory_ratio} of what {weights:,} bytes of weights and "
+                f"{temporaries:,} of temporaries leave of {memory:,} is {allowed:,}"
+            )

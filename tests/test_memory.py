@@ -1,0 +1,306 @@
+"""Planning: bytes that are really allocated, operations counted by hand, limits that are kept."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrix import tiny_config, tiny_model
+
+import kvjax
+from benchmarks import plans
+from kvjax._tree import tree_bytes
+from kvjax.limits import InferenceLimits, device_memory, largest, parse_bytes, what_fits
+from kvjax.memory import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
+from kvjax.model_shape import SHAPES, ModelShape
+from kvjax.models.architecture import Architecture
+
+MODEL, PARAMS = tiny_model()
+POLICIES = {
+    "static": kvjax.policy("static"),
+    "bfloat16": kvjax.policy("static", dtype="bfloat16"),
+    "dynamic": kvjax.policy("dynamic"),
+    "window": kvjax.policy("sliding_window", window=50, sinks=4),
+    "hybrid": kvjax.policy("hybrid"),
+    "8 bits": kvjax.policy(bits=8),
+    "4 bits": kvjax.policy(bits=4),
+    "4 and 2 bits": kvjax.policy("dynamic", key_bits=4, value_bits=2),
+    "2 bits, window": kvjax.policy("sliding_window", window=130, bits=2),
+    "float8": kvjax.CachePolicy(keys=kvjax.Float8(), values=kvjax.Float8(), recent=2),
+}
+"""Ten configurations whose bytes are compared with what is allocated."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_planned_bytes_are_allocated(name):
+    policy, batch, tokens = POLICIES[name], 3, 700
+    cache = kvjax.init_cache(MODEL.config, policy, batch=batch, max_len=tokens)
+    if cache.grows_to is not None:
+        cache = kvjax.grow(cache, tokens)
+    arrays = [x for layer in cache.layers for x in jax.tree.leaves(layer)]
+    allocated = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    found = plan(MODEL, policy, batch=batch, max_len=tokens, compiled=False)
+    assert set(found.cache) == {"device"}
+    assert found.cache == kvjax.nbytes(cache) == cache_nbytes(
+        MODEL.config, policy, batch=batch, max_len=tokens
+    )  # fmt: skip
+    assert found.cache["device"] == pytest.approx(allocated, rel=0.05)
+    assert found.weights == tree_bytes(PARAMS) == weight_bytes(MODEL)
+    assert found.device == found.weights + found.cache["device"] + found.temporaries
+
+
+def test_nothing_is_allocated():
+    """The shape of a model of 65 billion weights is planned for in this process."""
+    before = len(jax.live_arrays())
+    shape = ModelShape(80, 8192, 22016, 64, 64, 128, 32000)
+    found = plan(shape, kvjax.policy(bits=4), batch=16, max_len=32768)
+    assert found.weights == pytest.approx(2 * 65.3e9, rel=0.01)
+    body = 16 * 32768 * 80 * 2 * 8192 * 0.28125 * 2
+    assert body < found.cache["device"] < 1.02 * body  # and the tail
+    assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize("new", [1, 64])
+def test_temporaries_are_those_of_the_compiled_program(new):
+    policy = kvjax.policy("static")
+    cache = kvjax.init_cache(MODEL.config, policy, batch=2, max_len=256)
+
+    def step(params, tokens, cache):
+        logits, cache = MODEL.apply(params, tokens, cache, last_only=True)
+        return jnp.argmax(logits[:, -1], axis=-1), cache
+
+    tokens = jnp.zeros((2, new), jnp.int32)
+    program = jax.jit(step, donate_argnums=2).lower(PARAMS, tokens, cache).compile()
+    found = plan(MODEL, policy, batch=2, max_len=256, prefill_chunk=new)
+    measured = program.memory_analysis().temp_size_in_bytes
+    assert found.temporaries >= measured
+    if new > 1:
+        assert found.temporaries == measured
+    assert found.source == f"compiled for cpu, JAX {jax.__version__}"
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_estimates_are_rather_too_high(bits):
+    at = {"choice": kvjax.policy(bits=bits), "batch": 4, "max_len": 1024, "prefill_chunk": 128}
+    compiled, estimated = (plan(MODEL, **at, compiled=yes) for yes in (True, False))
+    assert estimated.source == "estimated" != compiled.source
+    assert compiled.temporaries <= estimated.temporaries <= 10 * compiled.temporaries
+
+
+def test_operations_and_bytes_counted_by_hand():
+    """Two layers, one of which sees 9 tokens back, behind 100 tokens."""
+    config = MODEL.config
+    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    kv = config.num_key_value_heads * head_dim
+    layer = hidden * (heads * head_dim + 2 * kv) + heads * head_dim * hidden
+    layer += 3 * hidden * config.intermediate_size
+    matrices = 2 * layer + config.vocab_size * hidden
+    assert config.windows == (None, 9)
+    found = plan(MODEL, batch=2, max_len=100, compiled=False)
+    seen = 100 + 9
+    assert found.operations == 2 * (2 * matrices + 4 * heads * head_dim * seen)
+    pairs = sum(range(1, 101)) + sum(min(n, 9) for n in range(1, 101))
+    assert found.operations_uncached == 2 * (2 * matrices * 100 + 4 * heads * head_dim * pairs)
+    assert found.moved == found.weights + 2 * seen * 2 * kv * 4
+    assert found.moved_uncached == found.weights
+    assert plan(MODEL, max_len=100, length=9, compiled=False).moved == (
+        found.weights + 2 * 9 * 2 * kv * 4
+    )
+
+
+def test_a_shape_has_the_weights_of_the_model():
+    for tied in (True, False):
+        config = tiny_config(tie_word_embeddings=tied, windows=(None, None))
+        shape = ModelShape.from_config(
+            {
+                "num_hidden_layers": 2, "hidden_size": config.hidden_size,
+                "intermediate_size": config.intermediate_size, "hidden_act": "silu",
+                "num_attention_heads": config.num_attention_heads, "head_dim": config.head_dim,
+                "num_key_value_heads": config.num_key_value_heads, "torch_dtype": "float32",
+                "vocab_size": config.vocab_size, "tie_word_embeddings": tied,
+            }
+        )  # fmt: skip
+        model = Architecture(config)
+        matrices = [x for x in jax.tree.leaves(model.abstract_params()) if len(x.shape) > 1]
+        assert weight_bytes(shape) == 4 * sum(math.prod(x.shape) for x in matrices)
+        planned = (plan(m, max_len=64, compiled=False) for m in (shape, model))
+        first, second = planned
+        assert (first.operations, first.cache) == (second.operations, second.cache)
+    with pytest.raises(ValueError, match="the config has no num_hidden_layers or n_layer"):
+        ModelShape.from_config({"hidden_size": 8, "num_attention_heads": 2})
+
+
+def test_what_fits_is_the_largest_that_does():
+    weights = weight_bytes(MODEL)
+    rooms = what_fits(MODEL, batch=2, max_len=4096, memory=weights + 40_000_000, fraction=0.7)
+    assert [room.name for room in rooms] == ["static", "8 bits", "4 bits", "2 bits"]
+    for room, choice in zip(rooms, ({}, {"bits": 8}, {"bits": 4}, {"bits": 2}), strict=True):
+        policy = kvjax.policy(**choice)
+        assert room.fits == (room.cache <= room.allowed)
+        assert room.cache == cache_nbytes(MODEL.config, policy, batch=2, max_len=4096)["device"]
+        assert room.largest_batch and room.largest_len
+        for more in (0, 1):  # the largest fits, and one more does not
+            at = {"batch": room.largest_batch + more, "max_len": 4096}
+            with_more = what_fits(
+                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, choices={"": policy}
+            )
+            assert with_more[0].fits == (not more)
+            at = {"batch": 2, "max_len": room.largest_len + more}
+            with_more = what_fits(
+                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, choices={"": policy}
+            )
+            assert with_more[0].fits == (not more)
+    batches = [room.largest_batch for room in rooms]
+    assert batches == sorted(batches, key=lambda n: n or 0)
+
+
+def test_nothing_fits_beside_weights_that_do_not():
+    rooms = what_fits(MODEL, max_len=64, memory=weight_bytes(MODEL) // 2)
+    assert all((r.largest_batch, r.largest_len, r.fits) == (0, 0, False) for r in rooms)
+
+
+def test_devices_share_evenly():
+    whole = what_fits(MODEL, batch=4, max_len=512, memory=10**7)[0]
+    half = what_fits(MODEL, batch=4, max_len=512, memory=5 * 10**6, devices=2)[0]
+    assert half.cache == whole.cache // 2
+    assert half.allowed == pytest.approx(whole.allowed / 2, abs=1)
+    with pytest.raises(ValueError, match="3 devices can't share 2 key-value heads evenly"):
+        what_fits(MODEL, max_len=64, memory=10**9, devices=3)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 7, 100])
+@pytest.mark.parametrize("end", [0, 1, 2, 6, 7, 8, 63, 64, 65])
+def test_the_largest(limit, end):
+    found = largest(lambda n: n <= end, limit)
+    assert found == (end if limit is None else min(end, limit))
+
+
+def test_without_end():
+    window = kvjax.policy("sliding_window", window=8)
+    rooms = what_fits(MODEL, max_len=64, memory=10**8, choices={"window": window})
+    assert rooms[0].largest_len is None
+
+
+def test_sizes_in_words():
+    assert parse_bytes("80GiB") == 80 * 2**30 and parse_bytes("40 GB") == 40 * 10**9
+    assert parse_bytes("1.5kB") == 1500 and parse_bytes("123") == 123
+    for words in ("much", "12 parsecs", "", "-3GB"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_bytes(words)
+
+
+def test_a_report_says_what_is_where():
+    policies = [kvjax.policy("static"), kvjax.policy(bits=4)]
+    cache = kvjax.init_cache(MODEL.config, policies, batch=2, max_len=128)
+    rows = memory_report(cache)
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert sum(row["body"] + row["tail"] for row in rows) == kvjax.nbytes(cache)["device"]
+    assert rows[0]["tail"] == 0 < rows[1]["tail"] and {row["place"] for row in rows} == {"device"}
+    kind = jax.tree.leaves(cache.layers)[0].sharding.memory_kind
+    assert {row["memory"] for row in rows} == {kind}
+
+
+def test_bytes_a_token_of_layers_that_do_not_grow():
+    assert bytes_a_token(MODEL.config, kvjax.policy("static")) == {"device": 2 * 2 * 2 * 8 * 4}
+
+
+class TestLimits:
+    def test_within_them_nothing_changes(self, tiny_llama):
+        limits = InferenceLimits(2, 40, 0.5, device_memory=10**9)
+        wanted = kvjax.generate(tiny_llama, ["abc", "de"], max_new_tokens=8)
+        found = kvjax.generate(tiny_llama, ["abc", "de"], max_new_tokens=8, limits=limits)
+        assert found.tokens == wanted.tokens
+
+    @pytest.mark.parametrize(
+        ("limits", "message"),
+        [
+            ({"max_batch_size": 1}, "2 prompts, but max_batch_size is 1"),
+            ({"max_seq_len": 10}, "come to [0-9]+ tokens, but max_seq_len is 10"),
+            (
+                {"cache_memory_ratio": 0.1, "device_memory": 10**6},
+                "the cache would take [0-9,]+ bytes of the device, but cache_memory_ratio=0.1 of",
+            ),
+        ],
+    )
+    def test_beyond_them_is_an_error_before_anything_is_made(self, tiny_llama, limits, message):
+        before = len(jax.live_arrays())
+        with pytest.raises(ValueError, match=message):
+            kvjax.generate(
+                tiny_llama, ["abc", "de"], max_new_tokens=30, limits=InferenceLimits(**limits)
+            )
+        with pytest.raises(ValueError, match=message):
+            kvjax.stream(
+                tiny_llama, ["abc", "de"], max_new_tokens=30, limits=InferenceLimits(**limits)
+            )
+        assert len(jax.live_arrays()) == before
+
+    def test_smaller_caches_go_further(self, tiny_llama):
+        config = tiny_llama.config
+        sizes = [
+            cache_nbytes(config, kvjax.policy(**it), max_len=1024)["device"]
+            for it in ({}, {"bits": 4})
+        ]
+        assert sizes[1] < sizes[0]
+        weights = tree_bytes(tiny_llama.params)
+        limits = InferenceLimits(
+            cache_memory_ratio=1.0, device_memory=weights + 30 * 10**6 + sum(sizes) // 2
+        )
+        request = {"batch": 1, "need": 900, "capacity": 1024}
+        limits.check(tiny_llama, kvjax.policy(bits=4), **request)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"max_batch_size": 0}, "max_batch_size must be a whole number, at least 1, got 0"),
+            ({"cache_memory_ratio": 1.5}, "cache_memory_ratio=1.5: it is above 0 and at most 1"),
+            ({"device_memory": 5}, "device_memory is what cache_memory_ratio is a part of"),
+        ],
+    )
+    def test_wrong_limits_are_refused(self, wrong, message):
+        with pytest.raises(ValueError, match=message):
+            InferenceLimits(**wrong)
+
+
+def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
+    class Silent:
+        device_kind = "cpu"
+
+        def memory_stats(self):
+            return None
+
+    class Saying(Silent):
+        def memory_stats(self):
+            return {"bytes_limit": 12345}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Silent()])
+    with pytest.raises(ValueError, match="cpu does not say how much memory it has"):
+        device_memory()
+    monkeypatch.setattr(jax, "local_devices", lambda: [Saying()])
+    assert device_memory() == 12345
+
+
+def test_wrong_lengths_are_refused():
+    with pytest.raises(ValueError, match="length is 9, but max_len only 8"):
+        plan(MODEL, max_len=8, length=9)
+    with pytest.raises(ValueError, match="fraction=0: it is above 0"):
+        what_fits(MODEL, max_len=8, memory=10, fraction=0)
+
+
+def test_the_page_has_the_tables():
+    page = plans.PAGE.read_text(encoding="utf-8")
+    found = page.split(plans.BEGIN)[1].split(plans.END)[0].splitlines()
+    for line in plans.tables({"gpt2": SHAPES["gpt2"]}).splitlines():
+        assert line in found
+    assert all(sum(line.startswith(f"| {name}") for line in found) == 3 for name in SHAPES)
+
+
+def test_the_plan_of_a_config_of_another_family(tmp_path):
+    shape = {"num_hidden_layers": 44, "hidden_size": 6144, "intermediate_size": 24576,
+             "num_attention_heads": 64, "vocab_size": 50432, "hidden_act": "gelu_fast",
+             "torch_dtype": "float16", "max_position_embeddings": 2048}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    neox = ModelShape.from_config(shape)
+    assert weight_bytes(neox) == pytest.approx(2 * 20.55e9, rel=0.005)
+    assert np.isclose(plan(neox, max_len=2048).token["device"], 44 * 2 * 6144 * 2)
