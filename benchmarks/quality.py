@@ -125,7 +125,7 @@ def transformers_quality(
 
 def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str) -> Quality:
     """Figures of a quantized cache of llama.cpp, beside its own with 16-bit floats."""
-    from benchmarks import llama_cpp
+    from benchmarks import engine_llama_cpp as llama_cpp
 
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "model.gguf"

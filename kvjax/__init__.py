@@ -47,7 +47,7 @@ from kvjax.operations import (
     rewindable,
     select,
 )
-from kvjax.placement import Device
+from kvjax.placement import Device, Host
 from kvjax.policy import CachePolicy, Hybrid
 from kvjax.presets import Edges, policy, quantized_codec, transformers_policy
 from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
@@ -68,6 +68,7 @@ __all__ = [
     "GenerationResult",
     "Growing",
     "HalfQuadratic",
+    "Host",
     "Hybrid",
     "InferenceLimits",
     "Int1",

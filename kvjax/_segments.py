@@ -1,7 +1,7 @@
 """What attention walks: runs of slots that are stored alike, with the positions they hold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from kvjax._typing import Array, Rows
 from kvjax.cache import LayerCache
 from kvjax.codecs import Codec, Store, plain_mix, plain_scores, tokens_of
 from kvjax.layouts import Layout, Region
+from kvjax.placement import Device
 from kvjax.rotary import RotaryTable, apply_rotary
 
 
@@ -22,9 +23,10 @@ class Segment:
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``part``: ``"body"`` or ``"raw"`` of a layer with a tail, None of others. ``capped``:
     sinks, which queries look at from a capped distance. ``table``: to turn keys by that are stored
-    unrotated. ``place(units)`` -> int32[batch, tokens], the positions of some units' tokens, -1 for
-    none; ``span(start, size)``: the lowest and highest of them, over all rows; ``filled(near)``:
-    how many units from the first on may hold anything, where rows have ``near`` tokens.
+    unrotated. ``placement``: where the stores are kept. ``place(units)`` -> int32[batch, tokens],
+    the positions of some units' tokens, -1 for none; ``span(start, size)``: the lowest and highest
+    of them, over all rows; ``filled(near)``: how many units from the first on may hold anything,
+    where rows have ``near`` tokens.
     """
 
     keys: Store
@@ -39,6 +41,7 @@ class Segment:
     part: str | None = None
     capped: bool = False
     table: RotaryTable | None = None
+    placement: Device = field(default_factory=Device)
 
     def positions(self, units: Array, start: Array | int) -> Array:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
@@ -66,9 +69,10 @@ class Segment:
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on."""
-        return jax.tree.map(
+        part = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), (self.keys, self.values)
         )
+        return self.placement.near(part)
 
 
 def segments(
@@ -97,7 +101,7 @@ def segments(
         lambda units: split.body_positions(length, written, units),
         lambda start, size: split.body_bounds(length, start, size),
         lambda near: split.body.occupied(split.flushed(near)),
-        split.block, "body", False, table,
+        split.block, "body", False, table, policy.placement,
     )  # fmt: skip
     tail = held.tail.keys, held.tail.values
     regions = [

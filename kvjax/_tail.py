@@ -1,5 +1,6 @@
 """Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from kvjax._tree import state
 from kvjax._typing import Array, KeysValues, Rows, SlotPositions
-from kvjax._write import write_rows
+from kvjax._write import write_far, write_rows
 from kvjax.codecs import Store, tokens_of
 from kvjax.policy import CachePolicy
 
@@ -93,8 +94,9 @@ def append_behind(
         blocks = lax.cond(jnp.any(stop > start), encoded, lambda: nothing)
     else:
         blocks = encoded()
-    runs = split.body.runs(start, leaving)
-    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
+    runs, place = split.body.runs(start, leaving), policy.placement
+    write = functools.partial(write_far, place) if place.behind_tail else write_rows
+    body = jax.tree.map(lambda into, x: write(into, x, runs, stop - start), body, blocks)
     return body, after, None if short else Strip(tail, fresh.keys, fresh.values)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 
 from kvjax._typing import Array, Rows
 from kvjax.layouts import Run
+from kvjax.placement import Device
 
 
 def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
@@ -18,6 +20,27 @@ def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array
         size = min(x.shape[2], run.high - run.low)
         write = functools.partial(_write_row, low=run.low, high=run.high, size=size)
         into = jax.vmap(write)(into, x, run.start, skip, count)
+    return into
+
+
+def write_far(place: Device, into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
+    """``write_rows`` into an array that is kept elsewhere: row by row, for such an array takes no
+    scatter, and not at all where no row has anything to write."""
+    for run in runs:
+        skip = jnp.broadcast_to(run.skip, count.shape)
+        size = min(x.shape[2], run.high - run.low)
+        part = functools.partial(_window, low=run.low, high=run.high, size=size)
+
+        def one(row: Array, into: Array, run: Run = run, skip: Array = skip, part: Any = part):
+            mine = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in (x, run.start))
+            origin, new, real = part(*mine, skip[row], count[row])
+            at = (row, 0, origin, *[0] * (into.ndim - 3))
+            old = place.near(lax.dynamic_slice(into, at, (1, *new.shape)))
+            new = place.far(jnp.where(real, new, old[0])[None])
+            return lax.dynamic_update_slice(into, new, at)
+
+        rows = jnp.where(jnp.any(count > skip), into.shape[0], 0)
+        into = lax.fori_loop(0, rows, one, into)
     return into
 
 
@@ -32,7 +55,16 @@ def _write_row(
     high: int,
     size: int,
 ) -> Array:
-    """One row of a run.
+    """One row of a run."""
+    origin, x, real = _window(x, start, skip, count, low=low, high=high, size=size)
+    old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
+    return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
+
+
+def _window(
+    x: Array, start: Array, skip: Array, count: Array, *, low: int, high: int, size: int
+) -> tuple[Array, Array, Array]:
+    """Where a row's new content goes, the content, and which of it is real.
 
     A chunk that is padded past the end must not push its real tokens to lower slots, as
     ``dynamic_update_slice`` would: the window is moved to where it fits, and the old content put
@@ -43,7 +75,5 @@ def _write_row(
     token = jnp.arange(size, dtype=jnp.int32) - shift
     if x.shape[1] > 1:
         x = jnp.roll(x, shift, axis=1)[:, :size]
-    old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
     real = (token >= skip) & (token < count)
-    real = real.reshape(size, *[1] * (x.ndim - 2))
-    return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
+    return origin, x, real.reshape(size, *[1] * (x.ndim - 2))

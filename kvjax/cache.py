@@ -60,6 +60,17 @@ class LayerCache:
     strip: Strip | None = None
     low: Rows | None = None
 
+    def near(self) -> "LayerCache":
+        """With the body on the device, to compute with all of it."""
+        place = self.policy.placement
+        return replace(self, keys=place.near(self.keys), values=place.near(self.values))
+
+    def placed(self) -> "LayerCache":
+        """With every array where the policy says, committed."""
+        place = self.policy.placement
+        rest = place.put(replace(self, keys=None, values=None))
+        return replace(rest, keys=place.store(self.keys), values=place.store(self.values))
+
 
 @state
 class KVCache:
@@ -200,7 +211,7 @@ def allocate(
             continue  # it reads another layer's
         resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config), room=room)
         empty = _empty_layer(resolved, batch, kv_heads, head_dim, windows[number])
-        layers.append(resolved.placement.put(empty))
+        layers.append(empty.placed())
     shapes = (batch,), (batch, len(layers)), (batch,)
     rows = [policies[0].placement.put(jnp.zeros(shape, jnp.int32)) for shape in shapes]
     if sources is not None:
@@ -316,7 +327,7 @@ def read(
         slots = jnp.arange(policy.layout.slots, dtype=jnp.int32)
         positions = policy.layout.positions(cache.length, written, slots)
         return policy.keys.decode(held.keys), policy.values.decode(held.values), positions
-    keys, values, positions = decoded(held, policy, cache.length, written)
+    keys, values, positions = decoded(held.near(), policy, cache.length, written)
     if policy.keys.before_rotary:
         keys = apply_rotary(keys, positions.clip(0), rotary)
     return keys, values, positions
@@ -326,9 +337,10 @@ def nbytes(cache: KVCache) -> dict[str, int]:
     """Bytes of all layers' keys and values, by the place where they are."""
     totals: dict[str, int] = {}
     for layer in cache.layers:
-        place = layer.policy.placement.place
-        held = (layer.keys, layer.values, layer.tail, layer.strip)
-        totals[place] = totals.get(place, 0) + tree_bytes(held)
+        body, rest = (layer.keys, layer.values), (layer.tail, layer.strip)
+        for place, held in ((layer.policy.placement.place, body), ("device", rest)):
+            if jax.tree.leaves(held):
+                totals[place] = totals.get(place, 0) + tree_bytes(held)
     return totals
 
 

@@ -103,7 +103,7 @@ def _converted(
 ) -> tuple[LayerCache, Rows, Array, Array]:
     """A layer under another policy, the ``written`` that tells what it lacks, and which rows it
     can't be had for, bool[batch]: those that are too long, and those that lack tokens."""
-    old, length, marks = cache.layers[place], cache.length, cache.written[:, place]
+    old, length, marks = cache.layers[place].near(), cache.length, cache.written[:, place]
     layout = policy.layout
     tail = low = None
     if policy.raw is None:
@@ -125,7 +125,7 @@ def _converted(
         low = jnp.max(jnp.where(missing, wanted + 1, 0), axis=1)
     limit = UNLIMITED if layout.limit is None else layout.limit
     layer = replace(old, keys=keys, values=values, policy=policy, tail=tail, strip=None, low=low)
-    return policy.placement.put(layer), written, length > limit, lost
+    return layer.placed(), written, length > limit, lost
 
 
 def _fetched(

@@ -90,7 +90,7 @@ def plan(
         for; by default ``max_len``.
       prefill_chunk: tokens of a prompt that a call takes.
       compiled: take temporaries from the compiler, for this device; False estimates them, as is
-        always done for a ``ModelShape``.
+        always done for a ``ModelShape`` and for caches on the host.
 
     Raises:
       ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``.
@@ -100,9 +100,11 @@ def plan(
     chunk = min(whole_number("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
-    cache = _abstract_cache(model.config, choice, batch, max_len)
+    cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
     temporaries, source = estimated_temporaries(model.config, batch, chunk), "estimated"
-    if compiled and hasattr(model, "apply"):
+    # JAX compiles for arrays on the host only where it has them, and none are made here.
+    on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
+    if compiled and on_device and hasattr(model, "apply"):
         found = [_compiled(model, cache, new) for new in {1, chunk}]
         known = [size for size in found if size is not None]
         if len(known) == len(found):
@@ -137,13 +139,13 @@ def cache_nbytes(
     config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
     """Bytes of a cache, by place, without allocating it: all of them, where it grows."""
-    return nbytes(_abstract_cache(config, choice, batch, max_len))
+    return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
 def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
     """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
     grow with the text, do not count."""
-    small, large = (_abstract_cache(config, choice, 1, n) for n in (32, 64))
+    small, large = (abstract_cache(config, choice, max_len=n) for n in (32, 64))
     if any(layer.tail is not None for layer in small.layers):
         totals: dict[str, float] = {}
         for layer in small.layers:
@@ -192,10 +194,10 @@ def estimated_temporaries(config: Any, batch: int, new: int) -> int:
     return activations + scores + blocks + batch * config.vocab_size * 4
 
 
-def _abstract_cache(
-    config: CacheShape, choice: PolicyChoice | None, batch: int, max_len: int
+def abstract_cache(
+    config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> KVCache:
-    """As large as it may become: what grows has grown."""
+    """``init_cache`` as shapes, as large as it may become: what grows has grown."""
     policies = per_layer(CachePolicy() if choice is None else choice, config)
     grown = [
         replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each

@@ -4,7 +4,7 @@ All but ``grow`` can stand inside ``jit``, where the shapes allow.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
 
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
-    return jax.tree.map(jnp.copy, cache)
+    return _each_array(jnp.copy, cache)
 
 
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
@@ -87,7 +87,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
-    chosen = jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
+    chosen = _each_array(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
     missing = (index < 0) | (index >= cache.batch)
     return replace(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
@@ -99,7 +99,7 @@ def repeat(cache: KVCache, times: int) -> KVCache:
       ValueError: if ``times`` is no whole number, at least 1.
     """
     times = whole_number("times", times, 1)
-    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), cache)
+    return _each_array(lambda x: jnp.repeat(x, times, axis=0), cache)
 
 
 def concatenate(caches: Sequence[KVCache]) -> KVCache:
@@ -141,7 +141,7 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
             raise ValueError(
                 f"layer {place} is of {' and '.join(kinds)}: convert the caches to one policy first"
             )
-        layers.append(jax.tree.map(_joined, *padded))
+        layers.append(_away(jax.tree.map(_joined, *(layer.near() for layer in padded))))
         each = zip(held, caches, strict=True)
         marks.append(_joined(*(_mark(h, layout, c.written[:, place]) for h, c in each)))
     length, status = (_joined(*(getattr(c, name) for c in caches)) for name in ("length", "status"))
@@ -208,13 +208,25 @@ def grow(cache: KVCache, to: int) -> KVCache:
         larger = _padded(layer, layout)
         marks.append(_mark(layer, layout, cache.written[:, place]))
         if larger is not layer:
-            larger = jax.block_until_ready(layer.policy.placement.put(larger))
+            larger = jax.block_until_ready(larger.placed())
             if larger.policy.stored.slots != layer.policy.stored.slots:
                 # A tail has not grown, and goes on as it is.
                 for array in jax.tree.leaves((layer.keys, layer.values)):
                     array.delete()
         layers.append(larger)
     return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+
+
+def _each_array(change: Callable[[Array], Array], cache: KVCache) -> KVCache:
+    """The same for every array; a body that is kept elsewhere comes near for it, a layer at a
+    time."""
+    layers = tuple(_away(jax.tree.map(change, layer.near())) for layer in cache.layers)
+    return replace(jax.tree.map(change, replace(cache, layers=())), layers=layers)
+
+
+def _away(layer: LayerCache) -> LayerCache:
+    place = layer.policy.placement
+    return replace(layer, keys=place.far(layer.keys), values=place.far(layer.values))
 
 
 def _model_of(cache: KVCache) -> Any:
@@ -254,7 +266,8 @@ def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
     more = policy.stored.slots - layer.policy.stored.slots
 
     def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)])
+        wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
+        return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
     return replace(
         layer,

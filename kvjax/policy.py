@@ -51,8 +51,8 @@ class CachePolicy:
 
     @property
     def has_tail(self) -> bool:
-        """Whether tokens stand in a raw tail before they are encoded, in blocks."""
-        return self.keys.blockwise or self.values.blockwise
+        """Whether tokens stand in a raw tail before they are encoded, or moved, in blocks."""
+        return self.keys.blockwise or self.values.blockwise or self.placement.behind_tail
 
     @property
     def split(self) -> Split:

@@ -7,12 +7,15 @@ from typing import Any
 from kvjax._checks import whole_number
 from kvjax.codecs import BITS, MULTIPLE, Codec, HalfQuadratic, Integer, Raw
 from kvjax.layouts import Dense, Growing, Ring
+from kvjax.placement import Device, Host
 from kvjax.policy import CachePolicy, Hybrid, PerLayer
 
 PolicyChoice = str | PerLayer | Sequence[CachePolicy]
 
-PRESETS = ("static", "dynamic", "sliding_window", "hybrid", "quantized")
-PLANNED = ("offloaded", "offloaded_static", "paged")
+PRESETS = (
+    "static", "dynamic", "sliding_window", "hybrid", "quantized", "offloaded", "offloaded_static",
+)  # fmt: skip
+PLANNED = ("paged",)
 
 
 def policy(
@@ -36,7 +39,8 @@ def policy(
       name: ``"static"``: all of a row's capacity allocated at once. ``"dynamic"``: allocated small
         and doubled as the text grows. ``"sliding_window"``: the last ``window`` tokens on every
         layer. ``"hybrid"``: those on layers that have a window of their own, static elsewhere.
-        ``"quantized"``: static with ``bits=4``.
+        ``"quantized"``: static with ``bits=4``. ``"offloaded"`` and ``"offloaded_static"``:
+        dynamic and static, with all but the newest tokens in the host's memory (see ``Host``).
       dtype: what keys and values are stored in, and, where they are quantized, what the newest
         tokens are; by default what the model computes in.
       window: of ``sliding_window``; by default each layer's own, from the model's config.
@@ -46,7 +50,7 @@ def policy(
       key_bits, value_bits: the same for keys or for values alone.
       group: numbers that share a scale; by default 64, or all of a head's channels where there are
         fewer.
-      block, recent, prefill: of a quantized cache: see ``CachePolicy``.
+      block, recent, prefill: of a quantized or offloaded cache: see ``CachePolicy``.
 
     Raises:
       ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
@@ -66,7 +70,8 @@ def policy(
     each = [bits if own is None else own for own in (key_bits, value_bits)]
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
-    if chosen and all(b in (None, 16) for b in each):
+    tailed = name.startswith("offloaded")
+    if chosen and all(b in (None, 16) for b in each) and not (tailed and group is None):
         setting = next(iter(chosen))
         raise ValueError(f"{setting}={chosen[setting]!r} is of a quantized cache: give bits=")
     keys, values = (
@@ -75,8 +80,9 @@ def policy(
     )
     chosen.pop("group", None)
     ring = Ring(window, sinks or 0, slack)
-    layouts = {"dynamic": Growing(), "sliding_window": ring}
-    whole = CachePolicy(layouts.get(name, Dense()), keys, values, **chosen)
+    layouts = {"dynamic": Growing(), "offloaded": Growing(), "sliding_window": ring}
+    place = Host() if name.startswith("offloaded") else Device()
+    whole = CachePolicy(layouts.get(name, Dense()), keys, values, place, **chosen)
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
 
 
