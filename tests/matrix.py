@@ -58,6 +58,7 @@ CELLS = {
     "hybrid-raw-device": Cell(
         kvjax.policy("hybrid", slack=5), sight=lambda layer: ((None, 0), (9, 0))[layer]
     ),
+    "dense-raw-host": Cell(kvjax.CachePolicy(placement=kvjax.Host(), block=8)),
     "listed-raw-device": Cell(
         [
             kvjax.CachePolicy(kvjax.Ring(6, sinks=2), kvjax.Raw("float32")),

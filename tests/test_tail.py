@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
@@ -96,6 +97,22 @@ def test_grown_selected_repeated_and_joined_caches_go_on_alike():
         found, _ = APPLY(PARAMS, tokens, other)
         wanted, _ = APPLY(PARAMS, tokens, kvjax.select(straight, rows))
         close(found, wanted)
+
+
+def test_saved_and_restored_it_goes_on_alike(tmp_path):
+    """Codes are saved as they are: nothing is encoded a second time."""
+    _, cache = fed(INT4, 50)
+    leaves, structure = jax.tree.flatten(cache)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "cache", leaves)
+        saver.wait_until_finished()
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves)
+        restored = jax.tree.unflatten(structure, saver.restore(tmp_path / "cache", like))
+    for a, b in zip(leaves, jax.tree.leaves(restored), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
+    tokens = TEXT[:, 50:55].astype(np.int32)
+    wanted, found = (APPLY(PARAMS, tokens, x)[0] for x in (cache, restored))
+    assert np.array_equal(np.asarray(found), np.asarray(wanted))
 
 
 def test_rows_begin_anew_after_a_reset():
