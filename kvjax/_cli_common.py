@@ -22,7 +22,8 @@ CacheOption = Annotated[
     str,
     typer.Option(
         "--cache",
-        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized.",
+        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
+        "offloaded, offloaded_static.",
     ),
 ]
 BitsOption = Annotated[

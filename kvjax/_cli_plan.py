@@ -157,12 +157,12 @@ def _room_rows(rooms: list[Any]) -> list[list[str]]:
     def number(value: int | None) -> str:
         return "no end" if value is None else f"{value:,}"
 
-    head = ["cache", "takes", "may take", "", "largest batch", "longest text"]
+    head = ["cache", "takes", "may take", "", "largest batch", "longest text", "and of the host"]
     body = [
         [
             room.name, readable_bytes(room.cache), readable_bytes(room.allowed),
             "fits" if room.fits else "too large", number(room.largest_batch),
-            number(room.largest_len),
+            number(room.largest_len), readable_bytes(room.host) if room.host else "-",
         ]
         for room in rooms
     ]  # fmt: skip

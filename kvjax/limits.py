@@ -57,12 +57,14 @@ def parse_bytes(words: str) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """How much of a cache fits. ``cache``: bytes of it on a device; ``allowed``: bytes it may take
-    there; ``largest_batch`` at the length asked for, and ``largest_len`` at the batch, both 0 where
-    not even one fits, None where there is no end to it."""
+    """How much of a cache fits. ``cache``: bytes of it on a device, and ``host`` on the host;
+    ``allowed``: bytes it may take on the device; ``largest_batch`` at the length asked for, and
+    ``largest_len`` at the batch, both 0 where not even one fits, None where the device sets no end
+    to it."""
 
     name: str
     cache: int
+    host: int
     allowed: int
     largest_batch: int | None
     largest_len: int | None
@@ -73,8 +75,12 @@ class Room:
         return self.cache <= self.allowed
 
 
-CHOICES = {"static": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}, "2 bits": {"bits": 2}}
-"""Presets of ``what_fits``, by name, the best quality first."""
+CHOICES: dict[str, dict[str, Any]] = {
+    "static": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}, "2 bits": {"bits": 2},
+    "on the host": {"name": "offloaded_static"},
+}  # fmt: skip
+"""Settings of ``policy`` that ``what_fits`` compares: on the device the best quality first, and
+what needs least of it last. The first that fits is the one to take; 2 bits lose quality."""
 
 
 def what_fits(
@@ -96,7 +102,8 @@ def what_fits(
       memory: bytes of a device; by default this one's.
       fraction: what the cache may take of what weights and temporaries leave.
       devices: how many share weights and cache evenly, by heads.
-      choices: policies by name; by default static, 8, 4 and 2 bits.
+      choices: policies by name; by default static, 8, 4 and 2 bits, and a raw cache
+        on the host.
 
     Raises:
       ValueError: if the device does not say how much memory it has, or heads can't be shared so.
@@ -119,8 +126,8 @@ def what_fits(
         return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
 
     @functools.cache
-    def row(name: str, tokens: int) -> int:
-        return cache_nbytes(model.config, named[name], max_len=tokens).get("device", 0)
+    def row(name: str, tokens: int, place: str = "device") -> int:
+        return cache_nbytes(model.config, named[name], max_len=tokens).get(place, 0)
 
     def holds(name: str, rows: int, tokens: int) -> bool:
         return -(-rows * row(name, tokens) // devices) <= allowed(rows, tokens)
@@ -128,7 +135,8 @@ def what_fits(
     limit = getattr(model.config, "position_limit", None)
     return [
         Room(
-            name, -(-batch * row(name, max_len) // devices), allowed(batch, max_len),
+            name, -(-batch * row(name, max_len) // devices), batch * row(name, max_len, "host"),
+            allowed(batch, max_len),
             largest(lambda n, name=name: holds(name, n, max_len)),
             largest(lambda n, name=name: holds(name, batch, n), limit),
         )
