@@ -1,7 +1,6 @@
 """``kvjax plan``: what a model and its cache take, and what fits, before anything is loaded."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ from kvjax._cli_common import (
     ModelOption,
     RevisionOption,
     ValueBitsOption,
-    read,
     use_compilation_cache,
 )
 from kvjax._figures import readable_bytes, to_json
@@ -65,7 +63,7 @@ def plan(
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
     planned, trained, name = _planned(model, revision, config, shape, dtype)
-    max_len = max_len or trained
+    max_len = trained if max_len is None else max_len
     if max_len is None:
         raise ValueError("the config does not say how long a text may be: give --max-len")
     chosen = kvjax.policy(
@@ -108,6 +106,7 @@ def _planned(
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import DTYPES
     from kvjax.models.config_json import read_config
+    from kvjax.models.fields import read_json
     from kvjax.models.hub import locate
 
     if dtype is not None and dtype not in DTYPES:
@@ -118,23 +117,13 @@ def _planned(
         name = model or "the embedded model"
         return Architecture(found), found.max_position_embeddings, name
     if config is not None:
-        alone = ModelShape.from_config(_json_object(config))
+        alone = ModelShape.from_config(read_json(config))
     elif shape in SHAPES:
         alone = SHAPES[shape]
     else:
         raise ValueError(f"no shape {shape!r} is known: there are {', '.join(SHAPES)}")
     alone = alone if dtype is None else dataclasses.replace(alone, dtype=dtype)
     return alone, alone.context, str(config or shape)
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(read(file))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: is no JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return values
 
 
 def _plan_rows(found: Any) -> list[list[str]]:

@@ -117,7 +117,8 @@ def what_fits(
             f"{devices} devices can't share {model.config.num_key_value_heads} key-value heads "
             "evenly"
         )
-    memory = device_memory() if memory is None else memory
+    memory = device_memory() if memory is None else whole_number("memory", memory, 1)
+    prefill_chunk = whole_number("prefill_chunk", prefill_chunk, 1)
     named = {name: policy(**it) for name, it in CHOICES.items()} if choices is None else choices
     weights = weight_bytes(model)
 
@@ -166,7 +167,8 @@ class InferenceLimits:
 
     ``max_batch_size``: rows; ``max_seq_len``: tokens of prompt and new text, a row;
     ``cache_memory_ratio``: the part of (device memory - weights - temporaries) that the cache may
-    take; ``device_memory``: bytes, by default what the device says it has.
+    take; ``device_memory``: bytes, by default what the device says it has. A cache that is given is
+    there already: its bytes are not checked.
     """
 
     max_batch_size: int | None = None
@@ -179,7 +181,7 @@ class InferenceLimits:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
         ratio = self.cache_memory_ratio
-        if ratio is not None and not 0 < ratio <= 1:
+        if ratio is not None and (isinstance(ratio, bool | str) or not 0 < ratio <= 1):
             raise ValueError(f"cache_memory_ratio={ratio}: it is above 0 and at most 1")
         if self.device_memory is not None and ratio is None:
             raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")

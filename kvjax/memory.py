@@ -25,6 +25,8 @@ from kvjax.shape import CacheShape
 PREFILL = 512
 """Tokens of a prompt that a call takes, where nothing else is said."""
 
+_LONG = 2**24
+"""Tokens of a text that is longer than every window."""
 _LOOKUPS = {"embed_tokens", "wte", "embed_in"}
 _POSITIONS = {"wpe"}
 _HEADS = {"lm_head", "embed_out"}
@@ -145,15 +147,13 @@ def cache_nbytes(
 def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
     """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
     grow with the text, do not count."""
-    small, large = (abstract_cache(config, choice, max_len=n) for n in (32, 64))
-    if any(layer.tail is not None for layer in small.layers):
-        totals: dict[str, float] = {}
-        for layer in small.layers:
-            place = layer.policy.placement.place
-            totals[place] = totals.get(place, 0) + _unit_bytes(layer)
-        return totals
-    sizes = nbytes(small), nbytes(large)
-    return {place: (sizes[1][place] - sizes[0][place]) // 32 for place in sizes[0]}
+    limit = getattr(config, "position_limit", None)
+    totals: dict[str, float] = {}
+    for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
+        place = layer.policy.placement.place
+        grows = layer.policy.layout.limit is not None
+        totals[place] = totals.get(place, 0) + (_unit_bytes(layer) if grows else 0)
+    return totals
 
 
 def memory_report(cache: KVCache) -> list[dict[str, Any]]:

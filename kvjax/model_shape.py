@@ -7,6 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax._checks import whole_number
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_OTHER_KINDS = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -35,33 +40,51 @@ class ModelShape:
         """From a ``config.json`` of Transformers, of any family that has the usual names.
 
         Raises:
-          ValueError: if a name is missing.
+          ValueError: if a name is missing, a value is not what it should be, or the config is of a
+            kind whose bytes the usual names do not tell (mixtures of experts, latent attention,
+            layers that differ).
         """
+        for name in _OTHER_KINDS:
+            if config.get(name) not in (None, 0, 1):
+                raise ValueError(
+                    f"the config has {name}: such a model can't be planned for by its shape"
+                )
 
-        def of(*names: str, default: Any = None) -> Any:
+        def of(*names: str, default: int | None = None) -> int:
             for name in names:
                 if config.get(name) is not None:
-                    return config[name]
+                    return whole_number(name, config[name], 1)
             if default is None:
                 raise ValueError(f"the config has no {' or '.join(names)}")
             return default
 
         hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
-        gated = str(of("hidden_act", "activation_function", default="gelu")) in ("silu", "swiglu")
-        dtype = str(of("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch.")
+        family = str(config.get("model_type", ""))
+        names = ("hidden_activation", "hidden_act", "activation_function")
+        activation = next((str(config[name]) for name in names if config.get(name)), "gelu")
+        gated = activation in ("silu", "swiglu") or family.startswith("gemma")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = dtype.removeprefix("torch.")
+        if dtype == "auto":
+            dtype = "bfloat16"
+        if dtype not in _DTYPES:
+            raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
+        # What a config leaves out is the family's default.
+        tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
+        positions = config.get("n_positions")
         return cls(
             num_hidden_layers=of("num_hidden_layers", "n_layer"),
             hidden_size=hidden,
             intermediate_size=of("intermediate_size", "n_inner", default=4 * hidden),
             num_attention_heads=heads,
             num_key_value_heads=of("num_key_value_heads", default=heads),
-            head_dim=of("head_dim", default=hidden // heads),
+            head_dim=of("head_dim", default=max(hidden // heads, 1)),
             vocab_size=of("vocab_size"),
             dtype=dtype,
             gated=gated,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            learned_positions=config.get("n_positions") or 0,
-            context=config.get("max_position_embeddings") or config.get("n_positions"),
+            tied=bool(tied),
+            learned_positions=0 if positions is None else of("n_positions"),
+            context=of("max_position_embeddings", "n_positions", default=0) or None,
         )
 
     @property

@@ -262,6 +262,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     for refused, message in {
         ("--config", config): "the config has no num_attention_heads or n_head",
         ("--config", config, "--shape", "gpt2"): "give one of --model",
+        ("--shape", "gpt2", "--max-len", 0): "max_len must be a whole number, at least 1, got 0",
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
@@ -270,7 +271,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     }.items():
         assert_refused(run("plan", *refused), message)
     config.write_text("{", encoding="utf-8")
-    assert_refused(run("plan", "--config", config), "is no JSON")
+    assert_refused(run("plan", "--config", config), "not valid JSON")
 
 
 def test_info(run, tiny_llama_dir):

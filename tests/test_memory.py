@@ -211,6 +211,52 @@ def test_bytes_a_token_of_layers_that_do_not_grow():
     assert bytes_a_token(MODEL.config, kvjax.policy("static")) == {"device": 2 * 2 * 2 * 8 * 4}
 
 
+def test_rings_take_no_bytes_for_a_token_more():
+    config, kv = MODEL.config, 2 * 2 * 8
+    wide = kvjax.policy("sliding_window", window=4096)
+    assert bytes_a_token(config, wide) == {"device": 0}
+    assert bytes_a_token(config, kvjax.policy("sliding_window", window=64, bits=4)) == {"device": 0}
+    assert bytes_a_token(config, kvjax.policy("hybrid")) == {"device": kv * 4}  # one of two layers
+    sizes = [
+        cache_nbytes(config, kvjax.policy("hybrid", bits=8), max_len=n)["device"]
+        for n in (1024, 2048)
+    ]
+    each = bytes_a_token(config, kvjax.policy("hybrid", bits=8))["device"]
+    assert sizes[1] - sizes[0] == 1024 * each
+
+
+NEOX = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_local_experts": 8}, "the config has num_local_experts: such a model can't be"),
+        ({"kv_lora_rank": 512}, "the config has kv_lora_rank"),
+        ({"hidden_size": "a"}, "hidden_size must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number, at least 1"),
+        ({"num_attention_heads": True}, "num_attention_heads must be a whole number"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
+        ({"num_key_value_heads": [1, 2]}, "num_key_value_heads must be a whole number"),
+        ({"vocab_size": -4}, "vocab_size must be a whole number, at least 1"),
+        ({"dtype": "foo"}, "the config's dtype is 'foo': there are bfloat16"),
+    ],
+)
+def test_odd_configs_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.from_config(NEOX | changed)
+
+
+def test_what_a_config_leaves_out_is_the_familys():
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+            "vocab_size": 50257, "activation_function": "gelu_new"}  # fmt: skip
+    assert ModelShape.from_config(gpt2) == SHAPES["gpt2"]
+    gemma = NEOX | {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh"}
+    shape = ModelShape.from_config(gemma)
+    assert shape.tied and shape.gated and shape.dtype == "bfloat16"
+    assert not ModelShape.from_config(NEOX | {"hidden_act": "silu", "model_type": "llama"}).tied
+
+
 class TestLimits:
     def test_within_them_nothing_changes(self, tiny_llama):
         limits = InferenceLimits(2, 40, 0.5, device_memory=10**9)

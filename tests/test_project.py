@@ -51,7 +51,7 @@ FLOORS = {
     "kernels": 4,
     "sampling": 4,
     "_model": 4,
-    "model_shape": 0,
+    "model_shape": 1,
     "memory": 4.1,
     "limits": 4.15,
     "_loop": 4.2,  # the parts of generate.py, in their order
