@@ -96,12 +96,15 @@ def segments(
     split, raw = policy.split, policy.raw
     assert raw is not None
     table = table if policy.keys.before_rotary else None
+    stores, place = (held.keys, held.values), policy.placement
+    if held.fetched is not None:
+        stores, place = held.fetched, Device()
     body = Segment(
-        held.keys, held.values, (policy.keys, policy.values), 0, split.body.slots,
+        *stores, (policy.keys, policy.values), 0, split.body.slots,
         lambda units: split.body_positions(length, written, units),
         lambda start, size: split.body_bounds(length, start, size),
         lambda near: split.body.occupied(split.flushed(near)),
-        split.block, "body", False, table, policy.placement,
+        split.block, "body", False, table, place,
     )  # fmt: skip
     tail = held.tail.keys, held.tail.values
     regions = [

@@ -1,6 +1,5 @@
 """Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
 
-import functools
 from typing import Any
 
 import jax
@@ -48,8 +47,9 @@ def append_behind(
     count: Rows,
     keys: KeysValues,
     values: KeysValues,
-) -> tuple[Body, Tail, Strip | None]:
-    """The body, the tail and the strip after a call.
+    fetched: Body | None = None,
+) -> tuple[Body, Tail, Strip | None, Body | None]:
+    """The body, the tail, the strip and the body's copy on the device, after a call.
 
     Args:
       policy: the layer's, resolved, with a tail.
@@ -57,6 +57,7 @@ def append_behind(
       length: int32[batch], tokens before the call.
       count: int32[batch], how many of ``new`` each row takes.
       keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
+      fetched: the copy before the call, or None.
     """
     split, raw = policy.split, policy.raw
     assert raw is not None
@@ -95,9 +96,18 @@ def append_behind(
     else:
         blocks = encoded()
     runs, place = split.body.runs(start, leaving), policy.placement
-    write = functools.partial(write_far, place) if place.behind_tail else write_rows
-    body = jax.tree.map(lambda into, x: write(into, x, runs, stop - start), body, blocks)
-    return body, after, None if short else Strip(tail, fresh.keys, fresh.values)
+    if place.behind_tail:
+        stores, kind = jax.tree.flatten(body)
+        copies = [None] * len(stores) if fetched is None else jax.tree.leaves(fetched)
+        both = [
+            write_far(place, into, near, x, runs, stop - start)
+            for into, near, x in zip(stores, copies, jax.tree.leaves(blocks), strict=True)
+        ]
+        body = kind.unflatten([into for into, _ in both])
+        fetched = None if fetched is None else kind.unflatten([near for _, near in both])
+    else:
+        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
+    return body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
 
 
 def decoded(

@@ -23,25 +23,35 @@ def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array
     return into
 
 
-def write_far(place: Device, into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
-    """``write_rows`` into an array that is kept elsewhere: row by row, for such an array takes no
-    scatter, and not at all where no row has anything to write."""
+def write_far(
+    place: Device, into: Array, near: Array | None, x: Array, runs: Sequence[Run], count: Rows
+) -> tuple[Array, Array | None]:
+    """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
+    there is one: row by row, for such an array takes no scatter, and not at all where no row has
+    anything to write."""
     for run in runs:
         skip = jnp.broadcast_to(run.skip, count.shape)
         size = min(x.shape[2], run.high - run.low)
         part = functools.partial(_window, low=run.low, high=run.high, size=size)
+        copy = near = None if near is None else write_rows(near, x, [run], count)
 
-        def one(row: Array, into: Array, run: Run = run, skip: Array = skip, part: Any = part):
+        def one(
+            row: Array, into: Array, run: Run = run, skip: Array = skip, part: Any = part,
+            copy: Array | None = copy,
+        ) -> Array:  # fmt: skip
             mine = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in (x, run.start))
             origin, new, real = part(*mine, skip[row], count[row])
-            at = (row, 0, origin, *[0] * (into.ndim - 3))
-            old = place.near(lax.dynamic_slice(into, at, (1, *new.shape)))
-            new = place.far(jnp.where(real, new, old[0])[None])
-            return lax.dynamic_update_slice(into, new, at)
+            at, shape = (row, 0, origin, *[0] * (into.ndim - 3)), (1, *new.shape)
+            if copy is None:
+                old = place.near(lax.dynamic_slice(into, at, shape))
+                merged = jnp.where(real, new, old[0])[None]
+            else:
+                merged = lax.dynamic_slice(copy, at, shape)
+            return lax.dynamic_update_slice(into, place.far(merged), at)
 
         rows = jnp.where(jnp.any(count > skip), into.shape[0], 0)
         into = lax.fori_loop(0, rows, one, into)
-    return into
+    return into, near
 
 
 def _write_row(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from kvjax._call import accepted, admit, check_new, note_numbers, query_positions
 from kvjax._checks import whole_number
-from kvjax._tail import Strip, Tail, append_behind, decoded
+from kvjax._tail import Body, Strip, Tail, append_behind, decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
     CachedKeysValues,
@@ -46,8 +46,9 @@ class LayerCache:
     With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
     blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
     the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
-    int32[batch], is the first position that a conversion left behind the sinks. ``window`` is the
-    layer's own, from the model's config.
+    int32[batch], is the first position that a conversion left behind the sinks. ``fetched`` is the
+    body on the device, where a placement fetches it ahead, within a call. ``window`` is the layer's
+    own, from the model's config.
     """
 
     keys: Any
@@ -59,6 +60,7 @@ class LayerCache:
     tail: Tail | None = None
     strip: Strip | None = None
     low: Rows | None = None
+    fetched: Body | None = None
 
     def near(self) -> "LayerCache":
         """With the body on the device, to compute with all of it."""
@@ -259,6 +261,8 @@ def append(
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     count = accepted(cache, keys.shape[2], lengths)
+    cache = _fetch_ahead(cache, layer, keys)
+    old = cache.layers[place]
     if not old.policy.keys.before_rotary:
         keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
     keys, values = jnp.asarray(keys), jnp.asarray(values)
@@ -270,8 +274,10 @@ def append(
     else:
         tail = old.tail if old.strip is None else old.strip.tail
         body = old.keys, old.values
-        body, tail, strip = append_behind(old.policy, body, tail, cache.length, count, keys, values)
-        new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip)
+        body, tail, strip, fetched = append_behind(
+            old.policy, body, tail, cache.length, count, keys, values, old.fetched
+        )
+        new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip, fetched=fetched)
         cache = note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*cache.layers[:place], new, *cache.layers[place + 1 :]))
 
@@ -298,7 +304,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
         raise ValueError(f"{new} tokens in a call, but the ring has slack for {cache.chunk}")
     cache, count = admit(cache, new, lengths)
     length = cache.length + count
-    layers = tuple(replace(layer, strip=None) for layer in cache.layers)
+    layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
     written = jnp.maximum(cache.written, length[:, None])
     return replace(cache, layers=layers, length=length, written=written)
 
@@ -337,7 +343,7 @@ def nbytes(cache: KVCache) -> dict[str, int]:
     """Bytes of all layers' keys and values, by the place where they are."""
     totals: dict[str, int] = {}
     for layer in cache.layers:
-        body, rest = (layer.keys, layer.values), (layer.tail, layer.strip)
+        body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
         for place, held in ((layer.policy.placement.place, body), ("device", rest)):
             if jax.tree.leaves(held):
                 totals[place] = totals.get(place, 0) + tree_bytes(held)
@@ -357,6 +363,23 @@ def _empty_layer(
     shape = (batch, kv_heads, *slots, head_dim)
     keys, values = policy.keys.empty(shape), policy.values.empty(shape)
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
+
+
+def _fetch_ahead(cache: KVCache, layer: int, keys: KeysValues) -> KVCache:
+    """The bodies that are to be on the device by now, or on their way, and no others: fetching
+    begins when the layer's new keys are there."""
+    place = cache.place(layer)
+    later = set(() if cache.sources is None else cache.sources[layer:])
+    layers = list(cache.layers)
+    for number, held in enumerate(layers):
+        ahead = held.policy.placement.ahead
+        if number < place and number not in later:
+            layers[number] = replace(held, fetched=None)
+        elif ahead and place <= number <= place + ahead and held.fetched is None:
+            after = (keys, cache.length) if place else None
+            body = held.policy.placement.near((held.keys, held.values), after)
+            layers[number] = replace(held, fetched=body)
+    return replace(cache, layers=tuple(layers))
 
 
 def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:

@@ -124,7 +124,9 @@ def _converted(
         lost = jnp.any(missing & needed, axis=1)
         low = jnp.max(jnp.where(missing, wanted + 1, 0), axis=1)
     limit = UNLIMITED if layout.limit is None else layout.limit
-    layer = replace(old, keys=keys, values=values, policy=policy, tail=tail, strip=None, low=low)
+    layer = replace(
+        old, keys=keys, values=values, policy=policy, tail=tail, strip=None, low=low, fetched=None
+    )
     return layer.placed(), written, length > limit, lost
 
 

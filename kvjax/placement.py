@@ -1,10 +1,15 @@
 """Placement: where a cache's arrays live. Values never change with it."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import SingleDeviceSharding
+
+from kvjax._checks import is_traced, whole_number
 
 _T = TypeVar("_T")
 
@@ -13,10 +18,16 @@ _T = TypeVar("_T")
 class Device:
     """In the memory of the default device."""
 
-    place: str = "device"
+    place: ClassVar[str] = "device"
+    """The place's name, in ``nbytes`` and reports."""
 
     behind_tail: ClassVar[bool] = False
     """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
+
+    @property
+    def ahead(self) -> int:
+        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
+        return 0
 
     def platform(self) -> str:
         """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
@@ -31,7 +42,7 @@ class Device:
         """Move a body's arrays to where they are kept, committed."""
         return self.put(body)
 
-    def near(self, part: _T) -> _T:
+    def near(self, part: _T, after: Any = None) -> _T:
         """Part of a body, to compute with; inside ``jit`` too."""
         return part
 
@@ -44,27 +55,55 @@ class Device:
 class Host(Device):
     """The body in the host's memory, pinned; the tail, and what is computed with, on the device.
 
-    A block crosses to the host once, when it leaves the tail, and attention fetches the filled
-    blocks one after the other: never more than one of them is on the device. Updates stay in
-    place inside a donated, jitted step. Gradients do not pass through such a cache.
+    A block crosses to the host once, when it leaves the tail. Updates stay in place inside a
+    donated, jitted step. Gradients do not pass through such a cache.
+
+    ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
+    that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
+    not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
+    device: for accelerators, where copies go on beside computation.
     """
 
-    place: str = "host"
+    prefetch: int = 0
+
+    place: ClassVar[str] = "host"
 
     behind_tail: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        whole_number("prefetch", self.prefetch, 0)
+
+    @property
+    def ahead(self) -> int:
+        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
+        return self.prefetch
 
     def store(self, body: _T) -> _T:
         """Move a body's arrays to pinned memory of the host, committed."""
         sharding = SingleDeviceSharding(_default_device(), memory_kind="pinned_host")
         return jax.device_put(body, sharding)
 
-    def near(self, part: _T) -> _T:
-        """Part of a body, on the device."""
-        return jax.device_put(part, jax.memory.Space.Device)
+    def near(self, part: _T, after: Any = None) -> _T:
+        """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
+        there, a call's keys and the rows' lengths."""
+        if after is None or not is_traced(after[0]):
+            return _fetched(part)
+        if self.platform() != "cpu":
+            part, _ = lax.optimization_barrier((part, after[0]))
+            return _fetched(part)
+        # The CPU's compiler drops the barrier, or copies for it, and would fetch all layers at
+        # once. This is always true, which it can't know.
+        there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
+        empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return lax.cond(there, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
         """Part of a body, on the host."""
         return jax.device_put(part, jax.memory.Space.Host)
+
+
+def _fetched(part: _T) -> _T:
+    return jax.device_put(part, jax.memory.Space.Device)
 
 
 def _default_device() -> Any:

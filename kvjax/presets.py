@@ -32,6 +32,7 @@ def policy(
     block: int | None = None,
     recent: int | None = None,
     prefill: str | None = None,
+    prefetch: int | None = None,
 ) -> CachePolicy | Hybrid:
     """A policy by its well-known name.
 
@@ -51,6 +52,7 @@ def policy(
       group: numbers that share a scale; by default 64, or all of a head's channels where there are
         fewer.
       block, recent, prefill: of a quantized or offloaded cache: see ``CachePolicy``.
+      prefetch: of an offloaded cache: see ``Host``; by default 0.
 
     Raises:
       ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
@@ -62,7 +64,7 @@ def policy(
                 f"the cache policy {name!r} is not built yet: this version has {known}"
             )
         raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
-    given = {"window": window, "sinks": sinks, "slack": slack}
+    given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch}
     for setting, value in given.items():
         if value is not None and setting not in _SETTINGS.get(name, ()):
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
@@ -81,7 +83,7 @@ def policy(
     chosen.pop("group", None)
     ring = Ring(window, sinks or 0, slack)
     layouts = {"dynamic": Growing(), "offloaded": Growing(), "sliding_window": ring}
-    place = Host() if name.startswith("offloaded") else Device()
+    place = Host(prefetch or 0) if tailed else Device()
     whole = CachePolicy(layouts.get(name, Dense()), keys, values, place, **chosen)
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
 
@@ -109,7 +111,10 @@ def quantized_codec(
     return Integer(bits, per, group, zero_point=True, dtype=dtype)
 
 
-_SETTINGS = {"sliding_window": ("window", "sinks", "slack"), "hybrid": ("slack",)}
+_SETTINGS = {
+    "sliding_window": ("window", "sinks", "slack"), "hybrid": ("slack",),
+    "offloaded": ("prefetch",), "offloaded_static": ("prefetch",),
+}  # fmt: skip
 
 
 def transformers_policy(

@@ -1,17 +1,17 @@
 """Where the bytes live: a body on the host gives what one on the device gives, and is moved a block
 at a time."""
 
-import collections
+import functools
 import itertools
-import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from copies import assert_no_copy
-from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
+from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config, tiny_model
 
 import kvjax
 from kvjax._tree import tree_bytes
@@ -58,12 +58,26 @@ def assert_on_host(cache):
     assert kinds(cache) == ({"pinned_host"}, {"device"})
 
 
-@pytest.mark.parametrize(("layout", "codecs"), CODED)
-def test_the_same_codec_gives_the_same_logits_from_the_host(layout, codecs):
+@functools.cache
+def on_device(layout, codecs):
+    """Logits and arrays of two rows of different lengths, from the device."""
+    near, _ = policies(LAYOUTS[layout][0], *(CODECS[name] for name in codecs))
+    return fed(near, lengths=np.array([51, 41]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "codecs", "prefetch"),
+    [
+        pytest.param(*cell.values[0], prefetch, marks=cell.marks)
+        for prefetch in (0, 1, 2)
+        for cell in cells(CODED, one_in=2, first=prefetch)
+    ],
+)
+def test_the_same_codec_gives_the_same_logits_from_the_host(layout, codecs, prefetch):
     """Exactly, in rows of different lengths."""
+    wanted, held = on_device(layout, codecs)
     keys, values = (CODECS[name] for name in codecs)
-    near, far = policies(LAYOUTS[layout][0], keys, values)
-    wanted, held = fed(near, lengths=np.array([51, 41]))
+    far = kvjax.CachePolicy(LAYOUTS[layout][0], keys, values, kvjax.Host(prefetch), block=BLOCK)
     found, cache = fed(far, lengths=np.array([51, 41]))
     assert np.array_equal(found, wanted)
     assert_on_host(cache)
@@ -74,11 +88,28 @@ def test_the_same_codec_gives_the_same_logits_from_the_host(layout, codecs):
 @pytest.mark.parametrize("layout", NOT_GROWING)
 def test_raw_keys_and_values_from_the_host(layout):
     """A raw cache has no tail on the device, and is walked in other blocks."""
-    near, far = policies(LAYOUTS[layout][0], kvjax.Raw(), kvjax.Raw())
+    places = (kvjax.Device(), kvjax.Host(), kvjax.Host(prefetch=1), kvjax.Host(2))
+    near, *far = policies(LAYOUTS[layout][0], kvjax.Raw(), kvjax.Raw(), places)
     wanted, _ = fed(near)
-    found, cache = fed(far)
+    found, cache = fed(far[0])
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     assert_on_host(cache)
+    for ahead in far[1:]:
+        assert np.array_equal(fed(ahead)[0], found)
+
+
+def test_outside_jit_layers_that_were_read_are_let_go():
+    policy = kvjax.policy("offloaded_static", prefetch=1)
+    cache = kvjax.init_cache(
+        tiny_config(num_hidden_layers=4, windows=(None,) * 4), policy, max_len=512
+    )
+    numbers = jnp.ones((1, 2, 1, 8))
+    for layer in range(4):
+        cache = kvjax.append(cache, layer, numbers, numbers)
+        fetched = [number for number, held in enumerate(cache.layers) if held.fetched is not None]
+        assert fetched == [layer, layer + 1][: 4 - layer]
+        assert kvjax.attend(jnp.ones((1, 4, 1, 8)), cache, layer).shape == (1, 4, 1, 8)
+    assert not any(held.fetched for held in kvjax.advance(cache, 1).layers)
 
 
 def test_operations_leave_bodies_on_the_host():
@@ -146,13 +177,14 @@ COPIED = {
 }
 
 
-def compiled(name, max_len, form):
-    model = Architecture(CONFIG)
+def compiled(name, max_len, form, prefetch=0, layers=2):
+    config = replace(CONFIG, num_hidden_layers=layers, windows=(None,) * layers)
+    model = Architecture(config)
     layout, *codecs = COPIED[name]
     if name.startswith("ring"):
         layout = replace(layout, window=max_len // 2)
-    policy = kvjax.CachePolicy(layout, *codecs, kvjax.Host())
-    cache = kvjax.init_cache(CONFIG, policy, batch=2, max_len=max_len)
+    policy = kvjax.CachePolicy(layout, *codecs, kvjax.Host(prefetch))
+    cache = kvjax.init_cache(config, policy, batch=2, max_len=max_len)
 
     def step(params, token, cache):
         logits, cache = model.apply(params, token[:, None], cache)
@@ -183,38 +215,56 @@ def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
     assert temporary[0] == temporary[1] < 4_000_000
 
 
-def transfers(jaxpr, found=None):
-    """Bytes of every move between memories in a program, to the host and to the device."""
-    found = collections.Counter() if found is None else found
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "device_put":
-            for before, after in zip(equation.invars, equation.outvars, strict=True):
-                spaces = before.aval.memory_space, after.aval.memory_space
-                if spaces[0] != spaces[1]:
-                    size = math.prod(after.aval.shape) * after.aval.dtype.itemsize
-                    found[spaces[1].name, size] += 1
-        for value in equation.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "jaxpr")):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    transfers(inner, found)
-    return found
-
-
-def test_every_move_is_of_a_block():
-    """Of a step: keys and values of a block to the host, for each layer; what attention fetches are
-    blocks too, each program's once for coarse blocks and once for fine ones."""
-    policy = kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), kvjax.Raw(), kvjax.Host())
+def step_at(length, policy):
+    """A decode step behind so many tokens of every row, equation by equation: what moved, and the
+    cache before it."""
     cache = kvjax.init_cache(CONFIG, policy, batch=2, max_len=32768)
+    held = jnp.full((2,), length, jnp.int32)
+    cache = replace(cache, length=held, written=jnp.stack([held] * len(cache.layers), 1))
     model = Architecture(CONFIG)
-    token = jnp.zeros((2, 1), jnp.int32)
-    program = jax.make_jaxpr(model.apply)(model.abstract_params(), token, cache)
-    found = transfers(program.jaxpr)
+    args = model.init_params(0), jnp.zeros((2, 1), jnp.int32), cache
+    _, moves = transfers.run(jax.make_jaxpr(model.apply)(*args), *args)
+    return moves.to, cache
+
+
+@pytest.mark.parametrize("codec", [kvjax.Raw(), CODECS["int4"]])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_every_block_comes_in_once(prefetch, codec):
+    """Of a step behind 30,020 of 32,768 tokens: a block fetched while it is walked, filled ones
+    alone; a layer fetched ahead, whole, once. Nothing goes out."""
+    policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, kvjax.Host(prefetch))
+    moved, cache = step_at(30020, policy)
+    bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
+    assert moved["Host"] == []
+    if prefetch:
+        assert sum(moved["Device"]) == sum(bodies)
+        return
+    blocks = cache.layers[0].policy.stored.slots
+    filled = 30020 // policy.block - policy.recent
+    assert sum(moved["Device"]) == sum(bodies) // blocks * filled
+    coarse = 1024 // policy.block
+    assert max(moved["Device"]) <= max(bodies) // 2 // blocks * coarse
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_block_goes_out_when_it_is_left_behind(prefetch):
+    """Of 65 steps one sends a block of each row, keys and values, and reads what it replaces."""
+    policy = kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), kvjax.Raw(), kvjax.Host(prefetch))
     block = policy.block * CONFIG.num_key_value_heads * CONFIG.head_dim * 4
-    to_host = {size: count for (place, size), count in found.items() if place == "Host"}
-    assert to_host == {block: 2 * 2}  # one row's, keys and values of two layers
-    fetched = {size // block for (place, size) in found if place == "Device"}
-    assert max(fetched) * policy.block <= 2 * 1024  # two rows of a coarse block of tokens
+    sent = [step_at(length, policy)[0]["Host"] for length in (1023, 1024, 1025, 1087, 1088)]
+    every = [block] * 2 * 2 * len(range(CONFIG.num_hidden_layers))
+    assert sent == [[], every, [], [], every]
+
+
+@pytest.mark.parametrize("form", ["step", "while_loop"])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_layers_fetched_ahead_are_few(prefetch, form):
+    """No more than ``prefetch + 1`` of six bodies are on the device at a time."""
+    program, cache = compiled("dense-raw", 32768, form, prefetch, layers=6)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
+    body = max(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
+    assert prefetch * body < memory.temp_size_in_bytes < (prefetch + 1) * body + 2_000_000
 
 
 def test_layers_in_different_places():
