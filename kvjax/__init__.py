@@ -7,6 +7,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 
 from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
 from kvjax.attention import attend, self_attend
+from kvjax.budget import Auto
 from kvjax.cache import (
     KVCache,
     LayerCache,
@@ -36,6 +37,7 @@ from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.limits import InferenceLimits, what_fits
 from kvjax.memory import Plan, cache_nbytes, memory_report, plan
+from kvjax.migrate import make_room, migrate
 from kvjax.model_shape import ModelShape
 from kvjax.operations import (
     concatenate,
@@ -57,6 +59,7 @@ from kvjax.status import check, clear_status
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "CacheOverflowError",
     "CachePolicy",
     "Centred",
@@ -104,7 +107,9 @@ __all__ = [
     "generate",
     "grow",
     "init_cache",
+    "make_room",
     "memory_report",
+    "migrate",
     "nbytes",
     "plan",
     "policy",

@@ -17,7 +17,7 @@ from kvjax._cli_common import (
     ValueBitsOption,
     use_compilation_cache,
 )
-from kvjax._figures import readable_bytes, to_json
+from kvjax._figures import parse_bytes, readable_bytes, to_json
 from kvjax.model_shape import SHAPES, ModelShape
 
 
@@ -57,7 +57,6 @@ def plan(
     use_compilation_cache()
     import kvjax
     from kvjax import _report
-    from kvjax.limits import parse_bytes
     from kvjax.memory import plan
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):

@@ -1,6 +1,7 @@
 """Figures as the command line prints them: one line, a table, or JSON."""
 
 import json
+import re
 from typing import Any
 
 FIGURES = (
@@ -13,6 +14,12 @@ FIGURES = (
     "cache_bytes",
     "compilations",
 )
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kMGT", 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
 
 
 def figures(stats: Any) -> dict[str, Any]:
@@ -61,3 +68,16 @@ def _readable(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_readable, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def parse_bytes(words: str) -> int:
+    """Bytes from ``80GiB``, ``40 GB`` or a plain number.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", words)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if not found or found[2].lower() not in units:
+        raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(found[1]) * units[found[2].lower()])

@@ -1,7 +1,7 @@
 """What a generation was asked for, checked before anything runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,9 +9,12 @@ import numpy as np
 
 from kvjax._checks import whole_number
 from kvjax._model import LanguageModel, ModelConfig
+from kvjax.budget import Auto
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
-from kvjax.limits import InferenceLimits
+from kvjax.limits import InferenceLimits, memory_left
+from kvjax.memory import cache_nbytes
+from kvjax.migrate import check_room
 from kvjax.presets import PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
 from kvjax.status import check
@@ -104,6 +107,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         start = np.asarray(given.length, np.int64)
     longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    if chosen is not None and options.use_cache:
+        chosen = _with_memory(lm, chosen, options.limits, len(rows), capacity)
+    if given is not None and given.grows_to is not None:
+        check_room(given, min(capacity_bucket(longest + limit), given.grows_to))
     if options.limits is not None:
         made = chosen if options.use_cache else None
         options.limits.check(lm, made, batch=len(rows), need=longest + limit, capacity=capacity)
@@ -164,6 +171,28 @@ def _cache_choice(
             f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
         )
     return None, policy(choice) if isinstance(choice, str) else choice
+
+
+def _with_memory(
+    lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
+) -> PolicyChoice:
+    """A policy that keeps to a memory: to its own, or to what limits allow or the device has left.
+
+    Raises:
+      ValueError: if there is no room for so many tokens though all layers are on the host.
+    """
+    if not isinstance(choice, Auto):
+        return choice
+    memory = choice.memory
+    allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
+    if allowed is None and memory is None:
+        allowed = memory_left(lm, batch=batch, capacity=tokens)
+    found = min(bytes for bytes in (memory, allowed) if bytes is not None)
+    if found < 1:
+        raise ValueError("weights and temporaries leave nothing of the device to the cache")
+    choice = replace(choice, memory=found)
+    cache_nbytes(lm.config, choice, batch=batch, max_len=tokens)
+    return choice
 
 
 def _capacity(

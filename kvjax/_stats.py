@@ -24,6 +24,8 @@ class GenerationStats:
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
     ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    ``moves``: layers that changed their place, of a cache that keeps to a memory
+    (``policy("auto")``): a ``kvjax.migrate.Move`` each, in order.
     """
 
     prompt_tokens: int
@@ -35,6 +37,7 @@ class GenerationStats:
     cache_bytes: dict[str, int]
     compilations: int
     stop_reasons: tuple[str | None, ...]
+    moves: tuple[Any, ...] = ()
 
 
 class Meter:

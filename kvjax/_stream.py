@@ -15,7 +15,8 @@ from kvjax._request import Request, capacity_bucket
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
 from kvjax.cache import KVCache, allocate, nbytes
-from kvjax.operations import grow, rewind
+from kvjax.migrate import Move, brought_back, make_room
+from kvjax.operations import rewind
 from kvjax.placement import Device
 from kvjax.status import check
 
@@ -76,6 +77,7 @@ class Stream(Iterator[Piece]):
         self._steps = 1 if watched else _WATCHED_STEPS if request.stops else _loop.CHUNK
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._cache_bytes: dict[str, int] = {}
+        self._moves: list[Move] = []
         self._result: GenerationResult | None = None
         self._pieces = self._run()
 
@@ -160,7 +162,10 @@ class Stream(Iterator[Piece]):
         request = self._request
         batch = len(request.prompts)
         if request.cache is not None:
-            cache = request.cache
+            cache, moves = brought_back(
+                request.cache, self._capacity_of(request.cache, request.need)
+            )
+            self._moves += moves
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=batch, max_len=request.max_len,
@@ -191,9 +196,16 @@ class Stream(Iterator[Piece]):
         cache = context.cache
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return context
-        cache = grow(cache, min(capacity_bucket(tokens), cache.grows_to))
+        cache, moves = make_room(cache, self._capacity_of(cache, tokens))
+        self._moves += moves
         self._cache_bytes = nbytes(cache)
         return _loop.Cached(cache)
+
+    @staticmethod
+    def _capacity_of(cache: KVCache, tokens: int) -> int:
+        """What a cache is grown to for so many tokens a row."""
+        most = cache.max_len if cache.grows_to is None else cache.grows_to
+        return min(capacity_bucket(tokens), most)
 
     def _decode(self, steps: int) -> _Report:
         """Dispatch so many steps, without waiting for them."""
@@ -267,6 +279,7 @@ class Stream(Iterator[Piece]):
             cache_bytes=self._cache_bytes,
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows),
+            moves=tuple(self._moves),
         )
 
     def _pace(self, seconds: float) -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from kvjax._call import accepted, admit, check_new, note_numbers, query_positions
 from kvjax._checks import whole_number
-from kvjax._tail import Body, Strip, Tail, append_behind, decoded
+from kvjax._tail import append_behind, decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
     CachedKeysValues,
@@ -32,46 +32,13 @@ from kvjax._typing import (
     SlotPositions,
 )
 from kvjax._write import write_rows
+from kvjax.budget import Budget
+from kvjax.layer import LayerCache, empty_layer, fetched_ahead, within
 from kvjax.layouts import UNLIMITED, Run
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
-
-
-@state
-class LayerCache:
-    """Keys and values of one layer, as their codecs store them, and the policy they follow.
-
-    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
-    blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
-    the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
-    int32[batch], is the first position that a conversion left behind the sinks. ``fetched`` is the
-    body on the device, where a placement fetches it ahead, within a call. ``window`` is the layer's
-    own, from the model's config.
-    """
-
-    keys: Any
-    values: Any
-    policy: CachePolicy = static_field()
-    kv_heads: int = static_field()
-    head_dim: int = static_field()
-    window: int | None = static_field(default=None)
-    tail: Tail | None = None
-    strip: Strip | None = None
-    low: Rows | None = None
-    fetched: Body | None = None
-
-    def near(self) -> "LayerCache":
-        """With the body on the device, to compute with all of it."""
-        place = self.policy.placement
-        return replace(self, keys=place.near(self.keys), values=place.near(self.values))
-
-    def placed(self) -> "LayerCache":
-        """With every array where the policy says, committed."""
-        place = self.policy.placement
-        rest = place.put(replace(self, keys=None, values=None))
-        return replace(rest, keys=place.store(self.keys), values=place.store(self.values))
 
 
 @state
@@ -88,6 +55,7 @@ class KVCache:
     ``positions``: how many the model has, None where they do not end.
     ``turned_for``: the length of text that its keys were turned for, where the model's rotary
     frequencies depend on it (dynamic, longrope); it stays when the cache grows.
+    ``budget``: the memory that it keeps to when it grows (``make_room``), of ``policy("auto")``.
     """
 
     layers: tuple[LayerCache, ...]
@@ -97,6 +65,7 @@ class KVCache:
     sources: tuple[int, ...] | None = static_field(default=None)
     positions: int | None = static_field(default=None)
     turned_for: int | None = static_field(default=None)
+    budget: Budget | None = static_field(default=None)
 
     @property
     def batch(self) -> int:
@@ -207,22 +176,26 @@ def allocate(
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-    layers = []
-    for number, layer_policy in enumerate(policies):
-        if sources is not None and sources[number] != number:
-            continue  # it reads another layer's
-        resolved = layer_policy.resolve(max_len, windows[number], model_dtype(config), room=room)
-        empty = _empty_layer(resolved, batch, kv_heads, head_dim, windows[number])
-        layers.append(empty.placed())
+    # A layer that reads another's has none of its own.
+    own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
+    resolved = [
+        policies[n].resolve(max_len, windows[n], model_dtype(config), room=room) for n in own
+    ]
+    budget = getattr(policy, "budget", None)
+    if budget is not None:
+        resolved = within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
+    layers = [
+        empty_layer(each, batch, kv_heads, head_dim, windows[n]).placed()
+        for n, each in zip(own, resolved, strict=True)
+    ]
     shapes = (batch,), (batch, len(layers)), (batch,)
     rows = [policies[0].placement.put(jnp.zeros(shape, jnp.int32)) for shape in shapes]
     if sources is not None:
-        own = [number for number, source in enumerate(sources) if source == number]
         sources = tuple(own.index(source) for source in sources)
     reach = max(layer.policy.layout.reach for layer in layers)
     return KVCache(
         tuple(layers), *rows, sources=sources, positions=limit,
-        turned_for=rotary_length(config, reach),
+        turned_for=rotary_length(config, reach), budget=budget,
     )  # fmt: skip
 
 
@@ -261,8 +234,8 @@ def append(
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     count = accepted(cache, keys.shape[2], lengths)
-    cache = _fetch_ahead(cache, layer, keys)
-    old = cache.layers[place]
+    layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
+    old = layers[place]
     if not old.policy.keys.before_rotary:
         keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
     keys, values = jnp.asarray(keys), jnp.asarray(values)
@@ -279,7 +252,7 @@ def append(
         )
         new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip, fetched=fetched)
         cache = note_numbers(cache, (keys, values), count)
-    return replace(cache, layers=(*cache.layers[:place], new, *cache.layers[place + 1 :]))
+    return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -348,38 +321,6 @@ def nbytes(cache: KVCache) -> dict[str, int]:
             if jax.tree.leaves(held):
                 totals[place] = totals.get(place, 0) + tree_bytes(held)
     return totals
-
-
-def _empty_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
-) -> LayerCache:
-    """A layer that holds nothing."""
-    slots: tuple[int, ...] = (policy.stored.slots,)
-    tail = low = None
-    if policy.raw is not None:
-        slots, low = (*slots, policy.block), jnp.zeros(batch, jnp.int32)
-        in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
-        tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
-    shape = (batch, kv_heads, *slots, head_dim)
-    keys, values = policy.keys.empty(shape), policy.values.empty(shape)
-    return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
-
-
-def _fetch_ahead(cache: KVCache, layer: int, keys: KeysValues) -> KVCache:
-    """The bodies that are to be on the device by now, or on their way, and no others: fetching
-    begins when the layer's new keys are there."""
-    place = cache.place(layer)
-    later = set(() if cache.sources is None else cache.sources[layer:])
-    layers = list(cache.layers)
-    for number, held in enumerate(layers):
-        ahead = held.policy.placement.ahead
-        if number < place and number not in later:
-            layers[number] = replace(held, fetched=None)
-        elif ahead and place <= number <= place + ahead and held.fetched is None:
-            after = (keys, cache.length) if place else None
-            body = held.policy.placement.near((held.keys, held.values), after)
-            layers[number] = replace(held, fetched=body)
-    return replace(cache, layers=tuple(layers))
 
 
 def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 from kvjax._checks import is_traced, whole_number
 from kvjax._tail import Tail
 from kvjax._typing import Array, Rows
-from kvjax.cache import KVCache, LayerCache
+from kvjax.cache import KVCache
 from kvjax.codecs import tokens_of
+from kvjax.layer import LayerCache, within
 from kvjax.layouts import UNLIMITED, Layout
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, per_layer
@@ -43,7 +44,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[place].window for place in sources)
     policies = per_layer(policy, _Layers(len(sources), windows))
-    layers, status, written = [], cache.status, []
+    resolved = []
     for place, old in enumerate(cache.layers):
         wanted = policies[sources.index(place)]
         asked = max_len
@@ -60,7 +61,14 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
             )
         if new.layout.grows_to is not None:
             new = replace(new, layout=_with_room(new.layout, cache))
-        layer, mark, long, lost = _converted(cache, place, new)
+        resolved.append(new)
+    budget = getattr(policy, "budget", None)
+    if budget is not None:
+        some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
+        resolved = within(budget, resolved, some)
+    layers, status, written = [], cache.status, []
+    for place, new in enumerate(resolved):
+        layer, mark, long, lost = converted(cache, place, new)
         if not is_traced(long) and np.any(long):
             row = int(np.argmax(long))
             raise ValueError(
@@ -75,7 +83,9 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         layers.append(layer)
         written.append(mark)
         status |= jnp.where(long | lost, LOST, 0)
-    return replace(cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status)
+    return replace(
+        cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status, budget=budget
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
     return layout.grown(min(to, max(layout.grows_to or to, layout.slots)))
 
 
-def _converted(
+def converted(
     cache: KVCache, place: int, policy: CachePolicy
 ) -> tuple[LayerCache, Rows, Array, Array]:
     """A layer under another policy, the ``written`` that tells what it lacks, and which rows it

@@ -1,7 +1,6 @@
 """What fits into a device's memory, and limits that ``generate`` keeps."""
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,6 @@ from kvjax.memory import (
 )
 from kvjax.presets import PolicyChoice, policy
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{kind}": base**power
-    for power, letter in enumerate("kMGT", 1)
-    for kind, base in (("B", 1000), ("iB", 1024))
-}
-
 
 def device_memory() -> int:
     """Bytes of the default device's memory that programs may use.
@@ -40,19 +33,6 @@ def device_memory() -> int:
             f"{device.device_kind} does not say how much memory it has: give the bytes"
         )
     return int(stats["bytes_limit"])
-
-
-def parse_bytes(words: str) -> int:
-    """Bytes from ``80GiB``, ``40 GB`` or a plain number.
-
-    Raises:
-      ValueError: if it is neither.
-    """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", words)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if not found or found[2].lower() not in units:
-        raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
-    return int(float(found[1]) * units[found[2].lower()])
 
 
 @dataclass(frozen=True)
@@ -168,18 +148,21 @@ class InferenceLimits:
     ``max_batch_size``: rows; ``max_seq_len``: tokens of prompt and new text, a row;
     ``cache_memory_ratio``: the part of (device memory - weights - temporaries) that the cache may
     take; ``device_memory``: bytes, by default what the device says it has. A cache that is given is
-    there already: its bytes are not checked.
+    there already: its bytes are not checked. ``prefetch_steps``: what ``generate_batches`` gets
+    ready ahead: so many batches, and so many layers of the next one's cache.
     """
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None
     cache_memory_ratio: float | None = None
     device_memory: int | None = None
+    prefetch_steps: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "device_memory"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
+        whole_number("prefetch_steps", self.prefetch_steps, 0)
         ratio = self.cache_memory_ratio
         if ratio is not None and (isinstance(ratio, bool | str) or not 0 < ratio <= 1):
             raise ValueError(f"cache_memory_ratio={ratio}: it is above 0 and at most 1")
@@ -204,17 +187,27 @@ class InferenceLimits:
             raise ValueError(
                 f"prompt and new text come to {need} tokens, but max_seq_len is {self.max_seq_len}"
             )
-        if self.cache_memory_ratio is None or choice is None:
+        allowed = self.allowed(lm, batch=batch, capacity=capacity)
+        if allowed is None or choice is None:
             return
-        memory = device_memory() if self.device_memory is None else self.device_memory
-        weights = tree_bytes(lm.params)
-        temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity))
-        allowed = int(self.cache_memory_ratio * max(memory - weights - temporaries, 0))
         sizes = cache_nbytes(lm.config, choice, batch=batch, max_len=capacity)
         taken = sizes.get("device", 0)
         if taken > allowed:
             raise ValueError(
                 f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="
-                f"{self.cache_memory_ratio} of what {weights:,} bytes of weights and "
-                f"{temporaries:,} of temporaries leave of {memory:,} is {allowed:,}"
+                f"{self.cache_memory_ratio} of what weights and temporaries leave is {allowed:,}"
             )
+
+    def allowed(self, lm: Any, *, batch: int, capacity: int) -> int | None:
+        """Bytes of the device that a cache may take, None where no part of it is given."""
+        if self.cache_memory_ratio is None:
+            return None
+        left = memory_left(lm, batch=batch, capacity=capacity, memory=self.device_memory)
+        return int(self.cache_memory_ratio * left)
+
+
+def memory_left(lm: Any, *, batch: int, capacity: int, memory: int | None = None) -> int:
+    """Bytes of the device that a model's weights, and the temporaries of a chunk, leave."""
+    memory = device_memory() if memory is None else memory
+    temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity))
+    return max(memory - tree_bytes(lm.params) - temporaries, 0)

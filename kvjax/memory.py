@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
+from kvjax.budget import Auto
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
 from kvjax.layouts import Growing
 from kvjax.policy import CachePolicy
@@ -203,7 +204,9 @@ def abstract_cache(
         replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each
         for each in policies
     ]
-    make = functools.partial(init_cache, config, grown, batch=batch, max_len=max_len)
+    budget = getattr(choice, "budget", None)
+    policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
+    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len)
     return jax.eval_shape(make)
 
 

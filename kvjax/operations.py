@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax._checks import is_traced, refuse_traced, whole_number
 from kvjax._typing import Array, Counts, Rows
 from kvjax.cache import KVCache, LayerCache
 from kvjax.layouts import UNLIMITED, Layout
+from kvjax.placement import Device
 from kvjax.status import NO_SUCH_ROW, REWOUND_TOO_FAR
 
 
@@ -199,10 +201,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
     if to < cache.max_len:
         raise ValueError(f"the cache holds {cache.max_len} tokens a row: {to} would be fewer")
     # All of them first: none may raise when others have been deleted.
-    wanted = [
-        layout if layout.limit is None or layout.limit >= to else layout.grown(to)
-        for layout in layouts
-    ]
+    wanted = enlarged(cache, to)
     layers, marks = [], []
     for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
         larger = _padded(layer, layout)
@@ -215,6 +214,15 @@ def grow(cache: KVCache, to: int) -> KVCache:
                     array.delete()
         layers.append(larger)
     return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+
+
+def enlarged(cache: KVCache, to: int) -> list[Layout]:
+    """The layouts of a cache grown to hold ``to`` tokens a row."""
+    layouts: list[Layout] = [layer.policy.layout for layer in cache.layers]
+    return [
+        layout if layout.limit is None or layout.limit >= to else layout.grown(to)
+        for layout in layouts
+    ]
 
 
 def _each_array(change: Callable[[Array], Array], cache: KVCache) -> KVCache:
@@ -266,6 +274,8 @@ def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
     more = policy.stored.slots - layer.policy.stored.slots
 
     def pad(x: Array) -> Array:
+        if policy.placement.behind_tail and not is_traced(x):
+            return _enlarged(x, more, policy.placement)
         wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
@@ -275,6 +285,21 @@ def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
         values=jax.tree.map(pad, layer.values) if more else layer.values,
         policy=policy,
     )
+
+
+def _enlarged(x: Array, more: int, place: Device) -> Array:
+    """An array with more of axis 2, where it is: no more than one unit of that is on the device."""
+    shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
+    return _carried_over(place.store(np.zeros(shape, x.dtype)), x, place)
+
+
+@functools.partial(jax.jit, static_argnames="place", donate_argnums=0)
+def _carried_over(into: Array, x: Array, place: Device) -> Array:
+    def one(unit: Array, into: Array) -> Array:
+        part = place.near(lax.dynamic_slice_in_dim(x, unit, 1, axis=2))
+        return lax.dynamic_update_slice_in_dim(into, place.far(part), unit, axis=2)
+
+    return lax.fori_loop(0, x.shape[2], one, into)
 
 
 def _mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:

@@ -36,7 +36,10 @@ class Device:
     def put(self, tree: _T) -> _T:
         """Move a pytree's arrays there, committed: an uncommitted array beside a committed one
         would compile every step a second time."""
-        return jax.device_put(tree, _default_device())
+        device = _default_device()
+        # Named, or what is on the host would stay there.
+        kind = device.default_memory().kind
+        return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=kind))
 
     def store(self, body: _T) -> _T:
         """Move a body's arrays to where they are kept, committed."""

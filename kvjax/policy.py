@@ -92,11 +92,21 @@ class CachePolicy:
         layout: Layout = self.layout.resolve(max_len, window, room, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
-        raw = None
-        if self.has_tail:
-            dtypes = keys.dtype, values.dtype
-            raw = Raw(dtypes[0]).resolve(None, platform), Raw(dtypes[1]).resolve(None, platform)
-        return replace(self, layout=layout, keys=keys, values=values, raw=raw)
+        found = replace(self, layout=layout, keys=keys, values=values, raw=None)
+        return replace(found, raw=found._tail_codecs())
+
+    def elsewhere(self, placement: Device) -> "CachePolicy":
+        """A resolved policy, with its body in another place."""
+        moved = replace(self, placement=placement)
+        return replace(moved, raw=moved._tail_codecs())
+
+    def _tail_codecs(self) -> tuple[Raw, Raw] | None:
+        """The codecs of the tail, of a policy whose own are resolved."""
+        if not self.has_tail:
+            return None
+        platform = self.placement.platform()
+        keys, values = Raw(self.keys.dtype), Raw(self.values.dtype)
+        return keys.resolve(None, platform), values.resolve(None, platform)
 
     def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
         """The same for every layer."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax._checks import whole_number
+from kvjax._figures import parse_bytes
+from kvjax.budget import Auto
 from kvjax.codecs import BITS, MULTIPLE, Codec, HalfQuadratic, Integer, Raw
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.placement import Device, Host
@@ -14,6 +16,7 @@ PolicyChoice = str | PerLayer | Sequence[CachePolicy]
 
 PRESETS = (
     "static", "dynamic", "sliding_window", "hybrid", "quantized", "offloaded", "offloaded_static",
+    "auto",
 )  # fmt: skip
 PLANNED = ("paged",)
 
@@ -33,7 +36,8 @@ def policy(
     recent: int | None = None,
     prefill: str | None = None,
     prefetch: int | None = None,
-) -> CachePolicy | Hybrid:
+    memory: int | str | None = None,
+) -> CachePolicy | Hybrid | Auto:
     """A policy by its well-known name.
 
     Args:
@@ -42,6 +46,7 @@ def policy(
         layer. ``"hybrid"``: those on layers that have a window of their own, static elsewhere.
         ``"quantized"``: static with ``bits=4``. ``"offloaded"`` and ``"offloaded_static"``:
         dynamic and static, with all but the newest tokens in the host's memory (see ``Host``).
+        ``"auto"``: dynamic, with layers that the device has no room for on the host.
       dtype: what keys and values are stored in, and, where they are quantized, what the newest
         tokens are; by default what the model computes in.
       window: of ``sliding_window``; by default each layer's own, from the model's config.
@@ -52,7 +57,9 @@ def policy(
       group: numbers that share a scale; by default 64, or all of a head's channels where there are
         fewer.
       block, recent, prefill: of a quantized or offloaded cache: see ``CachePolicy``.
-      prefetch: of an offloaded cache: see ``Host``; by default 0.
+      prefetch: of an offloaded or automatic cache: see ``Host``; by default 0.
+      memory: of an automatic cache: bytes that it may take of the device, or ``"8GiB"``. By default
+        ``generate`` takes what its limits allow or the device has left.
 
     Raises:
       ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
@@ -64,7 +71,8 @@ def policy(
                 f"the cache policy {name!r} is not built yet: this version has {known}"
             )
         raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
-    given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch}
+    given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch,
+             "memory": memory}  # fmt: skip
     for setting, value in given.items():
         if value is not None and setting not in _SETTINGS.get(name, ()):
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
@@ -72,7 +80,7 @@ def policy(
     each = [bits if own is None else own for own in (key_bits, value_bits)]
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
-    tailed = name.startswith("offloaded")
+    tailed = name.startswith("offloaded") or name == "auto"
     if chosen and all(b in (None, 16) for b in each) and not (tailed and group is None):
         setting = next(iter(chosen))
         raise ValueError(f"{setting}={chosen[setting]!r} is of a quantized cache: give bits=")
@@ -82,9 +90,13 @@ def policy(
     )
     chosen.pop("group", None)
     ring = Ring(window, sinks or 0, slack)
-    layouts = {"dynamic": Growing(), "offloaded": Growing(), "sliding_window": ring}
-    place = Host(prefetch or 0) if tailed else Device()
-    whole = CachePolicy(layouts.get(name, Dense()), keys, values, place, **chosen)
+    growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
+    layout = {**growing, "sliding_window": ring}.get(name, Dense())
+    host = Host(prefetch or 0)
+    place = host if name.startswith("offloaded") else Device()
+    whole = CachePolicy(layout, keys, values, place, **chosen)
+    if name == "auto":
+        return Auto(whole, parse_bytes(memory) if isinstance(memory, str) else memory, host)
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
 
 
@@ -113,7 +125,7 @@ def quantized_codec(
 
 _SETTINGS = {
     "sliding_window": ("window", "sinks", "slack"), "hybrid": ("slack",),
-    "offloaded": ("prefetch",), "offloaded_static": ("prefetch",),
+    "offloaded": ("prefetch",), "offloaded_static": ("prefetch",), "auto": ("prefetch", "memory"),
 }  # fmt: skip
 
 

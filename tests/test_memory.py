@@ -11,8 +11,9 @@ from matrix import tiny_config, tiny_model
 
 import kvjax
 from benchmarks import plans
+from kvjax._figures import parse_bytes
 from kvjax._tree import tree_bytes
-from kvjax.limits import CHOICES, InferenceLimits, device_memory, largest, parse_bytes, what_fits
+from kvjax.limits import CHOICES, InferenceLimits, device_memory, largest, what_fits
 from kvjax.memory import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
 from kvjax.model_shape import SHAPES, ModelShape
 from kvjax.models.architecture import Architecture

@@ -69,7 +69,10 @@ def _inner(jaxpr: Any, given: Any, moves: Moves) -> list[Any]:
 
 
 def _scan(params: Any, given: list[Any], moves: Moves) -> list[Any]:
-    consts, carried = params["num_consts"], params["num_carry"]
+    if "ft_in" in params:  # JAX 0.12
+        consts, carried, _ = map(len, params["ft_in"].unpack())
+    else:
+        consts, carried = params["num_consts"], params["num_carry"]
     fixed, carry, given = given[:consts], given[consts:][:carried], given[consts + carried :]
     rows = []
     for step in range(params["length"]):

@@ -1,0 +1,122 @@
+"""A layer of a cache: its arrays, what they take, and what is fetched of them ahead of its turn."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._tail import Body, Strip, Tail
+from kvjax._tree import state, static_field, tree_bytes
+from kvjax._typing import KeysValues, Rows
+from kvjax.budget import Budget
+from kvjax.placement import Device
+from kvjax.policy import CachePolicy
+
+
+@state
+class LayerCache:
+    """Keys and values of one layer, as their codecs store them, and the policy they follow.
+
+    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
+    blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
+    the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
+    int32[batch], is the first position that a conversion left behind the sinks. ``fetched`` is the
+    body on the device, where a placement fetches it ahead, within a call. ``window`` is the layer's
+    own, from the model's config.
+    """
+
+    keys: Any
+    values: Any
+    policy: CachePolicy = static_field()
+    kv_heads: int = static_field()
+    head_dim: int = static_field()
+    window: int | None = static_field(default=None)
+    tail: Tail | None = None
+    strip: Strip | None = None
+    low: Rows | None = None
+    fetched: Body | None = None
+
+    def near(self) -> "LayerCache":
+        """With the body on the device, to compute with all of it."""
+        place = self.policy.placement
+        return replace(self, keys=place.near(self.keys), values=place.near(self.values))
+
+    def placed(self) -> "LayerCache":
+        """With every array where the policy says, committed."""
+        place = self.policy.placement
+        rest = place.put(replace(self, keys=None, values=None))
+        return replace(rest, keys=place.store(self.keys), values=place.store(self.values))
+
+
+def empty_layer(
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
+) -> LayerCache:
+    """A layer that holds nothing."""
+    slots: tuple[int, ...] = (policy.stored.slots,)
+    tail = low = None
+    if policy.raw is not None:
+        slots, low = (*slots, policy.block), jnp.zeros(batch, jnp.int32)
+        in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
+        tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
+    shape = (batch, kv_heads, *slots, head_dim)
+    keys, values = policy.keys.empty(shape), policy.values.empty(shape)
+    return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_sizes(
+    policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
+) -> tuple[int, int, int]:
+    """Bytes that a layer of a resolved policy takes of the device when it is there; when it is
+    with ``host``, bytes that it takes of the device then, and those of the host."""
+
+    def parts(placement: Device) -> tuple[int, int]:
+        moved = policy.elsewhere(placement)
+        make = functools.partial(empty_layer, moved, batch, kv_heads, head_dim, None)
+        layer = jax.eval_shape(make)
+        return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
+
+    body, tail = parts(host)
+    return sum(parts(Device())), tail, body
+
+
+def within(
+    budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
+) -> list[CachePolicy]:
+    """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the
+    host as a budget asks for."""
+    sizes = [
+        layer_sizes(policy, budget.placement, *shape)
+        for policy, shape in zip(policies, shapes, strict=True)
+    ]
+    away = budget.away(sizes, frozenset())
+    return [
+        policy.elsewhere(budget.placement if n in away else Device())
+        for n, policy in enumerate(policies)
+    ]
+
+
+def fetched_ahead(
+    layers: tuple[LayerCache, ...],
+    place: int,
+    sources: tuple[int, ...] | None,
+    number: int,
+    after: tuple[KeysValues, Rows],
+) -> tuple[LayerCache, ...]:
+    """The layers, with those bodies on the device, or on their way, that are to be by the turn of
+    layer ``number`` of the model at ``place``, and no others: but for the first layer, fetching
+    begins when ``after`` is there, its keys and the rows' lengths."""
+    later = set(() if sources is None else sources[number:])
+    found = list(layers)
+    for n, held in enumerate(layers):
+        ahead = held.policy.placement.ahead
+        if n < place and n not in later:
+            found[n] = replace(held, fetched=None)
+        elif ahead and place <= n <= place + ahead and held.fetched is None:
+            stores = held.keys, held.values
+            body = held.policy.placement.near(stores, after if place else None)
+            found[n] = replace(held, fetched=body)
+    return tuple(found)
