@@ -101,7 +101,8 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch):
 def test_what_is_there_already_stays():
     cache = filled(kvjax.Dense(), CODECS["int4"])
     again = kvjax.migrate(cache, kvjax.Device())
-    assert all(a is b for a, b in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(again.layers)))
+    leaves = jax.tree.leaves(cache.layers), jax.tree.leaves(again.layers)
+    assert all(a is b for a, b in zip(*leaves, strict=True))
     parked = kvjax.migrate(again, kvjax.Host())
     ahead = kvjax.migrate(parked, kvjax.Host(prefetch=2), layers=[1])
     assert [layer.policy.placement.ahead for layer in ahead.layers] == [0, 2]
@@ -131,7 +132,7 @@ def test_the_last_layers_go_first_and_come_back_late():
     # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
     assert budget.away([(40, 5, 40)] * 2, frozenset({0, 1})) == {1}
     assert budget.away([(30, 5, 30)] * 2, frozenset({0, 1})) == frozenset()
-    with pytest.raises(ValueError, match="may take 10 bytes of the device.*would take 15"):
+    with pytest.raises(ValueError, match=r"may take 10 bytes of the device.*would take 15"):
         Budget(10).away(sizes, frozenset())
 
 
@@ -197,13 +198,13 @@ def test_layers_come_back_when_there_is_room_again(tiny_llama):
 def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_llama):
     _, least = sizes_of(tiny_llama, 16, 512)
     before = len(jax.live_arrays())
-    with pytest.raises(ValueError, match="the cache may take .* bytes of the device.* would take"):
+    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device.* would take"):
         kvjax.generate(tiny_llama, PROMPTS, cache=auto(least - 1), **AT)
     assert len(jax.live_arrays()) == before
     found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(least), **AT)
     assert set(places(found.cache)) == {"host"}
     one = kvjax.select(found.cache, [0])
-    with pytest.raises(ValueError, match="the cache may take .* bytes of the device"):
+    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
         kvjax.generate(tiny_llama, ["a" * 40] * 4, cache=kvjax.repeat(one, 4), max_new_tokens=100)
 
 
@@ -221,9 +222,9 @@ def test_limits_give_auto_its_memory(tiny_llama):
     for cache in ("auto", auto(10 * whole)):
         found = kvjax.generate(tiny_llama, PROMPTS, cache=cache, limits=narrow, **AT)
         assert "host" in places(found.cache)
-    with pytest.raises(ValueError, match="the cache may take .* bytes of the device"):
+    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **AT)
-    with pytest.raises(ValueError, match="leave nothing of the device to the cache"):
+    with pytest.raises(ValueError, match=r"leave nothing of the device to the cache"):
         tiny = InferenceLimits(cache_memory_ratio=1.0, device_memory=1000)
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=tiny, **AT)
 
