@@ -7,6 +7,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 
 from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
 from kvjax.attention import attend, self_attend
+from kvjax.batches import Batch, generate_batches
 from kvjax.budget import Auto
 from kvjax.cache import (
     KVCache,
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "Batch",
     "CacheOverflowError",
     "CachePolicy",
     "Centred",
@@ -105,6 +107,7 @@ __all__ = [
     "evaluate",
     "fork",
     "generate",
+    "generate_batches",
     "grow",
     "init_cache",
     "make_room",

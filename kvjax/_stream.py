@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from kvjax import _loop
+from kvjax._chunks import Chunk, prompt_chunks
 from kvjax._errors import NonFiniteError
 from kvjax._model import LanguageModel
 from kvjax._request import Request, capacity_bucket
@@ -70,8 +71,16 @@ _Report = tuple[jax.Array, _loop.Progress]
 class Stream(Iterator[Piece]):
     """A generation that runs as it is iterated over: see ``stream``."""
 
-    def __init__(self, lm: LanguageModel, request: Request, *, watched: bool) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: Request,
+        *,
+        watched: bool,
+        chunks: list[Chunk] | None = None,
+    ) -> None:
         self._lm, self._request, self._watched = lm, request, watched
+        self._chunks = chunks
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
         self._counts = np.zeros(len(self._rows), np.int32)
         self._steps = 1 if watched else _WATCHED_STEPS if request.stops else _loop.CHUNK
@@ -128,23 +137,16 @@ class Stream(Iterator[Piece]):
         """Feed the prompts, and choose each row's first token."""
         lm, request = self._lm, self._request
         batch, vocab = len(request.prompts), lm.config.vocab_size
-        lengths = np.array([len(ids) for ids in request.prompts], np.int32)
         context = self._empty_context()
         # Beside a committed array every other is committed too, or each would compile anew.
         home = jax.tree.leaves(context)[-1].sharding
         logits = jax.device_put(np.zeros((batch, vocab), np.float32), home)
         self._settings = jax.device_put(request.settings, home)
         self._limit = jax.device_put(np.int32(request.limit), home)
-        for start in range(0, int(lengths.max()), request.chunk):
-            here = np.clip(lengths - start, 0, request.chunk)
-            tokens = np.zeros((batch, request.width(int(here.max()))), np.int32)
-            for row, ids in enumerate(request.prompts):
-                tokens[row, : here[row]] = ids[start : start + request.chunk]
-            held = int((request.start + np.minimum(lengths, start + request.chunk)).max())
-            context = self._fitting(context, held)
-            ends = (lengths > start) & (lengths <= start + request.chunk)
+        for chunk in prompt_chunks(request) if self._chunks is None else self._chunks:
+            context = self._fitting(context, chunk.held)
             context, logits = _loop.prefill(
-                lm.architecture, lm.params, context, logits, tokens, here, ends
+                lm.architecture, lm.params, context, logits, chunk.tokens, chunk.lengths, chunk.ends
             )
         seen = None
         if request.filters.repetition_penalty:

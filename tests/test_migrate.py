@@ -42,7 +42,7 @@ def test_there_and_back(layout, codec):
     cache = filled(LAYOUTS[layout][0], codec)
     wanted, held = APPLY(PARAMS, TEXT[:, 48:52], cache)
     held = jax.tree.map(np.asarray, held)
-    live, size = None, None
+    live = size = -1
     for turn in range(100):
         half = [turn % 2] if turn >= 90 else None
         cache = kvjax.migrate(cache, kvjax.Host(prefetch=turn % 3), layers=half)
@@ -52,7 +52,7 @@ def test_there_and_back(layout, codec):
         cache = kvjax.migrate(cache, kvjax.Device(), layers=half)
         jax.block_until_ready(cache)
         here = len(jax.live_arrays()), sum(x.nbytes for x in jax.live_arrays())
-        assert live is None or (here[0] <= live and here[1] <= size)
+        assert live < 0 or (here[0] <= live and here[1] <= size)
         live, size = here if turn == 1 else (live, size)
     assert memories(cache) == ["device"] * 2
     found, more = APPLY(PARAMS, TEXT[:, 48:52], cache)

@@ -59,8 +59,10 @@ FLOORS = {
     "limits": 4.15,
     "_loop": 4.2,  # the parts of generate.py, in their order
     "_request": 4.4,
+    "_chunks": 4.5,
     "_stream": 4.6,
     "generate": 5,
+    "batches": 5.2,
     "speculative": 5,
     "beam": 5,
     "paging": 5,
