@@ -23,7 +23,7 @@ CacheOption = Annotated[
     typer.Option(
         "--cache",
         help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
-        "offloaded, offloaded_static.",
+        "offloaded, offloaded_static, auto.",
     ),
 ]
 BitsOption = Annotated[
@@ -34,6 +34,14 @@ KeyBitsOption = Annotated[int | None, typer.Option(help="The same for keys alone
 ValueBitsOption = Annotated[int | None, typer.Option(help="The same for values alone.")]
 GroupOption = Annotated[
     int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
+]
+PrefetchOption = Annotated[
+    int | None,
+    typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),
+]
+CacheMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
 ]
 
 

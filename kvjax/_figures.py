@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 FIGURES = (
@@ -24,11 +25,13 @@ _UNITS = {"": 1, "B": 1} | {
 
 def figures(stats: Any) -> dict[str, Any]:
     """What the command line shows of a generation's stats, by name."""
-    return {name: getattr(stats, name) for name in FIGURES}
+    found = {name: getattr(stats, name) for name in FIGURES}
+    return found | {"moves": [asdict(move) for move in stats.moves]}
 
 
 def one_line(found: dict[str, Any]) -> str:
     """The figures of one generation, to be read."""
+    moved = len(found["moves"])
     places = [f"{readable_bytes(n)} {place}" for place, n in found["cache_bytes"].items()]
     return " · ".join(
         [
@@ -38,6 +41,7 @@ def one_line(found: dict[str, Any]) -> str:
             f"decode {found['decode_seconds']:.3f} s, "
             f"{found['decode_tokens_per_second']:.1f} tokens/s",
             f"cache {', '.join(places) or 'none'}",
+            *([f"{moved} layer{'s' if moved > 1 else ''} moved"] if moved else []),
         ]
     )
 

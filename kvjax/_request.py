@@ -186,7 +186,10 @@ def _with_memory(
     memory = choice.memory
     allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
     if allowed is None and memory is None:
-        allowed = memory_left(lm, batch=batch, capacity=tokens)
+        try:
+            allowed = memory_left(lm, batch=batch, capacity=tokens)
+        except ValueError as error:
+            raise ValueError(f"policy('auto') without memory=: {error}") from None
     found = min(bytes for bytes in (memory, allowed) if bytes is not None)
     if found < 1:
         raise ValueError("weights and temporaries leave nothing of the device to the cache")

@@ -13,11 +13,13 @@ import typer
 
 from kvjax._cli_common import (
     BitsOption,
+    CacheMemoryOption,
     CacheOption,
     DtypeOption,
     GroupOption,
     KeyBitsOption,
     ModelOption,
+    PrefetchOption,
     RevisionOption,
     ValueBitsOption,
     read,
@@ -92,6 +94,8 @@ def generate(
     key_bits: KeyBitsOption = None,
     value_bits: ValueBitsOption = None,
     group_size: GroupOption = None,
+    prefetch: PrefetchOption = None,
+    cache_memory: CacheMemoryOption = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute everything again for every token.")
     ] = False,
@@ -122,7 +126,13 @@ def generate(
         stop=tuple(stop or ()),
         max_len=max_len,
         cache=kvjax.policy(
-            cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
+            cache,
+            bits=kv_bits,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            group=group_size,
+            prefetch=prefetch,
+            memory=cache_memory,
         ),
         use_cache=not no_cache,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks import bandwidth, endless, memory, quantized, report
+from benchmarks import bandwidth, endless, memory, placement, quantized, report
 from benchmarks.cells import difference
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.claims import all_claims, paired_ratio
@@ -214,3 +214,14 @@ def test_quantized_caches_are_timed_beside_a_raw_one(tmp_path, capsys):
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in found.values())
     table = (tmp_path / "quantized.md").read_text()
     assert table in capsys.readouterr().out and table.count("| float32 |") == len(found)
+
+
+def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys):
+    placement.main(["--quick", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "placement.json").read_text())
+    found = results["dtypes"]["float32"]
+    assert list(found) == list(placement.POLICIES) and found["device"]["ratio"] == 1
+    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in found.values())
+    assert found["host"]["body_bytes"] == found["host, 2 ahead"]["body_bytes"]
+    assert min(results["link"].values()) > 0
+    assert "| float32 | host, 4 bits, 1 ahead |" in capsys.readouterr().out

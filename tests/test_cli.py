@@ -129,6 +129,20 @@ def test_dtype_is_honoured(run, tiny_llama_dir):
     assert wide["device"] > 1.5 * narrow["device"]
 
 
+def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
+    """The figures say which layers moved."""
+    common = ("generate", "x" * 200, "--model", tiny_llama_dir, "--max-new-tokens", 250)
+    whole = json.loads(run(*common, "--cache", "dynamic", "--json")[1])["stats"]
+    assert whole["moves"] == []
+    most = whole["cache_bytes"]["device"] - 1
+    found = run(*common, "--cache", "auto", "--cache-memory", f"{most}", "--json")[1]
+    stats = json.loads(found)["stats"]
+    assert stats["cache_bytes"]["device"] <= most and stats["cache_bytes"]["host"] > 0
+    assert [move["place"] for move in stats["moves"]] == ["host"] * len(stats["moves"]) != []
+    told = run(*common, "--cache", "auto", "--cache-memory", f"{most}")[2]
+    assert f"{len(stats['moves'])} layer" in told and "moved" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -143,6 +157,11 @@ def test_dtype_is_honoured(run, tiny_llama_dir):
         (("--prompt", "twice"), ("prompt", "once")),
         (("--file", "twice.txt"), ("prompt", "once")),
         (("--speed", 3), ("--speed",)),
+        (("--cache", "auto"), ("auto", "memory")),
+        (("--cache", "auto", "--cache-memory", "much"), ("much", "GiB")),
+        (("--cache", "auto", "--cache-memory", 100), ("100 bytes of the device",)),
+        (("--cache-memory", "1GB"), ("static", "memory")),
+        (("--prefetch", 1), ("static", "prefetch")),
     ],
 )
 def test_bad_option_is_one_line(run, tiny_llama_dir, arguments, words):
