@@ -41,10 +41,11 @@ class Budget:
         while self._taken(sizes, chosen, twice) > self.memory:
             here = [n for n in range(len(sizes)) if n not in chosen and sizes[n][1] < sizes[n][0]]
             if not here:
+                fetched = " and the layers fetched ahead" if self.placement.ahead else ""
                 raise ValueError(
-                    f"the cache may take {self.memory:,} bytes of the device, but with all that "
-                    "can be on the host there the newest tokens, and what is fetched of others, "
-                    f"would take {self._taken(sizes, chosen, twice):,}"
+                    f"the cache may take {self.memory:,} bytes of the device, but with every layer "
+                    f"on the host its newest tokens{fetched} would take "
+                    f"{self._taken(sizes, chosen, twice):,}"
                 )
             chosen.add(here[-1])
         for n in sorted(chosen):

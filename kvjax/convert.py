@@ -68,7 +68,8 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         resolved = within(budget, resolved, some)
     layers, status, written = [], cache.status, []
     for place, new in enumerate(resolved):
-        layer, mark, long, lost = converted(cache, place, new)
+        old, marks = cache.layers[place], cache.written[:, place]
+        layer, mark, long, lost = converted(old, cache.length, marks, new)
         if not is_traced(long) and np.any(long):
             row = int(np.argmax(long))
             raise ValueError(
@@ -80,7 +81,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
                 f"layer {place} does not hold all tokens of row {int(np.argmax(lost))} that "
                 f"{new.layout} is to keep"
             )
-        layers.append(layer)
+        layers.append(layer.placed())
         written.append(mark)
         status |= jnp.where(long | lost, LOST, 0)
     return replace(
@@ -109,11 +110,12 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
 
 
 def converted(
-    cache: KVCache, place: int, policy: CachePolicy
+    old: LayerCache, length: Rows, marks: Rows, policy: CachePolicy
 ) -> tuple[LayerCache, Rows, Array, Array]:
-    """A layer under another policy, the ``written`` that tells what it lacks, and which rows it
-    can't be had for, bool[batch]: those that are too long, and those that lack tokens."""
-    old, length, marks = cache.layers[place].near(), cache.length, cache.written[:, place]
+    """A layer under another policy, on the device; the ``written`` that tells what it lacks, and
+    which rows it can't be had for, bool[batch]: those that are too long, and those that lack
+    tokens. ``length`` and ``marks``: the cache's, and its ``written`` for this layer."""
+    old = old.near()
     layout = policy.layout
     tail = low = None
     if policy.raw is None:
@@ -137,7 +139,7 @@ def converted(
     layer = replace(
         old, keys=keys, values=values, policy=policy, tail=tail, strip=None, low=low, fetched=None
     )
-    return layer.placed(), written, length > limit, lost
+    return layer, written, length > limit, lost
 
 
 def _fetched(

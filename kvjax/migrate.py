@@ -153,12 +153,17 @@ def _moved(cache: KVCache, placement: Device, places: Iterable[int]) -> KVCache:
             keys, values = placement.store((old.keys, old.values))
             moving = replace(old, keys=keys, values=values, policy=policy)
         else:
-            moving, marks[place], _, lost = converted(cache, place, policy)
+            moving, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+            moving = moving.placed()
             status |= jnp.where(lost, LOST, 0)
         held[place] = moving
         _let_go(old, moving)
     written = jnp.stack(marks, axis=1)
     return replace(cache, layers=tuple(held), written=written, status=status)
+
+
+# In one program: operation by operation each of them would be compiled, and keep what it makes.
+_laid_out = jax.jit(converted, static_argnames="policy")
 
 
 def _let_go(old: LayerCache, new: LayerCache) -> None:
