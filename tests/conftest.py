@@ -18,10 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-install_import_hook("kvjax", "tests.shapes.check")
-
 FULL = os.environ.get("KVJAX_FULL") == "1"
 """Whether the larger sizes of the same laws are asked for (``.ci/run --full``)."""
+
+# Compiling takes most of the tests' time, and half of that is spent on code that runs once. A flag
+# that is set already stays: `.ci/run` compiles as users do for the newest JAX and for the oracle.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if not FULL and "xla_backend_optimization_level" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_backend_optimization_level=0".strip()
+
+install_import_hook("kvjax", "tests.shapes.check")
 
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None, derandomize=True)

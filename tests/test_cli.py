@@ -13,6 +13,7 @@ import kvjax
 from kvjax import cli
 
 STATS = {
+    "moves",
     "prompt_tokens",
     "new_tokens",
     "compile_seconds",
