@@ -59,6 +59,13 @@ CELLS = {
         kvjax.policy("hybrid", slack=5), sight=lambda layer: ((None, 0), (9, 0))[layer]
     ),
     "dense-raw-host": Cell(kvjax.CachePolicy(placement=kvjax.Host(), block=8)),
+    "growing-raw-host-1": Cell(
+        kvjax.CachePolicy(kvjax.Growing(), placement=kvjax.Host(prefetch=1), block=8)
+    ),
+    "ring-sinks-raw-host-2": Cell(
+        kvjax.CachePolicy(kvjax.Ring(7, sinks=3, slack=17), placement=kvjax.Host(2), block=8),
+        sight=lambda layer: (7, 3),
+    ),
     "listed-raw-device": Cell(
         [
             kvjax.CachePolicy(kvjax.Ring(6, sinks=2), kvjax.Raw("float32")),
@@ -105,24 +112,32 @@ def _coded_cells() -> dict[str, Cell]:
     values are another's, and on every second pair the window is the layer's own (hybrid)."""
     names, cells = list(CODECS), {}
     pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(0, len(names), 2)]
-    for layout, (made, sight) in LAYOUTS.items():
+
+    def cell(layout: str, pair: tuple[str, str], recent: int, place: Any) -> Cell:
+        made, sight = LAYOUTS[layout]
+        keys = [CODECS[name] for name in pair]
+        values = [CODECS[pair[1]], CODECS[pair[1]]]
+        policies = [
+            kvjax.CachePolicy(made, k, v, place, block=BLOCK, recent=recent)
+            for k, v in zip(keys, values, strict=True)
+        ]
+        return Cell(
+            policies,
+            tolerance=1e-3,
+            sight=lambda layer: sight,
+            coded=lambda layer: naive.Coded(
+                BLOCK, recent, codes(keys[layer]), codes(values[layer]), keys[layer].before_rotary
+            ),
+        )
+
+    for layout in LAYOUTS:
         for number, pair in enumerate(pairs):
-            recent = number % 3
-            keys = [CODECS[name] for name in pair]
-            values = [CODECS[pair[1]], CODECS[pair[1]]]
-            policies = [
-                kvjax.CachePolicy(made, k, v, block=BLOCK, recent=recent)
-                for k, v in zip(keys, values, strict=True)
-            ]
-            cells[f"{layout}-{'-'.join(pair)}-device"] = Cell(
-                policies,
-                tolerance=1e-3,
-                sight=lambda layer, sight=sight: sight,
-                coded=lambda layer, keys=keys, values=values, recent=recent: naive.Coded(
-                    BLOCK, recent, codes(keys[layer]), codes(values[layer]),
-                    keys[layer].before_rotary,
-                ),
-            )  # fmt: skip
+            made = cell(layout, pair, number % 3, kvjax.Device())
+            cells[f"{layout}-{'-'.join(pair)}-device"] = made
+    # All others on the host are held against those on the device, exactly, in test_placement.py.
+    for prefetch, layout in enumerate(("dense", "growing", "sinks")):
+        made = cell(layout, pairs[prefetch], 1, kvjax.Host(prefetch))
+        cells[f"{layout}-{'-'.join(pairs[prefetch])}-host-{prefetch}"] = made
     raw, int4 = kvjax.Raw(), CODECS["int4"]
     mixed = kvjax.CachePolicy(kvjax.Dense(), raw, int4, block=BLOCK)
     sliding = kvjax.CachePolicy(kvjax.Ring(slack=15), int4, raw, block=BLOCK)
