@@ -8,7 +8,6 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
 from kvjax.attention import attend, self_attend
 from kvjax.batches import Batch, generate_batches
-from kvjax.budget import Auto
 from kvjax.cache import (
     KVCache,
     LayerCache,
@@ -52,7 +51,7 @@ from kvjax.operations import (
 )
 from kvjax.placement import Device, Host
 from kvjax.policy import CachePolicy, Hybrid
-from kvjax.presets import Edges, policy, quantized_codec, transformers_policy
+from kvjax.presets import Auto, Edges, policy, quantized_codec, transformers_policy
 from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
 from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.status import check, clear_status

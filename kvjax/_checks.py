@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -25,3 +26,12 @@ def refuse_traced(what: str, *arrays: Any) -> None:
     """A ``ValueError`` inside ``jit`` and its like, for what must look at the numbers."""
     if any(is_traced(array) for array in arrays):
         raise ValueError(f"{what} can't stand inside jit, vmap or scan: call it outside")
+
+
+def refuse_used_up(cache: Any) -> None:
+    """A ``ValueError`` for a cache whose arrays were donated or deleted."""
+    if any(x.is_deleted() for x in jax.tree.leaves(cache)):
+        raise ValueError(
+            "the cache given was used up by an earlier call: go on with that call's result.cache, "
+            "or give a kvjax.fork of it next time"
+        )

@@ -4,18 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
-from kvjax._checks import whole_number
+from kvjax._checks import refuse_used_up, whole_number
 from kvjax._model import LanguageModel, ModelConfig
-from kvjax.budget import Auto
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
 from kvjax.limits import InferenceLimits, memory_left
 from kvjax.memory import cache_nbytes
 from kvjax.migrate import check_room
-from kvjax.presets import PolicyChoice, policy
+from kvjax.presets import Auto, PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
 from kvjax.status import check
 
@@ -92,11 +90,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     given, chosen = _cache_choice(options.cache)
     if given is not None and not options.use_cache:
         raise ValueError("a cache to continue was given together with use_cache=False")
-    if given is not None and any(x.is_deleted() for x in jax.tree.leaves(given)):
-        raise ValueError(
-            "the cache given was used up by an earlier call: go on with that call's result.cache, "
-            "or give a kvjax.fork of it next time"
-        )
+    if given is not None:
+        refuse_used_up(given)
+    if not isinstance(options.limits, InferenceLimits | None):
+        raise ValueError(f"limits must be InferenceLimits, got {options.limits!r:.80}")
     held = [] if given is None else np.asarray(given.length).tolist()
     rows = _token_ids(lm, prompts, held)
     start = np.zeros(len(rows), np.int64)
@@ -109,8 +106,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
     if chosen is not None and options.use_cache:
         chosen = _with_memory(lm, chosen, options.limits, len(rows), capacity)
-    if given is not None and given.grows_to is not None:
-        check_room(given, min(capacity_bucket(longest + limit), given.grows_to))
+    if given is not None:
+        check_room(given, min(capacity_bucket(longest + limit), given.grows_to or given.max_len))
     if options.limits is not None:
         made = chosen if options.use_cache else None
         options.limits.check(lm, made, batch=len(rows), need=longest + limit, capacity=capacity)
@@ -230,7 +227,13 @@ def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
 
 
 def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
-    entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    try:
+        entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise ValueError(
+            f"prompts are a text, a list of texts, or a list of lists of token ids, got "
+            f"{prompts!r:.80}"
+        ) from None
     if not entries:
         raise ValueError("no prompts: the list is empty")
     rows = []

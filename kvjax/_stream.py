@@ -16,7 +16,7 @@ from kvjax._request import Request, capacity_bucket
 from kvjax._stats import GenerationStats, Meter
 from kvjax._text import RowText
 from kvjax.cache import KVCache, allocate, nbytes
-from kvjax.migrate import Move, brought_back, make_room
+from kvjax.migrate import Move, make_room, settled
 from kvjax.operations import rewind
 from kvjax.placement import Device
 from kvjax.status import check
@@ -120,8 +120,9 @@ class Stream(Iterator[Piece]):
             with self._decode_meter.running():
                 while len(flying) < ahead and dispatched < self._request.limit:
                     steps = min(self._steps, self._request.limit - dispatched, self._revocable())
+                    self._context = self._fitting(self._context, longest + dispatched + steps)
+                    steps = min(steps, self._revocable())  # a layer with a tail forgets less
                     dispatched += steps
-                    self._context = self._fitting(self._context, longest + dispatched)
                     flying.append(self._decode(steps))
                 self._absorb(flying.popleft())
             if self._watched:
@@ -164,9 +165,7 @@ class Stream(Iterator[Piece]):
         request = self._request
         batch = len(request.prompts)
         if request.cache is not None:
-            cache, moves = brought_back(
-                request.cache, self._capacity_of(request.cache, request.need)
-            )
+            cache, moves = settled(request.cache, self._capacity_of(request.cache, request.need))
             self._moves += moves
         elif request.policy is not None:
             cache = allocate(

@@ -2,20 +2,25 @@
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
+
+from kvjax._checks import refuse_used_up
 from kvjax._chunks import Chunk, prompt_chunks
 from kvjax._model import LanguageModel
 from kvjax._request import Options, Prompts, Request, prepare
 from kvjax._stream import GenerationResult, Stream
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, nbytes
 from kvjax.generate import generate
 from kvjax.limits import InferenceLimits
-from kvjax.migrate import migrate
-from kvjax.placement import Device
+from kvjax.migrate import let_go, migrate, moved
+from kvjax.placement import Device, check_placement
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,10 @@ class Batch:
 
     prompts: Prompts
     cache: KVCache | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, KVCache | None):
+            raise ValueError(f"the cache of a Batch is a KVCache to go on from, got {self.cache!r}")
 
 
 def generate_batches(
@@ -58,11 +67,17 @@ def generate_batches(
       An iterator over results, in order.
 
     Raises:
-      ValueError: as of ``generate``: from the iteration, when the turn of a wrong batch comes.
+      ValueError: as of ``generate``, and whatever ``batches`` raises: from the iteration, when the
+        turn of that batch comes. A placement that is none, at once.
       TypeError: if ``generate`` does not know a setting.
     """
     if isinstance(batches, str):
         raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")
+    for place in (placement, park):
+        if place is not None:
+            check_placement(place)
+    if not isinstance(limits, InferenceLimits | None):
+        raise ValueError(f"limits must be InferenceLimits, got {limits!r:.80}")
     found = inspect.signature(generate).bind(lm, None, limits=limits, **settings)
     found.apply_defaults()
     options = Options(**{k: v for k, v in found.arguments.items() if k not in ("lm", "prompts")})
@@ -72,10 +87,29 @@ def generate_batches(
 
 @dataclass
 class _Waiting:
-    """A batch that is got ready: by ``ready``, and later ``approach``, in the second thread."""
+    """A batch that is got ready in the second thread: ``ready``, and, when it is the next one,
+    ``begun``: its cache with the first layers moved, the one given being whole as well."""
 
     ready: Future[tuple[Request, list[Chunk]]]
-    approach: Future[KVCache | None] | None = None
+    begun: Future[KVCache | None] | None = None
+
+
+class _Second:
+    """The second thread, in which the caller's default device is the default too."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "kvjax-batches")
+        self._device = jax.config.values["jax_default_device"]
+
+    def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
+        def inside() -> _T:
+            with jax.default_device(self._device):
+                return call(*args)
+
+        return self._pool.submit(inside)
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _run(
@@ -87,24 +121,34 @@ def _run(
     ahead: int,
 ) -> Iterator[GenerationResult]:
     waiting: deque[_Waiting] = deque()
-    pool = ThreadPoolExecutor(1, "kvjax-batches")
+    second, more = _Second(), True
     try:
         while True:
-            while len(waiting) <= ahead:
+            while more and len(waiting) <= ahead:
                 try:
                     batch = next(batches)
                 except StopIteration:
-                    break
-                waiting.append(_Waiting(pool.submit(_ready, lm, batch, options)))
+                    more = False
+                except Exception as error:  # told when its turn comes, behind those before it
+                    waiting.append(_Waiting(_failed(error)))
+                    more = False
+                else:
+                    waiting.append(_Waiting(second.submit(_ready, lm, batch, options)))
             if not waiting:
                 return
             present = waiting.popleft()
             if waiting and placement is not None:
                 following = waiting[0]
-                following.approach = pool.submit(_first_layers, following.ready, placement, ahead)
+                following.begun = second.submit(_first_layers, following.ready, placement, ahead)
             yield _result(lm, present, placement, park)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        second.stop()
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _ready(
@@ -120,25 +164,34 @@ def _ready(
 def _first_layers(
     ready: Future[tuple[Request, list[Chunk]]], placement: Device, count: int
 ) -> KVCache | None:
+    """The cache with so many layers moved, which are held twice until its turn: if that never
+    comes, the cache given is still whole."""
     cache = ready.result()[0].cache
     if cache is None:
         return None
-    layers = len(cache.layers if cache.sources is None else cache.sources)
-    return migrate(cache, placement, range(min(count, layers)))
+    refuse_used_up(cache)
+    return moved(cache, placement, range(min(count, len(cache.layers))), keep=True)
 
 
 def _result(
     lm: LanguageModel, present: _Waiting, placement: Device | None, park: Device | None
 ) -> GenerationResult:
     request, chunks = present.ready.result()
-    if request.cache is not None and placement is not None:
-        begun = None if present.approach is None else present.approach.result()
-        cache = migrate(request.cache if begun is None else begun, placement)
-        request = replace(request, cache=cache)
+    given = request.cache
+    if given is not None:
+        refuse_used_up(given)
+        begun = None if present.begun is None else present.begun.result()
+        if begun is not None:
+            for old, new in zip(given.layers, begun.layers, strict=True):
+                let_go(old, new)
+            given = begun
+        given = given if placement is None else migrate(given, placement)
+        request = replace(request, cache=given)
     running = Stream(lm, request, watched=False, chunks=chunks)
     for _ in running:
         pass
     result = running.result
     if park is None or result.cache is None:
         return result
-    return replace(result, cache=migrate(result.cache, park))
+    cache = migrate(result.cache, park)
+    return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))

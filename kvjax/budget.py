@@ -1,96 +1,87 @@
 """A memory to keep to: which layers stay on the device, and which go to the host."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from kvjax._checks import whole_number
-from kvjax.placement import Host
+from kvjax.placement import Device, Host, check_placement
 
 _BACK = 0.75
 """What part of the memory may be full once a layer has come back: the rest keeps it from being
 sent away again by the next few tokens."""
 
 
+class Sizes(NamedTuple):
+    """Bytes of a layer: of the device where it is there, and where it is on the host (its tail),
+    and of the host then; ``grows``: whether it may be enlarged."""
+
+    device: int
+    tail: int
+    host: int
+    grows: bool = False
+
+
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a cache may take of the device, and where layers go that would be too much."""
+    """Bytes that a cache may take of the device, and where layers go that would be too much.
+
+    A layer that moves or grows is there twice for a moment: where layers on the device may grow,
+    room for the largest of them is kept free.
+    """
 
     memory: int
-    placement: Host = field(default_factory=Host)
+    placement: Device = field(default_factory=Host)
 
     def __post_init__(self) -> None:
         whole_number("memory", self.memory, 1)
+        check_placement(self.placement)
+        if not self.placement.behind_tail:
+            raise ValueError(f"{self.placement!r}: layers that are too much go to the host")
 
-    def away(
-        self, sizes: Sequence[tuple[int, int, int]], out: frozenset[int], twice: int = 0
-    ) -> frozenset[int]:
+    def away(self, sizes: Sequence[Sizes], out: Collection[int]) -> frozenset[int]:
         """Which layers are to be on the host, the last ones first.
 
         Args:
-          sizes: of each layer, bytes that it takes of the device when it is there, bytes that it
-            takes of it when it is on the host, and bytes that it then has on the host.
+          sizes: of each layer.
           out: those that are on the host now. They come back, the first ones first, where that
             leaves a quarter of the memory free.
-          twice: bytes that are there twice while layers on the device grow.
 
         Raises:
           ValueError: if the device can't hold what stays there of layers on the host.
         """
         chosen = set(out)
-        while self._taken(sizes, chosen, twice) > self.memory:
-            here = [n for n in range(len(sizes)) if n not in chosen and sizes[n][1] < sizes[n][0]]
+        while self._taken(sizes, chosen) > self.memory:
+            here = [n for n, size in enumerate(sizes) if n not in chosen and _leaves(size)]
             if not here:
                 fetched = " and the layers fetched ahead" if self.placement.ahead else ""
                 raise ValueError(
                     f"the cache may take {self.memory:,} bytes of the device, but with every layer "
                     f"on the host its newest tokens{fetched} would take "
-                    f"{self._taken(sizes, chosen, twice):,}"
+                    f"{self._taken(sizes, chosen):,}"
                 )
             chosen.add(here[-1])
         for n in sorted(chosen):
-            if n in out and self._taken(sizes, chosen - {n}, twice) <= _BACK * self.memory:
+            if n in out and self._taken(sizes, chosen - {n}) <= _BACK * self.memory:
                 chosen.remove(n)
         return frozenset(chosen)
 
-    def _taken(self, sizes: Sequence[tuple[int, int, int]], out: Any, twice: int) -> int:
-        fetched = [sizes[n][2] for n in out] if self.placement.ahead else []
-        ahead = sum(sorted(fetched)[-self.placement.ahead - 1 :])
-        here = sum(tail if n in out else device for n, (device, tail, _) in enumerate(sizes))
-        return here + ahead + (twice if len(out) < len(sizes) else 0)
+    def _taken(self, sizes: Sequence[Sizes], out: Collection[int]) -> int:
+        here = [size for n, size in enumerate(sizes) if n not in out]
+        there = [size for n, size in enumerate(sizes) if n in out]
+        free = max((size.device for size in here if size.grows and _leaves(size)), default=0)
+        fetched = ahead_bytes([(size.host, self.placement) for size in there])
+        return sum(s.device for s in here) + sum(s.tail for s in there) + free + fetched
 
 
-@dataclass(frozen=True)
-class Auto:
-    """A policy of layers on the device, of which so many go to the host as its memory asks for.
+def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
+    """Bytes of the device that layers take which are fetched ahead, at most: of bodies with so many
+    bytes, and their placements."""
+    most = max((placement.ahead for _, placement in bodies), default=0)
+    fetched = sorted((size for size, placement in bodies if placement.ahead), reverse=True)
+    return sum(fetched[: most + 1])
 
-    ``inner``: their policy, as for ``init_cache``. ``memory``: bytes that the cache may take of the
-    device; None leaves it to ``generate``, which knows the weights. ``placement``: where layers go
-    that would be too much.
-    """
 
-    inner: Any
-    memory: int | None = None
-    placement: Host = field(default_factory=Host)
-
-    def __post_init__(self) -> None:
-        if self.memory is not None:
-            whole_number("memory", self.memory, 1)
-
-    @property
-    def budget(self) -> Budget:
-        """The memory to keep to.
-
-        Raises:
-          ValueError: if none is given.
-        """
-        if self.memory is None:
-            raise ValueError(
-                "policy('auto') must know how much of the device the cache may take: give memory="
-            )
-        return Budget(self.memory, self.placement)
-
-    def per_layer(self, config: Any) -> Any:
-        """The policy of each layer as long as it is on the device."""
-        inner = self.inner
-        return tuple(inner) if isinstance(inner, Sequence) else inner.per_layer(config)
+def _leaves(size: Sizes) -> bool:
+    """Whether the device has less of the layer when it is on the host."""
+    return size.tail < size.device

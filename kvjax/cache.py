@@ -36,7 +36,7 @@ from kvjax.budget import Budget
 from kvjax.layer import LayerCache, empty_layer, fetched_ahead, within
 from kvjax.layouts import UNLIMITED, Run
 from kvjax.policy import CachePolicy
-from kvjax.presets import PolicyChoice, per_layer
+from kvjax.presets import PolicyChoice, budget_of, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
 
@@ -181,7 +181,7 @@ def allocate(
     resolved = [
         policies[n].resolve(max_len, windows[n], model_dtype(config), room=room) for n in own
     ]
-    budget = getattr(policy, "budget", None)
+    budget = budget_of(policy)
     if budget is not None:
         resolved = within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
     layers = [

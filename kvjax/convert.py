@@ -15,7 +15,7 @@ from kvjax.codecs import tokens_of
 from kvjax.layer import LayerCache, within
 from kvjax.layouts import UNLIMITED, Layout
 from kvjax.policy import CachePolicy
-from kvjax.presets import PolicyChoice, per_layer
+from kvjax.presets import PolicyChoice, budget_of, per_layer
 from kvjax.status import LOST
 
 
@@ -62,7 +62,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         if new.layout.grows_to is not None:
             new = replace(new, layout=_with_room(new.layout, cache))
         resolved.append(new)
-    budget = getattr(policy, "budget", None)
+    budget = budget_of(policy)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
         resolved = within(budget, resolved, some)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax._tail import Body, Strip, Tail
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import KeysValues, Rows
-from kvjax.budget import Budget
+from kvjax.budget import Budget, Sizes
 from kvjax.placement import Device
 from kvjax.policy import CachePolicy
 
@@ -69,9 +69,8 @@ def empty_layer(
 @functools.lru_cache(maxsize=1024)
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
-) -> tuple[int, int, int]:
-    """Bytes that a layer of a resolved policy takes of the device when it is there; when it is
-    with ``host``, bytes that it takes of the device then, and those of the host."""
+) -> Sizes:
+    """What a layer of a resolved policy takes, on the device and with ``host``."""
 
     def parts(placement: Device) -> tuple[int, int]:
         moved = policy.elsewhere(placement)
@@ -80,7 +79,7 @@ def layer_sizes(
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
 
     body, tail = parts(host)
-    return sum(parts(Device())), tail, body
+    return Sizes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
 
 
 def within(
@@ -92,7 +91,7 @@ def within(
         layer_sizes(policy, budget.placement, *shape)
         for policy, shape in zip(policies, shapes, strict=True)
     ]
-    away = budget.away(sizes, frozenset())
+    away = budget.away(sizes, ())
     return [
         policy.elsewhere(budget.placement if n in away else Device())
         for n, policy in enumerate(policies)

@@ -9,10 +9,13 @@ import jax
 
 from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
+from kvjax.cache import nbytes
 from kvjax.layouts import UNLIMITED
 from kvjax.memory import (
     PREFILL,
     Plannable,
+    abstract_cache,
+    bytes_ahead,
     cache_nbytes,
     estimated_temporaries,
     weight_bytes,
@@ -108,6 +111,8 @@ def what_fits(
 
     @functools.cache
     def row(name: str, tokens: int, place: str = "device") -> int:
+        if place == "device":
+            return device_bytes(model.config, named[name], 1, tokens)
         return cache_nbytes(model.config, named[name], max_len=tokens).get(place, 0)
 
     def holds(name: str, rows: int, tokens: int) -> bool:
@@ -123,6 +128,12 @@ def what_fits(
         )
         for name in named
     ]  # fmt: skip
+
+
+def device_bytes(config: Any, choice: PolicyChoice | None, batch: int, max_len: int) -> int:
+    """Bytes of the device that a cache takes, layers that are fetched ahead among them."""
+    cache = abstract_cache(config, choice, batch=batch, max_len=max_len)
+    return nbytes(cache).get("device", 0) + bytes_ahead(cache)
 
 
 def largest(holds: Callable[[int], bool], limit: int | None = None) -> int | None:
@@ -164,7 +175,8 @@ class InferenceLimits:
                 whole_number(name, getattr(self, name), 1)
         whole_number("prefetch_steps", self.prefetch_steps, 0)
         ratio = self.cache_memory_ratio
-        if ratio is not None and (isinstance(ratio, bool | str) or not 0 < ratio <= 1):
+        number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+        if ratio is not None and not (number and 0 < ratio <= 1):
             raise ValueError(f"cache_memory_ratio={ratio}: it is above 0 and at most 1")
         if self.device_memory is not None and ratio is None:
             raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
@@ -190,8 +202,7 @@ class InferenceLimits:
         allowed = self.allowed(lm, batch=batch, capacity=capacity)
         if allowed is None or choice is None:
             return
-        sizes = cache_nbytes(lm.config, choice, batch=batch, max_len=capacity)
-        taken = sizes.get("device", 0)
+        taken = device_bytes(lm.config, choice, batch, capacity)
         if taken > allowed:
             raise ValueError(
                 f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="

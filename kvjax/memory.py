@@ -16,11 +16,11 @@ import numpy as np
 
 from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
-from kvjax.budget import Auto
+from kvjax.budget import ahead_bytes
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
 from kvjax.layouts import Growing
 from kvjax.policy import CachePolicy
-from kvjax.presets import PolicyChoice, per_layer
+from kvjax.presets import Auto, PolicyChoice, budget_of, per_layer
 from kvjax.shape import CacheShape
 
 PREFILL = 512
@@ -104,7 +104,8 @@ def plan(
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
-    temporaries, source = estimated_temporaries(model.config, batch, chunk), "estimated"
+    temporaries = estimated_temporaries(model.config, batch, chunk) + bytes_ahead(cache)
+    source = "estimated"
     # JAX compiles for arrays on the host only where it has them, and none are made here.
     on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
     if compiled and on_device and hasattr(model, "apply"):
@@ -143,6 +144,13 @@ def cache_nbytes(
 ) -> dict[str, int]:
     """Bytes of a cache, by place, without allocating it: all of them, where it grows."""
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
+
+
+def bytes_ahead(cache: KVCache) -> int:
+    """Bytes of the device that layers on the host take when they are fetched ahead, at most."""
+    return ahead_bytes(
+        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in cache.layers]
+    )
 
 
 def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
@@ -204,7 +212,7 @@ def abstract_cache(
         replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each
         for each in policies
     ]
-    budget = getattr(choice, "budget", None)
+    budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len)
     return jax.eval_shape(make)

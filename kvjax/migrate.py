@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax._checks import refuse_traced, whole_number
+from kvjax._checks import refuse_traced, refuse_used_up, whole_number
 from kvjax._tree import tree_bytes
 from kvjax.cache import KVCache
 from kvjax.convert import converted
 from kvjax.layer import LayerCache, layer_sizes
 from kvjax.operations import enlarged, grow
-from kvjax.placement import Device
+from kvjax.placement import Device, beside, check_placement
 from kvjax.status import LOST
 
 
@@ -42,15 +42,17 @@ def migrate(cache: KVCache, placement: Device, layers: Sequence[int] | None = No
       layers: which layers of the model; by default all.
 
     Raises:
-      ValueError: if there is no such layer, or the placement is none; inside ``jit``.
+      ValueError: if there is no such layer, the placement is none, or the cache has been used up;
+        inside ``jit``.
     """
-    refuse_traced("kvjax.migrate", cache.length)
-    if isinstance(placement, type) or not hasattr(placement, "store"):
-        raise ValueError(f"{placement!r} is no placement: give Device() or Host()")
+    _refuse("kvjax.migrate", cache)
+    check_placement(placement)
     places = range(len(cache.layers))
     if layers is not None:
+        if not isinstance(layers, Iterable):
+            raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
         places = sorted({cache.place(whole_number("layer", number, 0)) for number in layers})
-    return _moved(cache, placement, places)
+    return moved(cache, placement, places)
 
 
 def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
@@ -71,33 +73,42 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
       ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
         tokens, takes more than the memory.
     """
-    refuse_traced("kvjax.make_room", cache.length)
+    _refuse("kvjax.make_room", cache)
     tokens = whole_number("tokens", tokens, 1)
     grows = cache.grows_to is not None and tokens > cache.max_len
     moves = []
     if cache.budget is not None:
-        out, away = _out(cache), _away(cache, tokens if grows else cache.max_len, grows)
+        out, away = _out(cache), _away(cache, tokens if grows else cache.max_len)
         cache, moves = _rearranged(cache, away - out, out - away, tokens)
     return (grow(cache, tokens) if grows else cache), moves
 
 
-def brought_back(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
-    """A cache with those layers back on the device that its memory has room for even when rows
-    hold so many tokens, and what was moved; the cache given is used up.
+def settled(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
+    """A cache that keeps to its memory as it is, with those layers back on the device that there is
+    room for even when rows hold so many tokens; and what was moved. The cache given is used up.
 
     Raises:
       ValueError: if the memory has no room for so many tokens though all layers are on the host.
     """
     if cache.budget is None:
         return cache, []
-    back = _out(cache) - _away(cache, max(tokens, cache.max_len), False)
-    return _rearranged(cache, frozenset(), back, tokens)
+    out = _out(cache)
+    leave = _away(cache, cache.max_len) - out
+    back = frozenset() if leave else out - _away(cache, max(tokens, cache.max_len))
+    return _rearranged(cache, leave, back, tokens)
 
 
 def check_room(cache: KVCache, tokens: int) -> None:
     """Raise ``ValueError`` if a cache's memory has no room for so many tokens a row."""
     if cache.budget is not None:
-        _away(cache, max(tokens, cache.max_len), False)
+        _away(cache, max(tokens, cache.max_len))
+
+
+def _refuse(what: str, cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{what} takes a KVCache, got {cache!r:.80}")
+    refuse_traced(what, cache.length)
+    refuse_used_up(cache)
 
 
 def _out(cache: KVCache) -> frozenset[int]:
@@ -106,23 +117,17 @@ def _out(cache: KVCache) -> frozenset[int]:
     return frozenset(n for n, on_host in enumerate(away) if on_host)
 
 
-def _away(cache: KVCache, tokens: int, grows: bool) -> frozenset[int]:
+def _away(cache: KVCache, tokens: int) -> frozenset[int]:
     """Layers that are to be on the host when rows hold so many tokens."""
     assert cache.budget is not None
-    layouts, out = enlarged(cache, tokens), _out(cache)
     sizes = [
         layer_sizes(
             replace(layer.policy, layout=layout), cache.budget.placement, cache.batch,
             layer.kv_heads, layer.head_dim,
         )
-        for layer, layout in zip(cache.layers, layouts, strict=True)
+        for layer, layout in zip(cache.layers, enlarged(cache, tokens), strict=True)
     ]  # fmt: skip
-    growing = [
-        tree_bytes(layer)
-        for n, (layer, layout) in enumerate(zip(cache.layers, layouts, strict=True))
-        if n not in out and layout != layer.policy.layout
-    ]
-    return cache.budget.away(sizes, out, max(growing, default=0) if grows else 0)
+    return cache.budget.away(sizes, _out(cache))
 
 
 def _rearranged(
@@ -133,42 +138,52 @@ def _rearranged(
     moves: list[Move] = []
     steps = [(place, cache.budget.placement) for place in sorted(leave, reverse=True)]
     for place, placement in [*steps, *((place, Device()) for place in sorted(back))]:
-        cache = _moved(cache, placement, [place])
+        cache = moved(cache, placement, [place])
         size = tree_bytes((cache.layers[place].keys, cache.layers[place].values))
         moves.append(Move(place, placement.place, size, tokens))
     return cache, moves
 
 
-def _moved(cache: KVCache, placement: Device, places: Iterable[int]) -> KVCache:
+def moved(
+    cache: KVCache, placement: Device, places: Iterable[int], *, keep: bool = False
+) -> KVCache:
+    """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
     held, marks, status = list(cache.layers), list(cache.written.T), cache.status
     moving: Any = None
-    for place in places:
-        old = held[place]
-        policy = old.policy.elsewhere(placement)
-        if policy.placement.place == old.policy.placement.place:
-            held[place] = replace(old, policy=policy)
-            continue
-        jax.block_until_ready(moving)
-        if policy.has_tail == old.policy.has_tail:
-            keys, values = placement.store((old.keys, old.values))
-            moving = replace(old, keys=keys, values=values, policy=policy)
-        else:
-            moving, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
-            moving = moving.placed()
-            status |= jnp.where(lost, LOST, 0)
-        held[place] = moving
-        _let_go(old, moving)
-    written = jnp.stack(marks, axis=1)
-    return replace(cache, layers=tuple(held), written=written, status=status)
+    with beside(cache.length):
+        for place in places:
+            old = held[place]
+            policy = old.policy.elsewhere(placement)
+            if policy.placement.place == old.policy.placement.place:
+                held[place] = replace(old, policy=policy)
+                continue
+            jax.block_until_ready(moving)
+            if policy.has_tail == old.policy.has_tail:
+                keys, values = placement.store((old.keys, old.values))
+                moving = replace(old, keys=keys, values=values, policy=policy)
+                if not keep:
+                    let_go(old, moving)
+            else:
+                # What is laid out anew is there before the old arrays go, and those go before it
+                # moves: never more than two of them.
+                anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+                if not keep:
+                    let_go(old, anew)
+                moving = anew.placed()
+                del anew
+                status |= jnp.where(lost, LOST, 0)
+            held[place] = moving
+        written = jnp.stack(marks, axis=1)
+        return replace(cache, layers=tuple(held), written=written, status=status)
 
 
-# In one program: operation by operation each of them would be compiled, and keep what it makes.
-_laid_out = jax.jit(converted, static_argnames="policy")
-
-
-def _let_go(old: LayerCache, new: LayerCache) -> None:
+def let_go(old: LayerCache, new: LayerCache) -> None:
     """Delete the arrays that are no longer needed; what still reads them does so to the end."""
     kept = {id(array) for array in jax.tree.leaves(new)}
     for array in jax.tree.leaves(old):
         if id(array) not in kept:
             array.delete()
+
+
+# In one program: operation by operation each of them would be compiled, and keep what it makes.
+_laid_out = jax.jit(converted, static_argnames="policy")

@@ -17,7 +17,7 @@ from kvjax._checks import is_traced, refuse_traced, whole_number
 from kvjax._typing import Array, Counts, Rows
 from kvjax.cache import KVCache, LayerCache
 from kvjax.layouts import UNLIMITED, Layout
-from kvjax.placement import Device
+from kvjax.placement import Device, beside
 from kvjax.status import NO_SUCH_ROW, REWOUND_TOO_FAR
 
 
@@ -202,6 +202,11 @@ def grow(cache: KVCache, to: int) -> KVCache:
         raise ValueError(f"the cache holds {cache.max_len} tokens a row: {to} would be fewer")
     # All of them first: none may raise when others have been deleted.
     wanted = enlarged(cache, to)
+    with beside(cache.length):
+        return _grown(cache, wanted)
+
+
+def _grown(cache: KVCache, wanted: list[Layout]) -> KVCache:
     layers, marks = [], []
     for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
         larger = _padded(layer, layout)

@@ -105,6 +105,17 @@ class Host(Device):
         return jax.device_put(part, jax.memory.Space.Host)
 
 
+def check_placement(placement: Any) -> None:
+    """A ``ValueError`` for what is no placement."""
+    if not isinstance(placement, Device):
+        raise ValueError(f"{placement!r} is no placement: give Device() or Host()")
+
+
+def beside(array: jax.Array) -> Any:
+    """The context in which arrays are put to where ``array`` is."""
+    return jax.default_device(next(iter(array.devices())))
+
+
 def _fetched(part: _T) -> _T:
     return jax.device_put(part, jax.memory.Space.Device)
 

@@ -123,6 +123,11 @@ class Hybrid:
     full: CachePolicy
     sliding: CachePolicy
 
+    def __post_init__(self) -> None:
+        for given in (self.full, self.sliding):
+            if not isinstance(given, CachePolicy):
+                raise ValueError(f"Hybrid is of two CachePolicy objects, not of a {given!r:.80}")
+
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
         """A policy a layer."""
         windows = layer_windows(config)

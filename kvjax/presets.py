@@ -1,12 +1,12 @@
 """Policies by their well-known names, and what stands for one in an argument."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvjax._checks import whole_number
 from kvjax._figures import parse_bytes
-from kvjax.budget import Auto
+from kvjax.budget import Budget
 from kvjax.codecs import BITS, MULTIPLE, Codec, HalfQuadratic, Integer, Raw
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.placement import Device, Host
@@ -37,7 +37,7 @@ def policy(
     prefill: str | None = None,
     prefetch: int | None = None,
     memory: int | str | None = None,
-) -> CachePolicy | Hybrid | Auto:
+) -> "CachePolicy | Hybrid | Auto":
     """A policy by its well-known name.
 
     Args:
@@ -191,6 +191,8 @@ class Edges:
     def __post_init__(self) -> None:
         whole_number("first", self.first, 0)
         whole_number("last", self.last, 0)
+        _refuse_auto(self.inner)
+        _refuse_auto(self.edge)
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
         """A policy a layer."""
@@ -199,6 +201,59 @@ class Edges:
         return tuple(
             edge[n] if n < self.first or n >= count - self.last else inner[n] for n in range(count)
         )
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A policy of layers on the device, of which so many go to the host as its memory asks for.
+
+    ``inner``: their policy, as for ``init_cache``. ``memory``: bytes that the cache may take of the
+    device; None leaves it to ``generate``, which knows the weights. ``placement``: where layers go
+    that would be too much.
+    """
+
+    inner: Any
+    memory: int | None = None
+    placement: Device = field(default_factory=Host)
+
+    def __post_init__(self) -> None:
+        Budget(1 if self.memory is None else self.memory, self.placement)
+        _refuse_auto(self.inner)
+
+    @property
+    def budget(self) -> Budget:
+        """The memory to keep to.
+
+        Raises:
+          ValueError: if none is given.
+        """
+        if self.memory is None:
+            raise ValueError(
+                "policy('auto') must know how much of the device the cache may take: give memory="
+            )
+        return Budget(self.memory, self.placement)
+
+    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
+        """The policy of each layer as long as it is on the device."""
+        policies = per_layer(self.inner, config)
+        for number, each in enumerate(policies):
+            if each.placement.behind_tail:
+                raise ValueError(
+                    f"the policy of layer {number} puts it on the host, but Auto decides where "
+                    "layers are: give policies of the device"
+                )
+        return policies
+
+
+def _refuse_auto(inner: Any) -> None:
+    if isinstance(inner, Auto):
+        raise ValueError("an automatic policy can't be part of another: put Auto around the whole")
+
+
+def budget_of(choice: PolicyChoice | None) -> Budget | None:
+    """The memory that a policy, or its name, keeps to, if any."""
+    choice = policy(choice) if isinstance(choice, str) else choice
+    return choice.budget if isinstance(choice, Auto) else None
 
 
 named = policy

@@ -2,13 +2,16 @@
 
 import dataclasses
 import itertools
+import threading
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax._chunks import prompt_chunks
 from kvjax.limits import InferenceLimits
+from kvjax.migrate import moved
 
 BATCHES = [["abc", "the cache"], [[65, 66]], "a text", ["x" * 40] * 3]
 AT = {"max_new_tokens": 6, "eos_token_ids": (), "prefill_chunk": 16}
@@ -43,30 +46,73 @@ def test_it_compiles_what_generate_compiles(tiny_llama):
     assert rest[1].tokens == first.tokens
 
 
-def test_parked_sessions_are_taken_up(tiny_llama):
-    """The next one's first layer is moved while the present one runs, the others at its turn, and
-    what is done is parked again."""
-    began = [kvjax.generate(tiny_llama, [text], **AT) for text in ("one", "another", "a third")]
+def sessions(lm, texts=("one", "another", "a third")):
+    """Batches that go on from caches on the host, and the tokens that they should bring."""
+    began = [kvjax.generate(lm, [text], **AT) for text in texts]
     again = [result.unfed for result in began]
     wanted = [
-        kvjax.generate(tiny_llama, unfed, cache=kvjax.fork(result.cache), **AT).tokens
+        kvjax.generate(lm, unfed, cache=kvjax.fork(result.cache), **AT).tokens
         for result, unfed in zip(began, again, strict=True)
     ]
     parked = [kvjax.migrate(result.cache, kvjax.Host()) for result in began]
-    sessions = [kvjax.Batch(unfed, cache) for unfed, cache in zip(again, parked, strict=True)]
+    return [kvjax.Batch(unfed, cache) for unfed, cache in zip(again, parked, strict=True)], wanted
+
+
+def used_up(batch):
+    return [layer.keys.is_deleted() for layer in batch.cache.layers]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
+    """The next one's first layers are moved by the second thread while the present one runs, the
+    others at its turn, and what is done is parked again."""
+    batches, wanted = sessions(tiny_llama)
+    moves = []
+
+    def watched(cache, placement, places, **more):
+        moves.append((threading.current_thread().name, list(places)))
+        return moved(cache, placement, places, **more)
+
+    monkeypatch.setattr(kvjax.batches, "moved", watched)
     results = kvjax.generate_batches(
-        tiny_llama, sessions, placement=kvjax.Device(), park=kvjax.Host(), **AT
-    )
+        tiny_llama, batches, placement=kvjax.Device(), park=kvjax.Host(), **AT,
+        limits=InferenceLimits(prefetch_steps=ahead),
+    )  # fmt: skip
     found = [next(results)]
-    gone = [
-        [layer.keys.is_deleted() for layer in cache.layers] for cache in parked
-    ]  # of the first all, of the second its first layer, of the third none
-    assert gone == [[True, True], [True, False], [False, False]]
+    assert moves == [("kvjax-batches_0", list(range(ahead)))]
+    assert list(map(used_up, batches)) == [[True] * 2, [False] * 2, [False] * 2]
     found += results
+    assert len(moves) == 2 and used_up(batches[2]) == [True] * 2
     assert [result.tokens for result in found] == wanted
     for result in found:
+        assert result.stats.cache_bytes == kvjax.nbytes(result.cache)
         assert set(kvjax.nbytes(result.cache)) == {"host", "device"}
         assert {layer.keys.sharding.memory_kind for layer in result.cache.layers} == {"pinned_host"}
+
+
+def test_a_session_whose_turn_never_comes_is_whole(tiny_llama):
+    batches, wanted = sessions(tiny_llama)
+    results = kvjax.generate_batches(tiny_llama, batches, placement=kvjax.Device(), **AT)
+    assert next(results).tokens == wanted[0]
+    results.close()
+    rest = kvjax.generate_batches(tiny_llama, batches[1:], placement=kvjax.Device(), **AT)
+    assert [result.tokens for result in rest] == wanted[1:]
+
+
+def test_what_is_got_ready_is_used(tiny_llama, monkeypatch):
+    """By the second thread, on the caller's default device."""
+    ready = []
+
+    def watched(*args):
+        ready.append((threading.current_thread().name, jax.config.jax_default_device))
+        return prompt_chunks(*args)
+
+    monkeypatch.setattr(kvjax.batches, "prompt_chunks", watched)
+    monkeypatch.delattr(kvjax._stream, "prompt_chunks")
+    device = jax.local_devices()[0]
+    with jax.default_device(device):
+        assert len(list(kvjax.generate_batches(tiny_llama, BATCHES, **AT))) == len(BATCHES)
+    assert ready == [("kvjax-batches_0", device)] * len(BATCHES)
 
 
 def test_a_chain_of_results(tiny_llama):
@@ -102,11 +148,54 @@ def test_a_wrong_batch_is_told_at_its_turn(tiny_llama):
         InferenceLimits(prefetch_steps=-1)
 
 
+def test_an_error_of_the_stream_waits_its_turn(tiny_llama):
+    def source():
+        yield "abc"
+        yield "de"
+        raise RuntimeError("no more of them")
+
+    results = kvjax.generate_batches(
+        tiny_llama, source(), limits=InferenceLimits(prefetch_steps=3), **AT
+    )
+    assert [next(results).stats.new_tokens for _ in range(2)] == [6, 6]
+    with pytest.raises(RuntimeError, match="no more of them"):
+        next(results)
+
+
+def test_one_cache_for_two_batches_is_refused(tiny_llama):
+    batches, _ = sessions(tiny_llama, ("one",))
+    for placement in (None, kvjax.Device()):
+        again = kvjax.Batch(batches[0].prompts, kvjax.fork(batches[0].cache))
+        results = kvjax.generate_batches(tiny_llama, [again, again], placement=placement, **AT)
+        next(results)
+        with pytest.raises(ValueError, match="was used up by an earlier call"):
+            next(results)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"placement": "host"}, "'host' is no placement"),
+        ({"park": kvjax.Host}, "is no placement: give Device"),
+        ({"limits": {}}, "limits must be InferenceLimits, got {}"),
+    ],
+)
+def test_wrong_arguments_are_told_at_once(tiny_llama, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.generate_batches(tiny_llama, ["abc"], **wrong)
+    with pytest.raises(ValueError, match="prompts are a text, a list of texts"):
+        next(kvjax.generate_batches(tiny_llama, [None]))
+    with pytest.raises(ValueError, match="is a KVCache to go on from, got 'static'"):
+        kvjax.Batch("a", "static")
+
+
 def test_stopping_early_leaves_nothing_running(tiny_llama):
     results = kvjax.generate_batches(tiny_llama, itertools.repeat("abc"), **AT)
     next(results)
+    assert any("kvjax-batches" in thread.name for thread in threading.enumerate())
     results.close()
     assert next(results, None) is None
+    assert not any("kvjax-batches" in thread.name for thread in threading.enumerate())
 
 
 def test_a_batch_is_frozen():

@@ -13,7 +13,14 @@ import kvjax
 from benchmarks import plans
 from kvjax._figures import parse_bytes
 from kvjax._tree import tree_bytes
-from kvjax.limits import CHOICES, InferenceLimits, device_memory, largest, what_fits
+from kvjax.limits import (
+    CHOICES,
+    InferenceLimits,
+    device_memory,
+    largest,
+    memory_left,
+    what_fits,
+)
 from kvjax.memory import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
 from kvjax.model_shape import SHAPES, ModelShape
 from kvjax.models.architecture import Architecture
@@ -356,3 +363,23 @@ def test_the_plan_of_a_config_of_another_family(tmp_path):
     neox = ModelShape.from_config(shape)
     assert weight_bytes(neox) == pytest.approx(2 * 20.55e9, rel=0.005)
     assert np.isclose(plan(neox, max_len=2048).token["device"], 44 * 2 * 6144 * 2)
+
+
+def test_layers_fetched_ahead_are_planned_for(tiny_llama):
+    """By the plan, by what fits, and by the limits."""
+    plain, ahead = (kvjax.policy("offloaded_static", prefetch=k) for k in (0, 1))
+    body = kvjax.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["host"]
+    model = tiny_llama.architecture
+    few, more = (kvjax.plan(model, each, batch=2, max_len=512) for each in (plain, ahead))
+    assert more.device - few.device == body  # both layers of two
+    rooms = kvjax.what_fits(
+        model, max_len=512, memory=10**8, choices={"plain": plain, "ahead": ahead}
+    )
+    assert rooms[1].cache - rooms[0].cache == body // 2
+    tails = kvjax.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["device"]
+    left = memory_left(tiny_llama, batch=2, capacity=512, memory=10**8)
+    limits = InferenceLimits(cache_memory_ratio=(tails + 1000) / left, device_memory=10**8)
+    request = {"batch": 2, "need": 512, "capacity": 512}
+    limits.check(tiny_llama, plain, **request)
+    with pytest.raises(ValueError, match="the cache would take"):
+        limits.check(tiny_llama, ahead, **request)

@@ -1,5 +1,7 @@
 """Layers in other places: moved there and back, and moved to keep to a memory."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 import kvjax
 from kvjax._tree import tree_bytes
-from kvjax.budget import Budget
+from kvjax.budget import Budget, Sizes
 from kvjax.limits import InferenceLimits, memory_left
 from kvjax.memory import memory_report, plan
 
@@ -76,26 +78,51 @@ def test_a_text_goes_on_from_the_host(layers, codec):
         assert np.array_equal(found, wanted)
 
 
-def test_no_more_than_a_layer_is_held_twice(monkeypatch):
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     """And what has moved is deleted; a fork of it is not."""
-    cache = filled(kvjax.Dense(), CODECS["int4"])
+    codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
+    cache = filled(kvjax.Dense(), codec)
     kept = kvjax.fork(cache)
     jax.block_until_ready((cache, kept))
     before = sum(x.nbytes for x in jax.live_arrays())
-    largest = max(tree_bytes(layer) for layer in cache.layers)
+    # A raw layer has a tail on the host.
+    there = kvjax.init_cache(MODEL.config, kvjax.CachePolicy(
+        kvjax.Dense(), codec, codec, kvjax.Host(), block=BLOCK), batch=2, max_len=128)  # fmt: skip
+    largest = max(tree_bytes(layer) for layer in there.layers)
+    del there
     seen = []
     store = kvjax.Host.store
 
     def watched(self, body):
+        seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         found = store(self, body)
         seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return found
 
     monkeypatch.setattr(kvjax.Host, "store", watched)
     moved = kvjax.migrate(cache, kvjax.Host())
-    assert len(seen) == 2 and 0 < max(seen) <= largest
+    more = tree_bytes(moved.layers) - tree_bytes(kept.layers)  # tails that were not there
+    assert len(seen) >= 4 and 0 < max(seen) <= largest + more
     assert all(x.is_deleted() for layer in cache.layers for x in jax.tree.leaves(layer.keys))
     assert not any(x.is_deleted() for x in jax.tree.leaves((moved, kept)))
+    with pytest.raises(ValueError, match="was used up by an earlier call"):
+        kvjax.migrate(cache, kvjax.Host())
+
+
+def test_layers_stay_beside_their_cache():
+    """On its device, whatever the default is; one CPU has only one, so the context tells."""
+    cache = filled(kvjax.Growing(start=64), kvjax.Raw())
+    seen = []
+    store = kvjax.Host.store
+
+    class Watched(kvjax.Host):
+        def store(self, body):
+            seen.append(jax.config.values["jax_default_device"])
+            return store(self, body)
+
+    kvjax.migrate(cache, Watched())
+    assert set(seen) == {jax.local_devices()[0]}
 
 
 def test_what_is_there_already_stays():
@@ -113,8 +140,13 @@ def test_wrong_moves_are_refused():
     cache = filled(kvjax.Dense(), CODECS["int4"], 16)
     with pytest.raises(ValueError, match="layer 2: the cache has 2"):
         kvjax.migrate(cache, kvjax.Host(), layers=[2])
-    with pytest.raises(ValueError, match="is no placement: give Device"):
-        kvjax.migrate(cache, kvjax.Host)
+    for wrong in (kvjax.Host, "host", None):
+        with pytest.raises(ValueError, match="is no placement: give Device"):
+            kvjax.migrate(cache, wrong)
+    with pytest.raises(ValueError, match="layers must be a list of numbers, got 0"):
+        kvjax.migrate(cache, kvjax.Host(), layers=0)
+    with pytest.raises(ValueError, match="takes a KVCache, got 'x'"):
+        kvjax.make_room("x", 5)
     with pytest.raises(ValueError, match="can't stand inside jit"):
         jax.jit(lambda c: kvjax.migrate(c, kvjax.Host()))(cache)
     with pytest.raises(ValueError, match="can't stand inside jit"):
@@ -125,33 +157,62 @@ def test_wrong_moves_are_refused():
 
 
 def test_the_last_layers_go_first_and_come_back_late():
-    budget, sizes = Budget(100), [(40, 5, 40)] * 3
-    assert budget.away(sizes[:2], frozenset()) == frozenset()
-    assert budget.away(sizes, frozenset()) == {2}
-    assert budget.away(sizes, frozenset(), twice=20) == {1, 2}
+    budget, sizes = Budget(100), [Sizes(40, 5, 40)] * 3
+    assert budget.away(sizes[:2], ()) == frozenset()
+    assert budget.away(sizes, ()) == {2}
     # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
-    assert budget.away([(40, 5, 40)] * 2, frozenset({0, 1})) == {1}
-    assert budget.away([(30, 5, 30)] * 2, frozenset({0, 1})) == frozenset()
-    with pytest.raises(ValueError, match=r"may take 10 bytes of the device.*would take 15"):
-        Budget(10).away(sizes, frozenset())
+    assert budget.away(sizes[:2], {0, 1}) == {1}
+    assert budget.away([Sizes(30, 5, 30)] * 2, {0, 1}) == frozenset()
+    with pytest.raises(ValueError, match=r"may take 10 bytes of the device.* would take 15"):
+        Budget(10).away(sizes, ())
+
+
+def test_room_is_kept_for_a_layer_that_grows_or_moves():
+    """The largest of those on the device that may; of one that can't leave, or grow, none."""
+    sizes = [Sizes(40, 5, 40, True), Sizes(20, 5, 20, True), Sizes(30, 30, 30, True)]
+    assert Budget(130).away(sizes, ()) == frozenset()  # 90, and 40 of them twice
+    assert Budget(129).away(sizes, ()) == {1}  # 75, and 40
+    assert Budget(114).away(sizes, ()) == {0, 1}
+    assert Budget(40).away(sizes, ()) == {0, 1}
+    with pytest.raises(ValueError, match="would take 40"):
+        Budget(39).away(sizes, ())
+    fixed = [size._replace(grows=False) for size in sizes]
+    assert Budget(90).away(fixed, ()) == frozenset()
 
 
 def test_what_is_fetched_ahead_counts():
-    sizes = [(40, 5, 40)] * 4
-    assert Budget(100).away(sizes, frozenset()) == {2, 3}
+    sizes = [Sizes(40, 5, 40)] * 4
+    assert Budget(100).away(sizes, ()) == {2, 3}
     # One more on the host would not help: two bodies are fetched, and what is left is too much.
-    assert Budget(100, kvjax.Host(prefetch=1)).away(sizes, frozenset()) == {0, 1, 2, 3}
+    assert Budget(100, kvjax.Host(prefetch=1)).away(sizes, ()) == {0, 1, 2, 3}
+    with pytest.raises(ValueError, match="tokens and the layers fetched ahead would take 100"):
+        Budget(99, kvjax.Host(prefetch=1)).away(sizes, ())
 
 
-def auto(memory, bits=16):
-    return kvjax.policy("auto", memory=memory, bits=bits)
+def stored(bits, layout, place=None):
+    """Small blocks: of short texts, tails would be most of what there is."""
+    codec = kvjax.Raw() if bits == 16 else CODECS["int4"]
+    return kvjax.CachePolicy(layout, codec, codec, place or kvjax.Device(), block=16)
 
 
-def sizes_of(lm, bits, tokens):
-    """Bytes of the device: of a whole cache, and of one whose layers are all on the host."""
-    whole = kvjax.cache_nbytes(lm.config, kvjax.policy(bits=bits), batch=2, max_len=tokens)
-    away = kvjax.policy("offloaded_static", bits=bits)
-    return whole["device"], kvjax.cache_nbytes(lm.config, away, batch=2, max_len=tokens)["device"]
+GROWING = kvjax.Growing(start=64)
+
+
+def sizes_of(lm, bits, tokens, batch=2):
+    """Bytes of the device: of a layer there, and of one on the host."""
+    each = [
+        kvjax.cache_nbytes(
+            lm.config, stored(bits, kvjax.Dense(), place), batch=batch, max_len=tokens
+        )["device"]
+        for place in (kvjax.Device(), kvjax.Host())
+    ]
+    return tuple(size // lm.config.num_hidden_layers for size in each)
+
+
+def auto(lm, bits, layout=GROWING):
+    """A memory that has room for one layer of two when rows have 512 tokens."""
+    layer, tail = sizes_of(lm, bits, 512)
+    return kvjax.Auto(stored(bits, layout), 2 * layer + tail)
 
 
 PROMPTS = ["A cache of keys and values" * 6, "abc"]
@@ -161,17 +222,15 @@ AT = {"max_new_tokens": 300, "eos_token_ids": ()}
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
     """It moves layers out, each once, goes on as without a limit, and never holds more."""
-    whole, least = sizes_of(tiny_llama, bits, 512)
-    layers = tiny_llama.config.num_hidden_layers
-    memory = (whole + least) // 2
-    wanted = kvjax.generate(tiny_llama, PROMPTS, cache=kvjax.policy("dynamic", bits=bits), **AT)
-    found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(memory, bits), **AT)
+    layers, policy = tiny_llama.config.num_hidden_layers, auto(tiny_llama, bits)
+    wanted = kvjax.generate(tiny_llama, PROMPTS, cache=stored(bits, GROWING), **AT)
+    found = kvjax.generate(tiny_llama, PROMPTS, cache=policy, **AT)
     moved = [move.layer for move in found.stats.moves]
     assert moved and len(set(moved)) == len(moved) and moved == sorted(moved, reverse=True)
     assert {move.place for move in found.stats.moves} == {"host"}
     assert all(move.bytes > 0 and move.tokens <= 512 for move in found.stats.moves)
     assert places(found.cache) == ["host" if n in moved else "device" for n in range(layers)]
-    assert kvjax.nbytes(found.cache)["device"] <= memory
+    assert kvjax.nbytes(found.cache)["device"] <= policy.memory
     assert found.tokens == wanted.tokens
     apply = jax.jit(tiny_llama.apply)
     tokens = np.asarray(found.unfed, np.int32)
@@ -183,8 +242,7 @@ def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
 
 def test_layers_come_back_when_there_is_room_again(tiny_llama):
     """Not to and fro: the same rows leave them where they are."""
-    whole, least = sizes_of(tiny_llama, 4, 512)
-    found = kvjax.generate(tiny_llama, PROMPTS, cache=auto((whole + least) // 2, 4), **AT)
+    found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), **AT)
     out = places(found.cache).count("host")
     assert out
     more = kvjax.generate(tiny_llama, found.unfed, cache=found.cache, max_new_tokens=3)
@@ -195,44 +253,92 @@ def test_layers_come_back_when_there_is_room_again(tiny_llama):
     assert set(places(last.cache)) == {"device"}
 
 
+def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
+    """They don't come back for a moment."""
+    found = kvjax.generate(
+        tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), max_new_tokens=3, eos_token_ids=()
+    )
+    assert found.cache.max_len < 512 and set(places(found.cache)) == {"device"}
+    parked = kvjax.migrate(found.cache, kvjax.Host())
+    short = {**AT, "max_new_tokens": 3}
+    back = kvjax.generate(tiny_llama, found.unfed, cache=kvjax.fork(parked), **short)
+    assert [move.place for move in back.stats.moves] == ["device"] * 2
+    assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **AT).stats.moves == ()
+
+
+@pytest.mark.parametrize("layout", [GROWING, kvjax.Dense()])
+def test_more_rows_send_layers_away(tiny_llama, layout):
+    """When they go on, though nothing grows."""
+    policy, short = auto(tiny_llama, 16, layout), {**AT, "max_new_tokens": 3}
+    found = kvjax.generate(tiny_llama, PROMPTS, cache=policy, max_len=512, **short)
+    assert set(places(found.cache)) == {"device"}
+    many = kvjax.repeat(found.cache, 4)
+    rows = [row for row in found.unfed for _ in range(4)]
+    more = kvjax.generate(tiny_llama, rows, cache=many, **short)
+    assert {move.place for move in more.stats.moves} == {"host"}
+    assert kvjax.nbytes(more.cache)["device"] <= policy.memory
+    few = kvjax.generate(tiny_llama, found.unfed, cache=found.cache, **short)
+    assert more.tokens[::4] == few.tokens
+
+
 def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_llama):
-    _, least = sizes_of(tiny_llama, 16, 512)
+    least = 2 * sizes_of(tiny_llama, 16, 512)[1]
     before = len(jax.live_arrays())
+    small = kvjax.Auto(stored(16, GROWING), least - 1)
     with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device.* would take"):
-        kvjax.generate(tiny_llama, PROMPTS, cache=auto(least - 1), **AT)
+        kvjax.generate(tiny_llama, PROMPTS, cache=small, **AT)
     assert len(jax.live_arrays()) == before
-    found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(least), **AT)
+    found = kvjax.generate(tiny_llama, PROMPTS, cache=replace(small, memory=least), **AT)
     assert set(places(found.cache)) == {"host"}
-    one = kvjax.select(found.cache, [0])
+    four = kvjax.repeat(kvjax.select(found.cache, [0]), 4)
     with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
-        kvjax.generate(tiny_llama, ["a" * 40] * 4, cache=kvjax.repeat(one, 4), max_new_tokens=100)
+        kvjax.generate(tiny_llama, ["a" * 40] * 4, cache=four, max_new_tokens=100)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(four))
+
+
+def test_a_layer_that_can_not_leave(tiny_llama):
+    """A ring smaller than a tail stays on the device, and is no reason to give up midway."""
+    ring = kvjax.policy("sliding_window", window=8)
+    choice, prompt = [stored(16, GROWING), ring], ["abc" * 60]
+    away = [stored(16, kvjax.Dense(), kvjax.Host()), ring]
+    least = kvjax.cache_nbytes(tiny_llama.config, away, batch=1, max_len=512)["device"]
+    found = kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least), **AT)
+    assert places(found.cache) == ["host", "device"]
+    assert found.tokens == kvjax.generate(tiny_llama, prompt, cache=choice, **AT).tokens
+    with pytest.raises(ValueError, match="the cache may take"):
+        kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least - 1), **AT)
 
 
 def test_limits_give_auto_its_memory(tiny_llama):
-    weights = tree_bytes(tiny_llama.params)
-    whole, least = sizes_of(tiny_llama, 16, 512)
-    left = memory_left(tiny_llama, batch=2, capacity=512, memory=weights + 100_000_000)
-    some = {
-        share: InferenceLimits(cache_memory_ratio=share, device_memory=weights + 100_000_000)
+    """``"auto"`` by name, and one that would have more."""
+    weights, total = tree_bytes(tiny_llama.params), 100_000_000
+    names = ("static", "offloaded_static")
+    whole, least = (
+        kvjax.cache_nbytes(tiny_llama.config, name, batch=2, max_len=512)["device"]
+        for name in names
+    )
+    left = memory_left(tiny_llama, batch=2, capacity=512, memory=weights + total)
+    wide, narrow, small = (
+        InferenceLimits(cache_memory_ratio=share, device_memory=weights + total)
         for share in (1.0, (whole - 1) / left, (least - 1) / left)
-    }
-    wide, narrow, small = some.values()
+    )
     found = kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=wide, **AT)
     assert found.stats.moves == () and set(places(found.cache)) == {"device"}
-    for cache in ("auto", auto(10 * whole)):
+    for cache in ("auto", kvjax.policy("auto", memory=10 * whole)):
         found = kvjax.generate(tiny_llama, PROMPTS, cache=cache, limits=narrow, **AT)
         assert "host" in places(found.cache)
     with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **AT)
-    with pytest.raises(ValueError, match=r"leave nothing of the device to the cache"):
+    with pytest.raises(ValueError, match="leave nothing of the device to the cache"):
         tiny = InferenceLimits(cache_memory_ratio=1.0, device_memory=1000)
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=tiny, **AT)
 
 
 def test_auto_without_a_memory(tiny_llama):
     """A CPU does not say how much it has."""
-    with pytest.raises(ValueError, match="give memory="):
-        kvjax.init_cache(MODEL.config, kvjax.policy("auto"), max_len=64)
+    for choice in ("auto", kvjax.policy("auto")):
+        with pytest.raises(ValueError, match="give memory="):
+            kvjax.init_cache(MODEL.config, choice, max_len=64)
     with pytest.raises(ValueError, match=r"without memory=.*does not say how much memory it has"):
         kvjax.generate(tiny_llama, "abc", cache="auto")
     with pytest.raises(ValueError, match="'static' has no setting 'memory'"):
