@@ -230,7 +230,7 @@ def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
     assert {move.place for move in found.stats.moves} == {"host"}
     assert all(move.bytes > 0 and move.tokens <= 512 for move in found.stats.moves)
     assert places(found.cache) == ["host" if n in moved else "device" for n in range(layers)]
-    assert kvjax.nbytes(found.cache)["device"] <= policy.memory
+    assert kvjax.nbytes(found.cache)["device"] <= policy.budget.memory
     assert found.tokens == wanted.tokens
     apply = jax.jit(tiny_llama.apply)
     tokens = np.asarray(found.unfed, np.int32)
@@ -276,7 +276,7 @@ def test_more_rows_send_layers_away(tiny_llama, layout):
     rows = [row for row in found.unfed for _ in range(4)]
     more = kvjax.generate(tiny_llama, rows, cache=many, **short)
     assert {move.place for move in more.stats.moves} == {"host"}
-    assert kvjax.nbytes(more.cache)["device"] <= policy.memory
+    assert kvjax.nbytes(more.cache)["device"] <= policy.budget.memory
     few = kvjax.generate(tiny_llama, found.unfed, cache=found.cache, **short)
     assert more.tokens[::4] == few.tokens
 
