@@ -1,6 +1,7 @@
 """Where the bytes live: a body on the host gives what one on the device gives, and is moved a block
 at a time."""
 
+import dataclasses
 import functools
 import itertools
 from dataclasses import replace
@@ -23,7 +24,10 @@ APPLY = jax.jit(MODEL.apply, donate_argnums=2)
 TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (2, 60)).astype(np.int32)
 CUTS = (0, 16, 32, 33, 34, 50, 51)
 NOT_GROWING = [name for name in LAYOUTS if name != "growing"]
-CODED = [*((name, ("int8", "int4")) for name in NOT_GROWING), ("sinks", ("int2", "rotated"))]
+NAMES = list(CODECS)
+PAIRS = [(a, NAMES[(n + 1) % len(NAMES)]) for n, a in enumerate(NAMES) if n % 2 == 0]
+CODED = [(layout, pair) for layout in LAYOUTS for pair in PAIRS]
+"""Every layout with every codec, of keys or of values."""
 
 
 def policies(layout, keys, values, places=None):
@@ -70,7 +74,7 @@ def on_device(layout, codecs):
     [
         pytest.param(*cell.values[0], prefetch, marks=cell.marks)
         for prefetch in (0, 1, 2)
-        for cell in cells(CODED, one_in=2, first=prefetch)
+        for cell in cells(CODED, one_in=8, first=3 * prefetch)
     ],
 )
 def test_the_same_codec_gives_the_same_logits_from_the_host(layout, codecs, prefetch):
@@ -96,6 +100,40 @@ def test_raw_keys_and_values_from_the_host(layout):
     assert_on_host(cache)
     for ahead in far[1:]:
         assert np.array_equal(fed(ahead)[0], found)
+
+
+def test_shared_layers_stay_until_the_last_has_read_them():
+    """Fetched once, for all that read them; with the logits of the device."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Sharing:
+        num_hidden_layers: int = 6
+        num_key_value_heads: int = 2
+        head_dim: int = 8
+        dtype: str = "float32"
+        cache_sources: tuple = (0, 1, 2, 0, 0, 2)
+
+    codec, fetched = CODECS["int4"], []
+
+    def run(placement):
+        policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, placement, block=BLOCK, recent=0)
+        cache, mixed = kvjax.init_cache(Sharing(), policy, max_len=64), []
+        for call in range(4):
+            numbers = np.random.default_rng(call).normal(size=(2, 6, 1, 4, 11, 8))
+            for layer in range(6):
+                keys, queries = numbers[:, layer].astype(np.float32)
+                if layer < 3:
+                    cache = kvjax.append(cache, layer, keys[:, :2], keys[:, 2:])
+                    if placement == kvjax.Host(1) and call == 3:
+                        fetched.append([held.fetched is not None for held in cache.layers])
+                mixed.append(kvjax.attend(queries, cache, layer))
+            cache = kvjax.advance(cache, 11)
+        return np.asarray(mixed)
+
+    wanted = run(kvjax.Device())
+    assert np.array_equal(run(kvjax.Host(1)), wanted)
+    assert np.array_equal(run(kvjax.Host()), wanted)
+    assert fetched == [[True, True, False], [True, True, True], [True, False, True]]
 
 
 def test_outside_jit_layers_that_were_read_are_let_go():
@@ -256,11 +294,19 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     assert sent == [[], every, [], [], every]
 
 
-@pytest.mark.parametrize("form", ["step", "while_loop"])
-@pytest.mark.parametrize("prefetch", [1, 2])
-def test_layers_fetched_ahead_are_few(prefetch, form):
+@pytest.mark.parametrize(
+    ("name", "prefetch", "form"),
+    [
+        ("dense-raw", 1, "step"),
+        ("dense-raw", 2, "step"),
+        ("dense-raw", 2, "while_loop"),
+        ("dense-int4", 1, "step"),
+        ("ring-int4", 1, "while_loop"),
+    ],
+)
+def test_layers_fetched_ahead_are_few(name, prefetch, form):
     """No more than ``prefetch + 1`` of six bodies are on the device at a time."""
-    program, cache = compiled("dense-raw", 32768, form, prefetch, layers=6)
+    program, cache = compiled(name, 32768, form, prefetch, layers=6)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     body = max(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
