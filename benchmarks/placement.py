@@ -8,24 +8,16 @@ same chips, and the figures say what the transfers' code costs, nothing of a lin
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import kvjax
-from benchmarks.cells import prompt_tokens
-from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
-from benchmarks.decode import default_folder
-from benchmarks.engine_kvjax import KvjaxEngine
-from benchmarks.quantized import measure
+from benchmarks.quantized import run
 
 POLICIES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -78,33 +70,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and write ``placement.json`` and ``.md``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
-    parser.add_argument("--prompt", type=int, default=8192)
-    parser.add_argument("--dtypes", default="float32")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a round")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a trial run")
-    given = parser.parse_args(arguments)
-    sizes, prompt = (TINY, 300) if given.quick else (Sizes(), given.prompt)
-    rounds, steps = (2, 2) if given.quick else (given.rounds, given.steps)
-    results: dict[str, Any] = {"prompt": prompt, "rounds": rounds, "steps": steps, "dtypes": {}}
-    results["link"] = link(2**20 if given.quick else 2**28)
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), sizes)
-        for dtype in given.dtypes.split(","):
-            engine = KvjaxEngine(folder, dtype)
-            about = engine.describe()
-            results |= {"device": about["device"], "versions": about["versions"]}
-            tokens = prompt_tokens(sizes, 1, prompt, 0)
-            results["dtypes"][dtype] = measure(engine, tokens, rounds, steps, POLICIES)
-    print(markdown(results))
-    out = given.out
-    if out is None:
-        out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "placement.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "placement.md").write_text(markdown(results))
+    run(
+        "placement", __doc__, POLICIES, markdown, arguments, dtypes="float32",
+        before=lambda quick: {"link": link(2**20 if quick else 2**28)},
+    )  # fmt: skip
     return 0
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,21 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, write ``quantized.json`` and ``.md``; 1 if one of ``REQUIRED`` is slower."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
+def run(
+    name: str,
+    about: str | None,
+    policies: Mapping[str, Mapping[str, Any]],
+    page: Callable[[dict[str, Any]], str],
+    arguments: Sequence[str] | None,
+    *,
+    dtypes: str,
+    before: Callable[[bool], dict[str, Any]] = lambda quick: {},
+) -> dict[str, Any]:
+    """Measure policies as the command line asks, print the page, and write ``name.json`` and
+    ``.md``; ``before(quick)``: what is measured once, before all else."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument("--prompt", type=int, default=8192)
-    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--dtypes", default=dtypes)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a round")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
@@ -107,21 +117,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes, prompt = (TINY, 300) if given.quick else (Sizes(), given.prompt)
     rounds, steps = (2, 2) if given.quick else (given.rounds, given.steps)
     results: dict[str, Any] = {"prompt": prompt, "rounds": rounds, "steps": steps, "dtypes": {}}
+    results |= before(given.quick)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), sizes)
         for dtype in given.dtypes.split(","):
             engine = KvjaxEngine(folder, dtype)
-            about = engine.describe()
-            results |= {"device": about["device"], "versions": about["versions"]}
+            described = engine.describe()
+            results |= {key: described[key] for key in ("device", "versions")}
             tokens = prompt_tokens(sizes, 1, prompt, 0)
-            results["dtypes"][dtype] = measure(engine, tokens, rounds, steps, POLICIES)
-    print(markdown(results))
+            results["dtypes"][dtype] = measure(engine, tokens, rounds, steps, policies)
+    print(page(results))
     out = given.out
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "quantized.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "quantized.md").write_text(markdown(results))
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page(results))
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, write ``quantized.json`` and ``.md``; 1 if one of ``REQUIRED`` is slower."""
+    results = run("quantized", __doc__, POLICIES, markdown, arguments, dtypes="float32,bfloat16")
     ratios = [found[name]["ratio"] for found in results["dtypes"].values() for name in REQUIRED]
     return int(max(ratios) > 1)
 

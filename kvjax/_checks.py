@@ -6,6 +6,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+USED_UP = (
+    "the cache given was used up by an earlier call: go on with that call's result.cache, or give "
+    "a kvjax.fork of it next time"
+)
 UNLIMITED = 2**30
 """Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
 
@@ -31,7 +35,4 @@ def refuse_traced(what: str, *arrays: Any) -> None:
 def refuse_used_up(cache: Any) -> None:
     """A ``ValueError`` for a cache whose arrays were donated or deleted."""
     if any(x.is_deleted() for x in jax.tree.leaves(cache)):
-        raise ValueError(
-            "the cache given was used up by an earlier call: go on with that call's result.cache, "
-            "or give a kvjax.fork of it next time"
-        )
+        raise ValueError(USED_UP)

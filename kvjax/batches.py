@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from kvjax._checks import refuse_used_up
+from kvjax._checks import USED_UP, refuse_used_up
 from kvjax._chunks import Chunk, prompt_chunks
 from kvjax._model import LanguageModel
 from kvjax._request import Options, Prompts, Request, prepare
@@ -122,6 +122,7 @@ def _run(
 ) -> Iterator[GenerationResult]:
     waiting: deque[_Waiting] = deque()
     second, more = _Second(), True
+    taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
     try:
         while True:
             while more and len(waiting) <= ahead:
@@ -133,6 +134,14 @@ def _run(
                     waiting.append(_Waiting(_failed(error)))
                     more = False
                 else:
+                    given = batch.cache if isinstance(batch, Batch) else None
+                    given = options.cache if given is None else given
+                    # Told here: the second thread would look at it while it is being used up.
+                    if id(given) in taken:
+                        waiting.append(_Waiting(_failed(ValueError(USED_UP))))
+                        continue
+                    if isinstance(given, KVCache):
+                        taken[id(given)] = given
                     waiting.append(_Waiting(second.submit(_ready, lm, batch, options)))
             if not waiting:
                 return

@@ -170,6 +170,11 @@ def test_one_cache_for_two_batches_is_refused(tiny_llama):
         next(results)
         with pytest.raises(ValueError, match="was used up by an earlier call"):
             next(results)
+    cache = kvjax.fork(batches[0].cache)
+    results = kvjax.generate_batches(tiny_llama, [batches[0].prompts] * 2, cache=cache, **AT)
+    next(results)
+    with pytest.raises(ValueError, match="was used up by an earlier call"):
+        next(results)
 
 
 @pytest.mark.parametrize(
