@@ -65,12 +65,21 @@ def plan(
     max_len = trained if max_len is None else max_len
     if max_len is None:
         raise ValueError("the config does not say how long a text may be: give --max-len")
+    room = None
+    if cache == "auto":
+        if memory is None:
+            raise ValueError("--cache auto keeps to a memory: give --memory, that of the device")
+        room = devices * kvjax.what_fits(
+            planned, batch=batch, max_len=max_len, memory=parse_bytes(memory),
+            fraction=memory_fraction, devices=devices,
+        )[0].allowed  # fmt: skip
     chosen = kvjax.policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size, memory=room
     )
     found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate)
     named: dict[str, Any] | None = None
-    if cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits)):
+    special = cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits))
+    if special and cache != "auto":  # that one fits whatever it is given
         named = {"this one": chosen}
     rooms = None
     if memory is not None:

@@ -20,7 +20,7 @@ from kvjax.memory import (
     estimated_temporaries,
     weight_bytes,
 )
-from kvjax.presets import PolicyChoice, policy
+from kvjax.presets import PolicyChoice, budget_of, policy
 
 
 def device_memory() -> int:
@@ -115,13 +115,26 @@ def what_fits(
             return device_bytes(model.config, named[name], 1, tokens)
         return cache_nbytes(model.config, named[name], max_len=tokens).get(place, 0)
 
+    def taken(name: str, rows: int, tokens: int, place: str = "device") -> int:
+        # Rows are alike, but where a memory decides which layers are on the device.
+        if budget_of(named[name]) is None:
+            return rows * row(name, tokens, place)
+        if place == "device":
+            return device_bytes(model.config, named[name], rows, tokens)
+        sizes = cache_nbytes(model.config, named[name], batch=rows, max_len=tokens)
+        return sizes.get(place, 0)
+
     def holds(name: str, rows: int, tokens: int) -> bool:
-        return -(-rows * row(name, tokens) // devices) <= allowed(rows, tokens)
+        try:
+            size = taken(name, rows, tokens)
+        except ValueError:  # too much even with all layers on the host
+            return False
+        return -(-size // devices) <= allowed(rows, tokens)
 
     limit = getattr(model.config, "position_limit", None)
     return [
         Room(
-            name, -(-batch * row(name, max_len) // devices), batch * row(name, max_len, "host"),
+            name, -(-taken(name, batch, max_len) // devices), taken(name, batch, max_len, "host"),
             allowed(batch, max_len),
             largest(lambda n, name=name: holds(name, n, max_len)),
             largest(lambda n, name=name: holds(name, batch, n), limit),

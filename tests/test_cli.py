@@ -277,6 +277,11 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     assert found["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
     code, out, _ = run("plan", "--shape", "gpt2", "--json")
     assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
+    arguments = ("--shape", "gpt2", "--batch", 64, "--cache", "auto", "--memory", "2GB")
+    found = json.loads(run("plan", *arguments, "--json")[1])
+    assert set(found["plan"]["cache"]) == {"device", "host"}
+    assert found["plan"]["cache"]["device"] <= found["fits"][0]["allowed"]
+    assert len(found["fits"]) > 1 and found["plan"]["weights"] + found["fits"][0]["allowed"] < 2e9
     config = tmp_path / "config.json"
     config.write_text('{"hidden_size": 8}', encoding="utf-8")
     for refused, message in {
@@ -286,6 +291,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
+        ("--shape", "gpt2", "--cache", "auto"): "--cache auto keeps to a memory: give --memory",
         ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
         ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",
     }.items():

@@ -383,3 +383,16 @@ def test_layers_fetched_ahead_are_planned_for(tiny_llama):
     limits.check(tiny_llama, plain, **request)
     with pytest.raises(ValueError, match="the cache would take"):
         limits.check(tiny_llama, ahead, **request)
+
+
+def test_what_fits_of_an_automatic_cache():
+    """As many rows as it has room for with all layers on the host, not multiples of one row."""
+    model = Architecture(tiny_config())
+    policy = kvjax.Auto(kvjax.policy("dynamic"), 500_000)
+    (room,) = kvjax.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})
+    batch = room.largest_batch
+    assert batch and room.cache == kvjax.cache_nbytes(model.config, policy, max_len=2048)["device"]
+    held = kvjax.cache_nbytes(model.config, policy, batch=batch, max_len=2048)
+    assert held["device"] <= 500_000 < (batch + 1) * held["device"] // batch
+    with pytest.raises(ValueError, match="the cache may take 500,000 bytes"):
+        kvjax.cache_nbytes(model.config, policy, batch=batch + 1, max_len=2048)

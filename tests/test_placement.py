@@ -102,6 +102,28 @@ def test_raw_keys_and_values_from_the_host(layout):
         assert np.array_equal(fed(ahead)[0], found)
 
 
+def test_the_order_of_accelerators():
+    """There a barrier, which CPUs do without, keeps a layer from being fetched early: it changes no
+    logit."""
+
+    class Accelerator(kvjax.Host):
+        def platform(self):
+            return "gpu"
+
+    model, params = tiny_model(num_hidden_layers=3, windows=(None,) * 3)
+    found = []
+    for place in (kvjax.Host(1), Accelerator(1)):
+        policy = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int4"], place, BLOCK)
+        cache = kvjax.init_cache(model.config, policy, batch=2, max_len=128)
+        _, cache = jax.jit(model.apply)(params, TEXT[:, :40], cache)
+        program = jax.make_jaxpr(model.apply)(params, TEXT[:, 40:41], cache)
+        found.append(jax.jit(model.apply)(params, TEXT[:, 40:41], cache)[0])
+    assert np.array_equal(*found)
+    # The first two layers are fetched at once, the third when the second's keys are there.
+    barriers = [e for e in program.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) == 1
+
+
 def test_shared_layers_stay_until_the_last_has_read_them():
     """Fetched once, for all that read them; with the logits of the device."""
 
