@@ -392,7 +392,7 @@ def test_the_figures(tiny_llama):
     stats = generate(tiny_llama, PROMPTS, max_new_tokens=5, eos_token_ids=()).stats
     assert dataclasses.asdict(stats).keys() == {
         "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
-        "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons",
+        "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons", "moves",
     }  # fmt: skip
     assert stats.prompt_tokens == sum(map(len, PROMPTS)) and stats.new_tokens == 15
     assert stats.decode_tokens_per_second == pytest.approx(12 / stats.decode_seconds)
