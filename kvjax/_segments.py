@@ -10,7 +10,7 @@ from jax import lax
 from kvjax._tail import Strip
 from kvjax._typing import Array, Rows
 from kvjax.cache import LayerCache
-from kvjax.codecs import Codec, Store, plain_mix, plain_scores, tokens_of
+from kvjax.codecs import Codec, Store, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.layouts import Layout, Region
 from kvjax.placement import Device
 from kvjax.rotary import RotaryTable, apply_rotary
@@ -22,7 +22,8 @@ class Segment:
 
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``part``: ``"body"`` or ``"raw"`` of a layer with a tail, None of others. ``capped``:
-    sinks, which queries look at from a capped distance. ``table``: to turn keys by that are stored
+    sinks, which queries look at from a capped distance. ``whole``: these are all units of arrays
+    that can be multiplied as they are. ``table``: to turn keys by that are stored
     unrotated. ``placement``: where the stores are kept. ``place(units)`` -> int32[batch, tokens],
     the positions of some units' tokens, -1 for none; ``span(start, size)``: the lowest and highest
     of them, over all rows; ``filled(near)``: how many units from the first on may hold anything,
@@ -40,6 +41,7 @@ class Segment:
     unit: int = 1
     part: str | None = None
     capped: bool = False
+    whole: bool = False
     table: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
 
@@ -48,20 +50,24 @@ class Segment:
         new = jnp.repeat(units >= start, self.unit) if self.unit > 1 else units >= start
         return jnp.where(new, self.place(units), -1)
 
-    def scores(self, queries: Array, keys: Store, positions: Array) -> Array:
+    def scores(
+        self, queries: Array, keys: Store, positions: Array, *, long: bool = False
+    ) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
-        kv_heads, rows, tokens]."""
+        kv_heads, rows, tokens]. ``long``: of a whole segment, on a CPU."""
         codec = self.codecs[0]
+        if long:
+            return long_scores(queries, codec.decode(keys))
         if self.table is None:
             return codec.scores(queries, keys)
         turned = apply_rotary(tokens_of(codec.decode(keys)), positions.clip(0), self.table)
         return plain_scores(queries, turned)
 
-    def mix(self, weights: Array, values: Store, positions: Array, dtype: str) -> Array:
+    def mix(self, weights: Array, values: Store, positions: Array | None, dtype: str) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
-        kv_heads, rows, head_dim]."""
+        kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out."""
         codec = self.codecs[1]
-        if codec.blockwise:
+        if codec.blockwise or positions is None:
             return codec.mix(weights, values)
         # What an earlier text left in an empty slot may be no number, and no weight makes that 0.
         present = jnp.where(positions[:, None, :, None] >= 0, tokens_of(codec.decode(values)), 0)
@@ -104,7 +110,7 @@ def segments(
         lambda units: split.body_positions(length, written, units),
         lambda start, size: split.body_bounds(length, start, size),
         lambda near: split.body.occupied(split.flushed(near)),
-        split.block, "body", False, table, place,
+        split.block, "body", table=table, placement=place,
     )  # fmt: skip
     tail = held.tail.keys, held.tail.values
     regions = [
@@ -136,7 +142,7 @@ def _region(
         lambda slots: layout.positions(length, written, slots),
         lambda start, size: layout.bounds(length, start, size),
         lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
-        1, part, region.capped, table,
+        1, part, region.capped, part is None and region.size == layout.slots, table,
     )  # fmt: skip
 
 
@@ -160,5 +166,5 @@ def _own(
 
     return Segment(
         strip.keys, strip.values, raw, 0, strip.keys.shape[2], place, span,
-        lambda near: jnp.max(near - before), 1, "raw", False, table,
+        lambda near: jnp.max(near - before), 1, "raw", table=table,
     )  # fmt: skip

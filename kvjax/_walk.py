@@ -9,6 +9,7 @@ from jax import lax
 from kvjax._segments import Segment
 from kvjax._sight import Sight
 from kvjax._typing import Array, Mixed, Rows
+from kvjax.placement import Device
 
 FINE = 128
 """Tokens of a block where the filled part ends."""
@@ -19,6 +20,11 @@ NUMBERS = 3 * 2**17
 """Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
 QUERIES = 256
 """Queries that walk the blocks together: more of them would see more blocks in vain."""
+FEW = 16
+"""Rows below which a CPU multiplies 16-bit numbers faster after widening them."""
+SCORES = 4
+"""Arrays of scores that a segment in one piece is counted with: products, and turned round, masked
+scores, weights."""
 _LOWEST = -1e30
 
 Turned = tuple[Mixed, Mixed]
@@ -97,6 +103,49 @@ def _walk(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight
 def _walk_segment(
     merged: _Merged, segment: Segment, grouped: Array, length: Rows, sight: Sight
 ) -> _Merged:
+    """In one piece where that is faster, else block by block."""
+    whole = segment.whole and _fits(segment, grouped)
+
+    def walk(merged: _Merged) -> _Merged:
+        narrow = grouped.dtype.itemsize == 2 and grouped.shape[2] < FEW and _on_cpu()
+        wide = grouped.astype(jnp.float32) if narrow else grouped
+        return _by_blocks(merged, segment, wide, length, sight)
+
+    if not whole:
+        return walk(merged)
+    # Slices are copied before they are multiplied, a whole array is not: worth it where most of it
+    # is filled. What an earlier text left in empty slots may be no number, which no weight makes 0:
+    # then the blocks are walked, which leave it out.
+    full = jnp.max(segment.filled(length)) * 8 >= segment.size * 5
+
+    @jax.checkpoint
+    def at_once(merged: _Merged) -> _Merged:
+        units = jnp.arange(segment.size, dtype=jnp.int32)
+        return _merged(
+            merged, segment, (segment.keys, segment.values), grouped, segment.positions(units, 0),
+            sight, whole=True,
+        )  # fmt: skip
+
+    def nothing(merged: _Merged) -> _Merged:
+        return *merged[:2], jnp.full_like(merged[2], jnp.nan)
+
+    found = lax.cond(full, at_once, nothing, merged)
+    good = jnp.all(jnp.isfinite(found[2]))
+    return lax.cond(good, lambda found, _: found, lambda _, merged: walk(merged), found, merged)
+
+
+def _fits(segment: Segment, grouped: Array) -> bool:
+    """Whether all of a segment's scores take no more memory than the copies of a block do, in
+    float32: so memory does not grow with the capacity."""
+    batch, kv_heads, rows, head_dim = grouped.shape
+    numbers = batch * kv_heads * head_dim
+    coarse = _block_sizes(segment.size, segment.unit, numbers)[1]
+    return _on_cpu() and SCORES * rows * segment.size <= 2 * coarse * head_dim
+
+
+def _by_blocks(
+    merged: _Merged, segment: Segment, grouped: Array, length: Rows, sight: Sight
+) -> _Merged:
     """Coarse blocks up to where all is filled, fine ones after that."""
     stop = segment.first + segment.size
     if segment.part == "raw" and segment.size <= 2 * FINE:
@@ -111,15 +160,7 @@ def _walk_segment(
         units = origin + jnp.arange(size, dtype=jnp.int32)
         positions = segment.positions(units, start)
         stores = segment.part_of(origin, size)
-        scores, seen = _scored(segment, stores, grouped, positions, sight)
-        highest, total, mixed = merged
-        scores = jnp.where(seen, scores, _LOWEST)
-        new_highest = jnp.maximum(highest, scores.max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
-        shrink = jnp.exp(highest - new_highest)
-        total = total * shrink + weights.sum(-1)
-        more = segment.mix(weights, stores[1], positions, grouped.dtype.name)
-        return new_highest, total, mixed * shrink[..., None] + more
+        return _merged(merged, segment, stores, grouped, positions, sight)
 
     def walk(merged: _Merged, first: Array, blocks: int, size: int, end: Array) -> _Merged:
         def one(carry: tuple[Array, _Merged], _: None) -> tuple[tuple[Array, _Merged], None]:
@@ -142,13 +183,30 @@ def _walk_segment(
     return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
 
 
+def _merged(
+    merged: _Merged, segment: Segment, stores: tuple, grouped: Array, positions: Array,
+    sight: Sight, *, whole: bool = False,
+) -> _Merged:  # fmt: skip
+    """One block more, or the ``whole`` segment, with the values of empty slots as they are."""
+    scores, seen = _scored(segment, stores, grouped, positions, sight, long=whole)
+    highest, total, mixed = merged
+    scores = jnp.where(seen, scores, _LOWEST)
+    new_highest = jnp.maximum(highest, scores.max(-1))
+    weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
+    shrink = jnp.exp(highest - new_highest)
+    total = total * shrink + weights.sum(-1)
+    more = segment.mix(weights, stores[1], None if whole else positions, grouped.dtype.name)
+    return new_highest, total, mixed * shrink[..., None] + more
+
+
 def _scored(
-    segment: Segment, stores: tuple, grouped: Array, positions: Array, sight: Sight
-) -> tuple[Array, Array]:
+    segment: Segment, stores: tuple, grouped: Array, positions: Array, sight: Sight,
+    *, long: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
     """Scores float32[batch, kv_heads, rows, tokens], and which count, in the same shape."""
     batch, kv_heads, rows, _ = grouped.shape
     new = sight.queries.shape[1]
-    products = segment.scores(grouped, stores[0], positions)
+    products = segment.scores(grouped, stores[0], positions, long=long)
     products = products.reshape(batch, kv_heads, rows // new, new, -1)
     scores, seen = sight.scores(products, positions, part=segment.part, capped=segment.capped)
     shape = (batch, kv_heads, rows, positions.shape[1])
@@ -162,6 +220,10 @@ def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
     tokens = min(COARSE, max(NUMBERS // numbers, FINE))
     most = max(min(tokens // unit, size // 4), 1)
     return fine, max(fine, 1 << most.bit_length() - 1)
+
+
+def _on_cpu() -> bool:
+    return Device().platform() == "cpu"
 
 
 def _grouped(queries: Mixed, kv_heads: int) -> Array:
