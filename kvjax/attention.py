@@ -3,8 +3,9 @@
 ``attend`` walks the cache in blocks and merges them by the online softmax (Milakov and
 Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135), so no score matrix and no decoded copy
 of a layer exist. Blocks that hold nothing to see are skipped by ``lax.cond`` inside a ``scan`` of
-static length: as cheap as a loop of dynamic length, and differentiable. The path ``reference`` is
-the same in one piece, for tests and for reading.
+static length: as cheap as a loop of dynamic length, and differentiable. That is the path
+``blocks``; ``_paths.py`` has the table of where another is taken, and ``reference``, the same in
+one piece, for tests and for reading.
 """
 
 from dataclasses import replace
@@ -12,10 +13,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from kvjax._call import accepted, query_positions
+from kvjax._paths import path_of
 from kvjax._segments import segments
 from kvjax._sight import Bias, Sight
 from kvjax._typing import Counts, KeysValues, Mixed, Queries
-from kvjax._walk import at_once, blockwise
+from kvjax._walk import blockwise
 from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import Raw
 from kvjax.layouts import UNLIMITED, Dense
@@ -37,7 +39,7 @@ def attend(
     soft_cap: float | None = None,
     bias: Bias | None = None,
     causal: bool = True,
-    path: str = "blocks",
+    path: str | None = None,
 ) -> Mixed:
     """Attention of a call's queries to all that their rows hold: after ``append``, before
     ``advance``.
@@ -60,21 +62,21 @@ def attend(
       bias: added to the scores, see ``Bias``.
       causal: False lets every query see what a query at the row's last token would, wherever it
         stands itself: cross-attention to a cache that was filled once. Nothing is appended for it.
-      path: ``"blocks"``, or ``"reference"``: over every slot in one piece.
+      path: how it is computed, by name, see ``kvjax._paths``; None goes by its table. The mixture
+        is the same.
 
     Returns:
       [batch, heads, new, head_dim] in the queries' dtype. A query that sees nothing gets zeros.
 
     Raises:
       ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive,
-        ``sinks`` are more than a ring keeps, or ``path`` is not known.
+        ``sinks`` are more than a ring keeps, or ``path`` is not known or can't serve the call.
     """
     place = cache.place(layer)
     held = cache.layers[place]
     _check_queries(queries, held, cache.batch)
     new = queries.shape[2]
-    if path not in _PATHS:
-        raise ValueError(f"unknown attention path {path!r}: there are {', '.join(_PATHS)}")
+    way = path_of(path, held.policy, new)
     layout = held.policy.layout
     if layout.window is not None and sinks > layout.sinks:
         raise ValueError(f"sinks={sinks}, but the layer's ring keeps {layout.sinks} for ever")
@@ -97,7 +99,7 @@ def attend(
         exact = held.policy.prefill == "exact"
         sight = replace(sight, split=held.policy.split, call=cache.length if exact else None)
     parts = segments(held, cache.length, length, cache.written[:, place], rotary)
-    return _PATHS[path]((turned, capped), held.kv_heads, parts, length, sight)
+    return way((turned, capped), held.kv_heads, parts, length, sight)
 
 
 def self_attend(
@@ -140,9 +142,6 @@ def self_attend(
     length = jnp.full((batch,), new, jnp.int32)
     parts = segments(held, length, length, length, None)
     return blockwise((queries, queries), held.kv_heads, parts, length, sight)
-
-
-_PATHS = {"blocks": blockwise, "reference": at_once}
 
 
 def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:

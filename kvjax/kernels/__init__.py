@@ -1,0 +1,1 @@
+"""Attention by kernels for accelerators: asked for by name, and loaded only then."""

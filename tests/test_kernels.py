@@ -1,0 +1,359 @@
+"""Attention's paths against the one that is plain to read, on every layout and codec they serve."""
+
+import contextlib
+import functools
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from copies import assert_no_copy
+from jax.experimental.pallas import tpu as pltpu
+from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config
+
+import kvjax
+from kvjax import _buckets
+from kvjax._paths import by_table, path_of
+from kvjax._tree import tree_bytes
+from kvjax.kernels.flash_decoding import TILE, decode
+
+HEADS, KV, DIM = 4, 2, 16
+LENGTHS = (0, 9, 61)
+"""Tokens of the rows before the call that is looked at."""
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Buckets and pieces so small that short texts have many."""
+    for name, value in (("LEAST", 16), ("TILE", 8), ("PIECE", 16)):
+        monkeypatch.setattr(_buckets, name, value)
+
+
+def random(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32", spoil=True):
+    """A cache of one layer whose rows hold so many tokens; raw slots that hold none have NaN."""
+    config = tiny_config(
+        num_hidden_layers=1, windows=(None,), num_key_value_heads=kv, head_dim=dim, dtype=dtype
+    )
+    cache = kvjax.init_cache(config, policy, batch=len(lengths), max_len=max_len)
+    room = cache.layers[0].policy.layout.chunk or max(lengths) or 1
+    step = jax.jit(append)
+    for start in range(0, max(lengths), room):
+        shape = (len(lengths), kv, room, dim)
+        count = jnp.clip(jnp.asarray(lengths) - start, 0, room)
+        cache = step(cache, random(*shape, seed=start), random(*shape, seed=start + 1), count)
+    layer = cache.layers[0]
+    if layer.tail is not None or not spoil:
+        return cache
+    layout = layer.policy.layout
+    empty = layout.positions(cache.length, cache.written[:, 0], jnp.arange(layout.slots)) < 0
+    spoilt = [
+        codec.encode(jnp.where(empty[:, None, :, None], jnp.nan, codec.decode(store)))
+        for codec, store in ((layer.policy.keys, layer.keys), (layer.policy.values, layer.values))
+    ]
+    return replace(cache, layers=(replace(layer, keys=spoilt[0], values=spoilt[1]),))
+
+
+def append(cache, keys, values, lengths):
+    cache = kvjax.append(cache, 0, keys, values, lengths=lengths)
+    return kvjax.advance(cache, keys.shape[2], lengths=lengths)
+
+
+def both(path, cache, new=1, heads=HEADS, **settings) -> tuple[np.ndarray, np.ndarray]:
+    """The mixtures of a path and of the reference for the tokens of one more call; of rows that
+    take fewer than all of them too."""
+    layer = cache.layers[0]
+    shape = (cache.batch, layer.kv_heads, new, layer.head_dim)
+    dtype = layer.policy.keys.dtype
+    lengths = jnp.asarray([new] * (cache.batch - 1) + [max(new - 1, 1)])
+    queries = random(cache.batch, heads, new, layer.head_dim, seed=5, dtype=dtype)
+
+    @functools.partial(jax.jit, static_argnames="path")
+    def call(cache, keys, values, path):
+        cache = kvjax.append(cache, 0, keys, values, lengths=lengths)
+        return kvjax.attend(queries, cache, 0, lengths=lengths, path=path, **settings)
+
+    given = random(*shape, seed=3, dtype=dtype), random(*shape, seed=4, dtype=dtype)
+    found, wanted = (np.asarray(call(cache, *given, p), np.float32) for p in (path, "reference"))
+    real = np.arange(new) < np.asarray(lengths)[:, None]
+    return found[real[:, None].repeat(heads, 1)], wanted[real[:, None].repeat(heads, 1)]
+
+
+def agree(path, cache, tolerance=1e-5, **settings):
+    found, wanted = both(path, cache, **settings)
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, atol=tolerance * np.abs(wanted).max())
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"window": 7}, {"window": 20, "sinks": 3}, {"chunk": 16}, {"soft_cap": 2.0, "scale": 0.7},
+]  # fmt: skip
+
+
+CASES = {
+    f"{layout}-{name}": (layout, name)
+    for layout, name in [
+        *((layout, "raw") for layout in LAYOUTS),
+        *((layout, name) for n, name in enumerate(CODECS) for layout in [[*LAYOUTS][n % 5]]),
+    ]
+}
+"""Every layout raw, and every codec on one of them."""
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", cells(CASES, one_in=2))
+def test_buckets(case):
+    layout, name = CASES[case]
+    codec = CODECS.get(name, kvjax.Raw())
+    agree("buckets", filled(kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_buckets_and_settings(settings):
+    agree("buckets", filled(kvjax.policy("static")), new=5, **settings)
+
+
+@pytest.mark.usefixtures("small")
+def test_gradients_through_buckets():
+    cache = filled(kvjax.policy("static"), (5, 61), spoil=False)
+    queries = random(2, HEADS, 3, DIM)
+
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def slope(queries, new, path):
+        held = kvjax.append(cache, 0, new, new)
+        return jnp.sum(jnp.sin(kvjax.attend(queries, held, 0, path=path)))
+
+    found, wanted = (slope(queries, random(2, KV, 3, DIM), p) for p in ("buckets", "reference"))
+    for a, b in zip(found, wanted, strict=True):
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 200, 256, 5000, 131072, 2**20])
+def test_sizes_of_buckets(tokens):
+    sizes = _buckets.bucket_sizes([1, tokens])
+    assert len(sizes) <= 8 and sizes == sorted({*sizes}) and sizes[-1] == tokens
+    assert sizes[0] == tokens or all(b <= 2 * a for a, b in pairwise(sizes))
+
+
+def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
+    """The bucket is chosen in the step, by one ``switch``: what stands beyond it is not read."""
+    cache = filled(kvjax.policy("static"), (3, 9), max_len=4096)
+    queries = random(2, HEADS, 1, DIM)
+
+    @jax.jit
+    def call(cache):
+        return kvjax.attend(queries, cache, 0, path="buckets")
+
+    equations = jax.make_jaxpr(call)(cache).eqns[0].params["jaxpr"].eqns
+    switches = [e for e in equations if e.primitive.name == "cond"]
+    assert [len(e.params["branches"]) for e in switches] == [5]  # 256, 512, ... 4096
+    for length in (1, 256, 257, 2000, 4096):
+        moved = replace(cache, length=jnp.full_like(cache.length, length))
+        wanted = kvjax.attend(queries, moved, 0, path="reference")
+        np.testing.assert_allclose(call(moved), wanted, atol=1e-5)
+    assert call._cache_size() == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buckets_keep_the_copy_law(dtype):
+    """Pieces are slices, which a CPU copies; half a layer is never made, whatever its size."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=DIM, dtype=dtype)
+    one = jax.ShapeDtypeStruct((2, 2, 1, DIM), dtype)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, new, queries):
+        cache = kvjax.append(cache, 0, new, new)
+        return kvjax.attend(queries, cache, 0, path="buckets"), kvjax.advance(cache, 1)
+
+    temporary = []
+    for size in (16384, 65536):
+        make = functools.partial(kvjax.init_cache, config, batch=2, max_len=size)
+        cache = jax.eval_shape(make)
+        program = step.lower(cache, one, jax.ShapeDtypeStruct((2, 4, 1, DIM), dtype)).compile()
+        held = tree_bytes(cache.layers)
+        assert_no_copy(program, held, held)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[1] - temporary[0] < 4096  # a few bytes a branch
+
+
+KERNELS = {
+    "dense-raw": ("dense", "raw"),
+    "ring-raw": ("ring", "raw"),
+    "sinks-raw": ("sinks", "raw"),
+    "dense-int8": ("dense", "int8"),
+    "sinks-int4": ("sinks", "int4"),
+    "dense-float8": ("dense", "float8"),
+    "ring-float8-wide": ("ring", "float8-wide"),
+    "dense-int4-tensor": ("dense", "int4-tensor"),
+    "ring-int2": ("ring", "int2"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernel(case):
+    layout, name = KERNELS[case]
+    codec = CODECS.get(name, kvjax.Raw())
+    agree("pallas", filled(kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"window": 7}, {"window": 20, "sinks": 3}, {"soft_cap": 2.0}], ids=str
+)
+def test_kernel_and_settings(settings):
+    agree("pallas", filled(kvjax.policy("static")), new=5, **settings)
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_kernel_and_groups_in_16_bits(heads):
+    cache = filled(kvjax.policy("static", dtype="bfloat16"), dtype="bfloat16")
+    agree("pallas", cache, 2e-2, heads=heads)
+
+
+def test_kernel_by_a_table_of_tiles():
+    """Tiles of all rows, mixed up in one pool, and found again by the table."""
+    cache, rows = filled(kvjax.policy("static"), (70, 200, 0), 256), random(3, KV, 2, DIM)
+    layer, raw = cache.layers[0], cache.layers[0].policy.keys
+    seen = (jnp.arange(256) < cache.length[:, None])[:, None]
+    whole = decode(rows, (layer.keys, layer.values), seen, (raw, raw))
+    tiles = 256 // TILE
+    order = np.random.default_rng(1).permutation(3 * tiles)
+
+    def pool(x):
+        x = x.reshape(3, KV, tiles, TILE, DIM).swapaxes(1, 2).reshape(3 * tiles, KV, TILE, DIM)
+        return x[order].swapaxes(0, 1).reshape(1, KV, -1, DIM)
+
+    table = jnp.asarray(np.argsort(order).reshape(3, tiles), jnp.int32)
+    stores = pool(layer.keys), pool(layer.values)
+    found = decode(rows, stores, seen, (raw, raw), table=table)
+    for a, b in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
+def test_splash(settings):
+    agree("splash", filled(kvjax.policy("static"), (0, 0, 0), 80), new=40, **settings)
+
+
+def test_splash_walks_where_a_text_goes_on():
+    agree("splash", filled(kvjax.policy("static"), (0, 3)), new=5)
+
+
+def test_cudnn_by_xla(monkeypatch):
+    """The same arguments, with what computes them elsewhere."""
+    from kvjax.kernels import cudnn
+
+    monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
+    policy = kvjax.policy("static", dtype="bfloat16")
+    agree("cudnn", filled(policy, dtype="bfloat16"), 2e-2)
+    beginning = filled(policy, (0, 0, 0), dtype="bfloat16")
+    agree("cudnn", beginning, 2e-2, new=40)
+    agree("cudnn", beginning, 2e-2, new=40, window=9)
+
+
+def test_paged():
+    policy = kvjax.policy("static", dtype="bfloat16")
+    with pltpu.force_tpu_interpret_mode():
+        agree("paged", filled(policy, dtype="bfloat16", spoil=False), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("path", "policy", "settings", "reason"),
+    [
+        ("pallas", {}, {"bias": lambda q, k: jnp.zeros(())}, "'pallas' adds no bias"),
+        ("pallas", {}, {"new": 40}, "'pallas' takes 64 rows of queries a head of keys, not 80"),
+        ("pallas", {"keys": CODECS["rotated"]}, {}, "'pallas' can't decode"),
+        ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' reads nothing on the host"),
+        ("cudnn", {}, {}, "'cudnn' takes numbers of 16 bits, not float32"),
+        ("cudnn", {}, {"soft_cap": 1.0}, "'cudnn' has no soft cap"),
+        ("splash", {}, {"chunk": 4}, "'splash' sees no chunks"),
+        ("splash", {}, {"window": 4, "sinks": 1}, "'splash' keeps no sinks"),
+        ("splash", {"keys": CODECS["int8"]}, {}, "'splash' reads raw caches alone"),
+        ("paged", {}, {"window": 4}, "'paged' knows no window"),
+        ("paged", {}, {"new": 2}, "'paged' takes one query a row, not 2"),
+        ("paged", {}, {}, "'paged' computes in bfloat16, not in float32"),
+        ("fast", {}, {}, "unknown attention path 'fast': there are blocks, reference, buckets"),
+    ],
+)
+def test_refused(path, policy, settings, reason):
+    cache = filled(kvjax.CachePolicy(kvjax.Dense(), block=BLOCK, **policy), (0, 0))
+    with pytest.raises(ValueError, match=reason):
+        both(path, cache, **settings)
+
+
+def test_refused_on_another_platform(monkeypatch):
+    policy = kvjax.CachePolicy()
+    monkeypatch.setattr(kvjax.Device, "platform", lambda self: "tpu")
+    assert path_of("splash", policy, 9) and path_of("buckets", policy, 1)
+    with pytest.raises(ValueError, match="'pallas' is for a gpu, not for a tpu"):
+        path_of("pallas", policy, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "path"),
+    [
+        (("cpu", "device", 1), "blocks"),
+        (("gpu", "device", 1), "buckets"),
+        (("tpu", "device", 32), "buckets"),
+        (("gpu", "device", 33), "blocks"),
+        (("gpu", "host", 1), "blocks"),
+    ],
+)
+def test_the_table(call, path):
+    assert by_table(*call) == path
+
+
+def a_gpu():
+    """What says which GPU to compile for; before JAX 0.11 none had to be named."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return contextlib.nullcontext()
+    try:
+        device = jax.sharding.AbstractDevice("NVIDIA H100", 132, platform="gpu")
+    except TypeError:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def lowered(path, name, platform, new=1, dim=64, dtype="bfloat16", **settings):
+    """The program of a call for another platform, as text; its compiler is not needed for that."""
+    codec = CODECS.get(name, kvjax.Raw())
+    codec = codec.resolve(dtype, platform)
+    policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec)
+    config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=dim, dtype=dtype)
+    cache = jax.eval_shape(
+        functools.partial(kvjax.init_cache, config, policy, batch=2, max_len=1024)
+    )
+    queries = jax.ShapeDtypeStruct((2, 8, new, dim), dtype)
+
+    def call(cache, queries):
+        return kvjax.attend(queries, cache, 0, path=path, **settings)
+
+    with a_gpu() if platform == "cuda" else contextlib.nullcontext():
+        traced = jax.jit(call).trace(cache, queries)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("name", ["raw", "int8", "int4", "float8", "int8-head"])
+@pytest.mark.parametrize("new", [1, 4])
+def test_the_kernel_lowers_for_a_gpu(name, new):
+    assert "triton" in lowered("pallas", name, "cuda", new, soft_cap=30.0)
+
+
+@pytest.mark.parametrize("name", ["raw", "int4", "rotated"])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_buckets_lower_for_accelerators(name, platform):
+    text = lowered("buckets", name, platform)
+    assert text.count("stablehlo.case") == 1
+
+
+@pytest.mark.parametrize(("path", "new"), [("splash", 256), ("paged", 1)])
+def test_kernels_of_the_library_lower_for_a_tpu(path, new):
+    assert "tpu_custom_call" in lowered(path, "raw", "tpu", new, dim=128)
