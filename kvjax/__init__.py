@@ -5,6 +5,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 ``vmap``, differentiate and donate.
 """
 
+from kvjax import bench
 from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
 from kvjax.attention import attend, self_attend
 from kvjax.batches import Batch, generate_batches
@@ -31,6 +32,7 @@ from kvjax.codecs import (
     Rotated,
     Unrotated,
 )
+from kvjax.compile_ahead import Compiled, compile
 from kvjax.convert import convert
 from kvjax.evaluate import evaluate
 from kvjax.generate import GenerationResult, generate, stream
@@ -65,6 +67,7 @@ __all__ = [
     "CachePolicy",
     "Centred",
     "CheckpointError",
+    "Compiled",
     "Dense",
     "Device",
     "Edges",
@@ -97,9 +100,11 @@ __all__ = [
     "append",
     "apply_rotary",
     "attend",
+    "bench",
     "cache_nbytes",
     "check",
     "clear_status",
+    "compile",
     "concatenate",
     "convert",
     "dequantize_kv",

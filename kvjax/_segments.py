@@ -50,9 +50,7 @@ class Segment:
         new = jnp.repeat(units >= start, self.unit) if self.unit > 1 else units >= start
         return jnp.where(new, self.place(units), -1)
 
-    def scores(
-        self, queries: Array, keys: Store, positions: Array, *, long: bool = False
-    ) -> Array:
+    def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
         kv_heads, rows, tokens]. ``long``: of a whole segment, on a CPU."""
         codec = self.codecs[0]

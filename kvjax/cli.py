@@ -1,4 +1,4 @@
-"""The command line: ``kvjax generate``, ``kvjax info``, ``kvjax eval`` and ``kvjax plan``.
+"""The command line: ``kvjax generate``, ``info``, ``eval``, ``plan`` and ``bench``.
 
 Results go to standard output, everything else to standard error. What the user can mend (a file, an
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvjax._cli_bench import bench
 from kvjax._cli_common import (
     BitsOption,
     CacheMemoryOption,
@@ -195,6 +196,7 @@ def info(
 
 app.command(name="eval")(evaluate)
 app.command()(plan)
+app.command()(bench)
 
 
 def main() -> None:
