@@ -135,9 +135,11 @@ def _walk_segment(
 
 
 def _fits(segment: Segment, grouped: Array) -> bool:
-    """Whether all of a segment's scores take no more memory than the copies of a block do, in
-    float32: so memory does not grow with the capacity."""
+    """Whether a segment's numbers can be multiplied as they are, and all of its scores take no more
+    memory than the copies of a block do, in float32: so memory does not grow with the capacity."""
     batch, kv_heads, rows, head_dim = grouped.shape
+    if any(codec.dtype != grouped.dtype.name for codec in segment.codecs):
+        return False
     numbers = batch * kv_heads * head_dim
     coarse = _block_sizes(segment.size, segment.unit, numbers)[1]
     return _on_cpu() and SCORES * rows * segment.size <= 2 * coarse * head_dim

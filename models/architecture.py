@@ -23,6 +23,9 @@ from .llama import Llama
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
 
+PIECE = 1024
+"""Tokens of a prompt that are fed together, at most."""
+
 _FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GemmaConfig: Gemma, GPT2Config: GPT2}
 
 
@@ -74,9 +77,9 @@ class Architecture:
             )
         if cache is not None:
             self._check_cache(cache, tokens.shape[0])
-        if cache is None or cache.chunk is None or tokens.shape[1] <= cache.chunk:
+        if cache is None or tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
             return self._run(params, tokens, cache, lengths, last_only, max_len)
-        return self._in_pieces(params, tokens, cache, lengths, last_only)
+        return self._in_pieces(params, tokens, cache, lengths, last_only, size)
 
     def _run(
         self,
@@ -105,10 +108,10 @@ class Architecture:
         cache: KVCache,
         lengths: Counts | None,
         last_only: bool,
+        size: int,
     ) -> Any:
-        """A call longer than the cache's rings have slack for, in parts that they have it for."""
+        """A long call in parts of ``size`` tokens."""
         batch, new = tokens.shape
-        size = cache.chunk or new
         count = -(-new // size)
         # All of a row's tokens or none: a part that fits must not follow one that did not.
         cache, taken = admit(cache, new, lengths)
@@ -157,6 +160,15 @@ class Architecture:
             return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
 
         return jax.jit(make)(jax.random.key(seed))
+
+
+def _piece(cache: KVCache, last_only: bool, new: int) -> int:
+    """Tokens of a call that are fed together: as many as rings have slack for, and of a long text of
+    which only the last logits are wanted no more than ``PIECE``, for its hidden states would take
+    more memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
+    exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
+    usual = PIECE if last_only and not exact else new
+    return min(usual, cache.chunk or usual)
 
 
 @functools.lru_cache(maxsize=64)
