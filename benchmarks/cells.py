@@ -13,26 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.agreement import check_greedy, check_logits
 from benchmarks.checkpoint import Sizes
 from benchmarks.process import Worker
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-
-# Largest difference of logits, as a part of the largest |logit|, before two engines that were fed
-# the same tokens count as computing different things.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+# Parts of names: eager and plain attention are slow on prompts, and a compiled step's prompts go
+# through the module that is not compiled.
+ONCE = ("-eager", "-plain", "-compile")
 
 
 @dataclass(frozen=True)
 class Settings:
     """How often everything is done.
 
-    Whole passes are timed `pass_repeats` times, of the peers once;
+    Whole passes are timed `pass_repeats` times, of the peers `peer_passes` times, and once of those
+    whose prompts are slow or another peer's (`ONCE`);
     `pass_seconds`: after this long no further round of kvjax alone is begun in a cell, but there
     are never fewer than three, for one disturbed pass must not decide.
     `pass_tokens`: in a cell of more tokens than this, batch times prompt, whole passes are timed
-    once and of kvjax alone; the peers only fill their caches, and those whose attention makes
-    all scores at once (eager) stay out.
+    once, and peers whose attention makes all scores at once (eager) stay out.
+    `peer_pass_tokens`: with more than this the peers' are not timed at all; they only fill caches.
     """
 
     repeats: int = 7
@@ -40,26 +41,25 @@ class Settings:
     warm: int = 2
     check_steps: int = 4
     pass_repeats: int = 5
+    peer_passes: int = 3
     pass_seconds: float = 45.0
     pass_tokens: int = 4096
+    peer_pass_tokens: int = 8192
     seed: int = 0
 
     def max_len(self, prompt: int) -> int:
         """Room for the prompt and the steps of one group, the same for every engine."""
         return prompt + max(self.warm + self.steps, self.check_steps)
 
+    def filled(self, prompt: int) -> float:
+        """Tokens in the cache at a timed step, on average."""
+        return prompt + self.warm + (self.steps + 1) / 2
+
 
 def prompt_tokens(sizes: Sizes, batch: int, prompt: int, seed: int) -> np.ndarray:
     """Random token ids, int32[batch, prompt]."""
     rng = np.random.default_rng([seed, batch, prompt])
     return rng.integers(0, sizes.vocab_size, (batch, prompt), np.int32)
-
-
-def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference as a part of the largest |expected|; NaN anywhere gives infinity."""
-    if not np.isfinite(found).all():
-        return float("inf")
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def run_cell(
@@ -87,19 +87,14 @@ def run_cell(
         for name, worker in workers.items():
             worker.ask("drop")
             engines[name] = worker.ask("setup", prompt=str(path), max_len=settings.max_len(prompt))
-        check, token = _check(workers, sizes, batch, dtype, Path(folder), settings)
-    _passes(workers, engines, settings, large=large)
-    continuations = _decode(workers, engines, token, settings)
-    reference = next(reversed(continuations.values()))
-    check["greedy_equal"] = {name: made == reference for name, made in continuations.items()}
-    itemsize = ITEMSIZE[dtype]
-    held = sizes.cache_bytes_per_token(itemsize) * batch
-    filled = prompt + settings.warm + (settings.steps + 1) / 2
-    for name, found in engines.items():
-        step = statistics.median(found["decode_seconds"]) / settings.steps
-        found["milliseconds_per_token"] = 1e3 * step
-        found["tokens_per_second"] = batch / step
-        found["bytes_per_step"] = workers[name].about["weight_bytes"] + held * filled
+        check, token = check_logits(
+            workers, sizes, batch, dtype, Path(folder),
+            steps=settings.check_steps, seed=settings.seed,
+        )  # fmt: skip
+        _passes(workers, engines, settings, batch * prompt)
+        continuations = decode(workers, engines, token, settings)
+        check_greedy(workers, check, token, continuations, Path(folder))
+    add_speeds(workers, engines, sizes, dtype, batch, prompt, settings)
     for worker in workers.values():
         worker.ask("drop")
     return {
@@ -107,74 +102,58 @@ def run_cell(
         "batch": batch,
         "prompt": prompt,
         "max_len": settings.max_len(prompt),
-        "cache_bytes_filled": int(held * filled),
+        "cache_bytes_filled": int(
+            sizes.cache_bytes_per_token(ITEMSIZE[dtype]) * batch * settings.filled(prompt)
+        ),
         "engines": engines,
         "check": check,
     }
 
 
-def _check(
+def add_speeds(
     workers: Mapping[str, Worker],
+    engines: dict[str, dict[str, Any]],
     sizes: Sizes,
-    batch: int,
     dtype: str,
-    folder: Path,
+    batch: int,
+    prompt: int,
     settings: Settings,
-) -> tuple[dict[str, Any], list[int]]:
-    """Logits after the prompt and after the same forced tokens, against the last engine's.
-
-    Also the first fill, which no time is taken of. Returns the greedy token after the prompt.
-    """
-    rng = np.random.default_rng([settings.seed, batch])
-    forced = rng.integers(0, sizes.vocab_size, (settings.check_steps, batch), np.int32)
-    np.save(folder / "forced.npy", forced)
-    logits: dict[str, np.ndarray] = {}
-    for name, worker in workers.items():
-        worker.ask("prefill", logits=str(folder / "prompt-logits.npy"))
-        last = np.load(folder / "prompt-logits.npy")
-        worker.ask(
-            "force", tokens=str(folder / "forced.npy"), logits=str(folder / "step-logits.npy")
-        )
-        logits[name] = np.concatenate([last[None], np.load(folder / "step-logits.npy")])
-    reference = next(reversed(logits))
-    differences = {
-        name: difference(found, logits[reference])
-        for name, found in logits.items()
-        if name != reference
-    }
-    if "kvjax" in workers:
-        workers["kvjax"].ask("uncached", logits=str(folder / "pass-logits.npy"))
-        whole = np.load(folder / "pass-logits.npy")
-        differences["kvjax-uncached"] = difference(whole, logits[reference][0])
-    tolerance = TOLERANCE[dtype]
-    check = {
-        "reference": reference,
-        "tolerance": tolerance,
-        "difference": differences,
-        "passed": all(found <= tolerance for found in differences.values()),
-    }
-    return check, logits[reference][0].argmax(-1).tolist()
+) -> None:
+    """Add what follows from the groups' seconds to every engine's figures."""
+    for name, found in engines.items():
+        about = workers[name].about
+        itemsize = about.get("cache_itemsize", ITEMSIZE[dtype])
+        held = sizes.cache_bytes_per_token(1) * itemsize * batch
+        step = statistics.median(found["decode_seconds"]) / settings.steps
+        found["milliseconds_per_token"] = 1e3 * step
+        found["tokens_per_second"] = batch / step
+        found["bytes_per_step"] = about["weight_bytes"] + held * settings.filled(prompt)
 
 
 def _passes(
     workers: Mapping[str, Worker],
     engines: dict[str, dict[str, Any]],
     settings: Settings,
-    *,
-    large: bool,
+    tokens: int,
 ) -> None:
     for found in engines.values():
         found["prefill_seconds"], found["prefill_init_seconds"] = [], []
-    if "kvjax" in engines:
-        engines["kvjax"]["uncached_seconds"] = []
+    engines["kvjax"]["uncached_seconds"] = []
+    rounds = {"kvjax": settings.pass_repeats}
+    for name in engines.keys() - rounds:
+        once = any(part in name for part in ONCE)
+        rounds[name] = min(settings.pass_repeats, 1 if once else settings.peer_passes)
+    if tokens > settings.pass_tokens:
+        rounds = dict.fromkeys(rounds, 1)
+    if tokens > settings.peer_pass_tokens:
+        rounds = {"kvjax": 1}
     began = math.inf
-    alone = {"kvjax": workers["kvjax"]} if "kvjax" in workers else workers
-    for round_ in range(1 if large else settings.pass_repeats):
-        if round_ == 1:
-            began = time.monotonic()
+    for round_ in range(max(rounds.values())):
+        timed = {name: workers[name] for name in engines if rounds.get(name, 0) > round_}
         if round_ >= 3 and time.monotonic() - began > settings.pass_seconds:
             break
-        timed = alone if large or round_ else workers
+        if len(timed) == 1:
+            began = min(began, time.monotonic())
         for name in _order(timed, round_):
             worker, found = workers[name], engines[name]
             worker.ask("drop")
@@ -187,12 +166,13 @@ def _passes(
             found["prefill_peak_bytes"] = worker.peak_bytes
 
 
-def _decode(
+def decode(
     workers: Mapping[str, Worker],
     engines: dict[str, dict[str, Any]],
     token: list[int],
     settings: Settings,
 ) -> dict[str, list[list[int]]]:
+    """Time groups of steps in turn into `engines`; the tokens that each made."""
     continuations: dict[str, list[list[int]]] = {}
     for found in engines.values():
         found["decode_seconds"] = []

@@ -21,7 +21,7 @@ class Sizes:
     num_key_value_heads: int = 3
     head_dim: int = 64
     vocab_size: int = 49_152
-    max_position_embeddings: int = 40_960
+    max_position_embeddings: int = 131_072
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one row holds for one token, all layers together."""

@@ -1,7 +1,7 @@
-"""Decode speed and memory of kvjax beside Transformers: `python -m benchmarks.decode`.
+"""Decode speed and memory of kvjax beside other engines: `python -m benchmarks.decode`.
 
 Makes a random checkpoint, loads it in every engine, checks that all compute the same, times them
-in turn, and writes `decode.json`, `decode.md` and `decode.png`.
+in turn, and writes `decode.json`, `decode.md`, `decode.png` and `speedup.png`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import peers, report
 from benchmarks.cells import ITEMSIZE, Settings, prompt_tokens, run_cell
 from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.claims import all_claims
 from benchmarks.process import Worker
 
-CELLS = "1x64,1x2048,1x8192,8x64,8x2048"
-# The last one is the reference of the check.
-PEERS = (
-    "transformers-static-eager",
-    "transformers-static-sdpa",
-    "transformers-dynamic-eager",
-    "transformers-dynamic-sdpa",
-)
+CELLS = "1x64,1x256,1x1024,1x2048,1x8192,8x64,8x2048"
 # Workers of one dtype live side by side; this load of the machine's cores is no quiet machine.
 BUSY = 0.5
 
@@ -47,10 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="groups of steps an engine and cell")
     parser.add_argument("--steps", type=int, help="timed steps in a group")
     parser.add_argument("--pass-repeats", type=int, help="rounds of prefill and uncached steps")
-    parser.add_argument("--peers", choices=("none", "transformers"), default="transformers")
-    parser.add_argument(
-        "--peer-python", default=sys.executable, help="interpreter that has torch and transformers"
-    )
+    peers.add_arguments(parser, "transformers")
     parser.add_argument("--generate", action="store_true", help="time kvjax.generate as well")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
     parser.add_argument("--quick", action="store_true", help="a tiny model and cells: a trial run")
@@ -93,7 +83,7 @@ def capacity_run(
     worker: Worker, sizes: Sizes, dtype: str, quick: bool, settings: Settings
 ) -> dict[str, Any]:
     """Steps after a short prompt in a small and in a large cache."""
-    prompt, max_lens = (20, [64, 256]) if quick else (100, [1024, 32_768])
+    prompt, max_lens = (20, [64, 256]) if quick else (100, [1024, 65_536])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompt.npy"
         np.save(path, prompt_tokens(sizes, 1, prompt, settings.seed))
@@ -128,9 +118,9 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
     if unknown := set(dtypes) - set(ITEMSIZE):
         raise ValueError(f"unknown dtypes {sorted(unknown)}; there are {sorted(ITEMSIZE)}")
     settings, sizes = settings_of(options), TINY if options.quick else Sizes()
-    interpreters = {"kvjax": sys.executable}
-    if options.peers == "transformers":
-        interpreters |= dict.fromkeys(PEERS, options.peer_python)
+    interpreters, left_out = peers.interpreters(options, sizes.head_dim)
+    for sentence in left_out:
+        console.print(sentence, style="yellow")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if load is not None and load > BUSY and not options.quick:
         console.print(f"the machine is busy (load {load:.2f}): times will suffer", style="yellow")
@@ -142,6 +132,7 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
         "model": asdict(sizes),
         "settings": {**asdict(settings), "full_size": not options.quick},
         "versions": {"python": ".".join(map(str, sys.version_info[:3]))},
+        "left_out": left_out,
         "cells": [],
         "capacity": [],
     }
@@ -160,7 +151,12 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
                 results["bandwidth"] = measure_bandwidth(ours, options.quick)
             for batch, prompt in cells:
                 console.print(f"{dtype}, batch {batch}, prompt {prompt:,} ...", style="dim")
-                cell = run_cell(workers, sizes, dtype, batch, prompt, settings)
+                here = {
+                    name: worker
+                    for name, worker in workers.items()
+                    if options.quick or peers.in_cell(name, batch, prompt)
+                }
+                cell = run_cell(here, sizes, dtype, batch, prompt, settings)
                 if options.generate:
                     new_tokens = 4 if options.quick else 64
                     repeats = 3 if batch * prompt <= settings.pass_tokens else 1
@@ -195,11 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    # An interpreter's place says nothing to a reader, and is no one else's.
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    for option in ("--peer-python", "--out"):
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
+    words = peers.without_paths(sys.argv[1:] if arguments is None else arguments)
     results["command"] = " ".join(["python -m benchmarks.decode", *words])
     out = options.out
     if out is None:

@@ -105,10 +105,16 @@ class KvjaxEngine:
         return jax.device_put(jnp.asarray(values, jnp.int32), jax.devices()[0])
 
     def filled(self, prompt: np.ndarray, max_len: int) -> tuple[Any, Any]:
-        """A prompt on the device, and a new cache that holds it."""
+        """A prompt on the device, and a new cache that holds it.
+
+        It is fed in calls of as many tokens as the cache takes at once.
+        """
         tokens = self._put(prompt)
         cache = self._init(tokens.shape[0], max_len)
-        cache = jax.block_until_ready(self._prefill_jit(self.lm.params, tokens, cache)[1])
+        chunk = cache.chunk or tokens.shape[1]
+        for begin in range(0, tokens.shape[1], chunk):
+            piece = tokens[:, begin : begin + chunk]
+            cache = jax.block_until_ready(self._prefill_jit(self.lm.params, piece, cache)[1])
         kvjax.check(cache)
         return tokens, cache
 
@@ -182,17 +188,24 @@ class KvjaxEngine:
         for max_len in max_lens:
             cache = self._init(tokens.shape[0], max_len)
             caches[max_len] = self._prefill_jit(self.lm.params, tokens, cache)[1]
-        seconds: dict[int, list[float]] = {max_len: [] for max_len in max_lens}
+        seconds = self.in_turn(caches, tokens[:, 0], warm, steps, repeats)
+        return {"seconds": [seconds[max_len] for max_len in max_lens]}
+
+    def in_turn(
+        self, caches: dict[Any, Any], token: Any, warm: int, steps: int, repeats: int
+    ) -> dict[Any, list[float]]:
+        """Seconds of groups of steps from each of several caches, which are used up."""
+        seconds: dict[Any, list[float]] = {name: [] for name in caches}
+        names, warm = list(caches), max(warm, 1)
         # The first group of each compiles.
         for repeat in range(repeats + 1):
-            order = max_lens if repeat % 2 else max_lens[::-1]
-            for max_len in order:
-                cache, spent, _ = self.group(caches.pop(max_len), tokens[:, 0], max(warm, 1), steps)
+            for name in names if repeat % 2 else names[::-1]:
+                cache, spent, _ = self.group(caches.pop(name), token, warm, steps)
                 kvjax.check(cache)
-                caches[max_len] = kvjax.rewind(cache, max(warm, 1) + steps)
+                caches[name] = kvjax.rewind(cache, warm + steps)
                 if repeat:
-                    seconds[max_len].append(spent)
-        return {"seconds": [seconds[max_len] for max_len in max_lens]}
+                    seconds[name].append(spent)
+        return seconds
 
     def generate(self, new_tokens: int, repeats: int) -> dict[str, Any]:
         """`kvjax.generate` itself: its decode loop on the device, by its own statistics."""

@@ -1,4 +1,4 @@
-"""Milliseconds a token against prompt length, a panel for each dtype and batch."""
+"""Plots of a run: milliseconds a token, and what the cache saves, against prompt length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,29 @@ matplotlib.use("Agg")
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
 OURS, DYNAMIC, STATIC, FLOOR = "#0072B2", "#D55E00", "#009E73", "#777777"
+COMPILED, LLAMA_CPP, OPENVINO, MLX = "#E69F00", "#CC79A7", "#56B4E9", "#000000"
+PEERS = {
+    "Transformers, static cache": (
+        ("transformers-static-eager", "transformers-static-sdpa"),
+        {"color": STATIC, "marker": "s"},
+    ),
+    "Transformers, dynamic cache": (("transformers-dynamic",), {"color": DYNAMIC, "marker": "^"}),
+    "Transformers, compiled": (
+        ("transformers-static-compile",),
+        {"color": COMPILED, "marker": "D", "linestyle": "-."},
+    ),
+    "llama.cpp": (("llama_cpp",), {"color": LLAMA_CPP, "marker": "v"}),
+    "OpenVINO": (("openvino",), {"color": OPENVINO, "marker": "P"}),
+    "mlx-lm": (("mlx",), {"color": MLX, "marker": "x"}),
+}
+"""Beginnings of the names of engines that share a line, the fastest standing for all, its style."""
 
 
-def _best(cell: dict[str, Any], kind: str) -> float | None:
+def _best(cell: dict[str, Any], kinds: tuple[str, ...]) -> float | None:
     found = [
         engine["milliseconds_per_token"]
         for name, engine in cell["engines"].items()
-        if name.startswith(f"transformers-{kind}")
+        if name.startswith(kinds)
     ]
     return min(found, default=None)
 
@@ -34,16 +50,10 @@ def _series(results: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[s
             "y": [1e3 * statistics.median(engine["uncached_seconds"]) for engine in ours],
             "style": {"color": OURS, "linestyle": "--", "marker": "o", "markerfacecolor": "white"},
         },
-        {
-            "label": "Transformers, static cache",
-            "y": [_best(cell, "static") for cell in cells],
-            "style": {"color": STATIC, "marker": "s"},
-        },
-        {
-            "label": "Transformers, dynamic cache",
-            "y": [_best(cell, "dynamic") for cell in cells],
-            "style": {"color": DYNAMIC, "marker": "^"},
-        },
+        *(
+            {"label": label, "y": [_best(cell, kinds) for cell in cells], "style": style}
+            for label, (kinds, style) in PEERS.items()
+        ),
         {
             "label": "kvjax",
             "y": [engine["milliseconds_per_token"] for engine in ours],
@@ -57,8 +67,44 @@ def _series(results: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[s
     ]
 
 
+def _scales(axes: Any, prompts: set[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(prompts))
+    axes.tick_params(labelbottom=True, labelleft=True)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_speedup(results: dict[str, Any], path: Path) -> None:
+    """Save how many times longer a step takes without the cache, against prompt length."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    lines: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for cell in results["cells"]:
+        ours = cell["engines"]["kvjax"]
+        whole = 1e3 * statistics.median(ours["uncached_seconds"])
+        point = (cell["prompt"], whole / ours["milliseconds_per_token"])
+        lines.setdefault((cell["dtype"], cell["batch"]), []).append(point)
+    for (dtype, batch), points in lines.items():
+        style: dict[str, Any] = {"color": OURS if dtype == "float32" else DYNAMIC, "marker": "o"}
+        style["linestyle"] = "-" if batch == 1 else "--"
+        label = f"{dtype}, batch {batch}"
+        axes.plot(*zip(*sorted(points), strict=True), label=label, **style)
+    _scales(axes, {cell["prompt"] for cell in results["cells"]})
+    axes.set_xlabel("prompt length (tokens)")
+    axes.set_ylabel("a step without the cache / with it")
+    axes.legend(frameon=False, fontsize=9)
+    version = results["versions"]["jax"]
+    figure.suptitle(f"What the cache saves on {results['device']} (jax {version})", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Save the plot to `path`; of Transformers' attentions the faster stands for each cache."""
+    """Save milliseconds a token to `path`, in a panel for each dtype and batch."""
     cells = results["cells"]
     dtypes = sorted({cell["dtype"] for cell in cells}, reverse=True)
     batches = sorted({cell["batch"] for cell in cells})
@@ -77,15 +123,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 if points:
                     (line,) = axes.plot(*zip(*points, strict=True), **series["style"])
                     handles[series["label"]] = line
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(sorted({cell["prompt"] for cell in cells}))
-            axes.tick_params(labelbottom=True, labelleft=True)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
+            _scales(axes, {cell["prompt"] for cell in cells})
             axes.set_title(f"{dtype}, batch {batch}", fontsize=10)
             if i == len(dtypes) - 1:
                 axes.set_xlabel("prompt length (tokens)")

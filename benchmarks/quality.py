@@ -126,10 +126,11 @@ def transformers_quality(
 def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str) -> Quality:
     """Figures of a quantized cache of llama.cpp, beside its own with 16-bit floats."""
     from benchmarks import engine_llama_cpp as llama_cpp
+    from benchmarks.gguf_file import to_gguf
 
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "model.gguf"
-        llama_cpp.to_gguf(folder, file)
+        to_gguf(folder, file)
         wanted = llama_cpp.logits(file, windows, "f16", "f16")
         found = llama_cpp.logits(file, windows, keys, values)
     each = [compared(*of_one) for of_one in zip(wanted, found, windows, strict=True)]

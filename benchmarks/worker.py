@@ -8,6 +8,7 @@ packages are imported, so a worker can run in another interpreter than its paren
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -16,17 +17,22 @@ from typing import Any, TextIO
 
 from benchmarks import memory
 
+CLASSES = {
+    "kvjax": ("engine_kvjax", "KvjaxEngine"),
+    "transformers": ("engine_transformers", "TransformersEngine"),
+    "llama_cpp": ("engine_llama_cpp", "LlamaCppEngine"),
+    "openvino": ("engine_openvino", "OpenvinoEngine"),
+    "mlx": ("engine_mlx", "MlxEngine"),
+}
+"""Module and class by family; a module is imported by its own worker alone."""
+
 
 def build(engine: str, checkpoint: str, dtype: str) -> Any:
-    """Load the engine called `engine`: `kvjax` or `transformers-<cache>-<attention>`."""
+    """Load an engine by its name: a family, and with dashes what its class takes besides."""
     family, *variant = engine.split("-")
-    if family == "kvjax":
-        from benchmarks.engine_kvjax import KvjaxEngine
-
-        return KvjaxEngine(checkpoint, dtype)
-    from benchmarks.engine_transformers import TransformersEngine
-
-    return TransformersEngine(checkpoint, dtype, *variant)
+    module, name = CLASSES[family]
+    found = getattr(importlib.import_module(f"benchmarks.{module}"), name)
+    return found(checkpoint, dtype, *variant)
 
 
 def serve(engine: Any, requests: TextIO, replies: TextIO) -> None:

@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks import bandwidth, endless, memory, placement, quantized, report
-from benchmarks.cells import difference
+from benchmarks import (
+    bandwidth,
+    capacity,
+    endless,
+    memory,
+    peers,
+    placement,
+    quantized,
+    scaling,
+)
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
-from benchmarks.claims import all_claims, paired_ratio
-from benchmarks.decode import PEERS, main, parse_cells
+from benchmarks.decode import main, parse_cells
 from benchmarks.process import Worker, WorkerError
 
 needs_transformers = pytest.mark.skipif(
@@ -24,7 +31,8 @@ needs_transformers = pytest.mark.skipif(
 
 
 def read_results(folder: Path) -> dict:
-    assert (folder / "decode.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("decode.png", "speedup.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert "| dtype |" in (folder / "decode.md").read_text()
     return json.loads((folder / "decode.json").read_text())
 
@@ -54,10 +62,10 @@ def test_quick_run_without_a_peer(tmp_path, capsys):
         assert set(cell["engines"]) == {"kvjax"}
         check_engine(cell["engines"]["kvjax"], results["settings"]["repeats"])
         assert cell["engines"]["kvjax"]["uncached_seconds"]
-    assert [capacity["dtype"] for capacity in results["capacity"]] == ["float32", "bfloat16"]
-    for capacity in results["capacity"]:
-        assert capacity["max_lens"] == [64, 256]
-        assert [len(seconds) for seconds in capacity["seconds"]] == [2, 2]
+    assert [found["dtype"] for found in results["capacity"]] == ["float32", "bfloat16"]
+    for found in results["capacity"]:
+        assert found["max_lens"] == [64, 256]
+        assert [len(seconds) for seconds in found["seconds"]] == [2, 2]
     assert results["claims"] and not any(claim["required"] for claim in results["claims"])
     assert "kvjax without a cache" in " ".join(capsys.readouterr().out.split())
 
@@ -77,8 +85,12 @@ def test_quick_run_beside_transformers(tmp_path):
     results = read_results(tmp_path)
     assert {"torch", "transformers"} <= set(results["versions"])
     for cell in results["cells"]:
-        assert list(cell["engines"]) == ["kvjax", *PEERS]
-        assert set(cell["check"]["difference"]) == {"kvjax", "kvjax-uncached", *PEERS[:-1]}
+        assert list(cell["engines"]) == ["kvjax", *peers.TRANSFORMERS]
+        assert set(cell["check"]["difference"]) == {
+            "kvjax",
+            "kvjax-uncached",
+            *peers.TRANSFORMERS[:-1],
+        }
         assert cell["check"]["passed"]
         for found in cell["engines"].values():
             check_engine(found, 3)
@@ -118,6 +130,8 @@ def test_bad_cells_are_refused(text, capsys):
         (["--dtypes", "float8"], "unknown dtypes ['float8']"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
         (["--pass-repeats", "0"], "pass_repeats must be at least 1, got 0"),
+        (["--peers", "llama"], "unknown peers ['llama']"),
+        (["--python", "openvino"], "--python takes NAME=PATH"),
     ],
 )
 def test_bad_options_are_refused(arguments, message, capsys):
@@ -133,50 +147,6 @@ def test_a_worker_that_fails_says_why(tmp_path):
     dead = Worker("kvjax", tmp_path, "float32", [sys.executable, "-c", script])
     with dead, pytest.raises(WorkerError, match="ended with code 7:\nout of luck"):
         dead.ready()
-
-
-def results_of(difference: float, ratio: float) -> dict:
-    def engine(seconds: float) -> dict:
-        return {
-            "decode_seconds": [seconds, 2 * seconds],
-            "milliseconds_per_token": 1500.0 * seconds,
-            "prefill_seconds": [30.0],
-            "uncached_seconds": [30.0],
-        }
-
-    cell = {
-        "dtype": "float32",
-        "batch": 1,
-        "prompt": 2048,
-        "engines": {
-            "kvjax": engine(ratio),
-            "transformers-dynamic-eager": engine(1.5),
-            "transformers-dynamic-sdpa": engine(1.0),
-        },
-        "check": {"tolerance": 1e-4, "difference": {"kvjax": difference}, "reference": "peer"},
-    }
-    return {"cells": [cell], "capacity": [], "settings": {"full_size": True}}
-
-
-def test_claims_hold_kvjax_against_the_fastest_peer():
-    speed, cached, uncached = all_claims(results_of(0.0, 1.05))
-    assert speed["measured"] == pytest.approx(1.05)
-    assert speed["passed"] and speed["required"] and "dynamic-sdpa" in speed["claim"]
-    assert cached["measured"] == pytest.approx(30 / 1.575) and cached["passed"]
-    assert uncached["measured"] == 1.0 and uncached["passed"]
-    assert not all_claims(results_of(0.0, 1.2))[0]["passed"]
-
-
-def test_mismatches_are_named():
-    assert report.mismatches(results_of(1e-5, 1.0)) == []
-    (sentence,) = report.mismatches(results_of(1e-3, 1.0))
-    assert "float32 1x2048: the logits of kvjax differ from peer's by 1.0e-03" in sentence
-    assert difference(np.array([np.nan]), np.array([1.0])) == float("inf")
-    assert difference(np.array([1.0, 2.5]), np.array([1.0, 2.0])) == 0.25
-
-
-def test_ratio_is_the_median_of_pairs():
-    assert paired_ratio([1.0, 10.0, 3.0], [1.0, 5.0, 1.0]) == 2.0
 
 
 def test_peak_memory_sees_an_array_come_and_go():
@@ -225,3 +195,25 @@ def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys)
     assert found["host"]["body_bytes"] == found["host, 2 ahead"]["body_bytes"]
     assert min(results["link"].values()) > 0
     assert "| float32 | host, 4 bits, 1 ahead |" in capsys.readouterr().out
+
+
+def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys):
+    assert capacity.main(["--quick", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "capacity.json").read_text())["dtypes"]["float32"]
+    assert list(found["capacity"]) == list(capacity.policies(32))
+    assert list(found["position"]) == ["ring", "ring, 4 sinks"]
+    for kind, sizes in ("capacity", [64, 256]), ("position", [80, 300]):
+        for row in found[kind].values():
+            assert row["sizes"] == sizes and row["ratio"] > 0
+            assert all(len(each) == 2 and min(each) > 0 for each in row["ms"])
+    assert "| float32 | on the host, 4 bits |" in capsys.readouterr().out
+
+
+def test_rows_are_timed_in_growing_batches(tmp_path, capsys):
+    assert scaling.main(["--quick", "--peers", "none", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "scaling.json").read_text())
+    assert [cell["batch"] for cell in results["cells"]] == [1, 2]
+    assert all(cell["engines"]["kvjax"]["tokens_per_second"] > 0 for cell in results["cells"])
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "| float32 | 2 | kvjax |" in capsys.readouterr().out
+    assert scaling.main(["--quick", "--peers", "llama"]) == 2
