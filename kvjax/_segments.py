@@ -10,7 +10,15 @@ from jax import lax
 from kvjax._tail import Strip
 from kvjax._typing import Array, Rows
 from kvjax.cache import LayerCache
-from kvjax.codecs import Codec, Store, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.codecs import (
+    Codec,
+    Store,
+    long_mix,
+    long_scores,
+    plain_mix,
+    plain_scores,
+    tokens_of,
+)
 from kvjax.layouts import Layout, Region
 from kvjax.placement import Device
 from kvjax.rotary import RotaryTable, apply_rotary
@@ -63,9 +71,12 @@ class Segment:
 
     def mix(self, weights: Array, values: Store, positions: Array | None, dtype: str) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
-        kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out."""
+        kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out; None
+        is a whole segment, on a CPU."""
         codec = self.codecs[1]
-        if codec.blockwise or positions is None:
+        if positions is None:
+            return long_mix(weights, codec.decode(values))
+        if codec.blockwise:
             return codec.mix(weights, values)
         # What an earlier text left in an empty slot may be no number, and no weight makes that 0.
         present = jnp.where(positions[:, None, :, None] >= 0, tokens_of(codec.decode(values)), 0)

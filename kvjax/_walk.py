@@ -119,19 +119,14 @@ def _walk_segment(
     full = jnp.max(segment.filled(length)) * 8 >= segment.size * 5
 
     @jax.checkpoint
-    def at_once(merged: _Merged) -> _Merged:
+    def at_once(merged: _Merged) -> tuple[_Merged, Array]:
         units = jnp.arange(segment.size, dtype=jnp.int32)
-        return _merged(
-            merged, segment, (segment.keys, segment.values), grouped, segment.positions(units, 0),
-            sight, whole=True,
-        )  # fmt: skip
+        stores, positions = (segment.keys, segment.values), segment.positions(units, 0)
+        found = _merged(merged, segment, stores, grouped, positions, sight, whole=True)
+        return found, jnp.all(jnp.isfinite(found[2]))
 
-    def nothing(merged: _Merged) -> _Merged:
-        return *merged[:2], jnp.full_like(merged[2], jnp.nan)
-
-    found = lax.cond(full, at_once, nothing, merged)
-    good = jnp.all(jnp.isfinite(found[2]))
-    return lax.cond(good, lambda found, _: found, lambda _, merged: walk(merged), found, merged)
+    found, done = lax.cond(full, at_once, lambda merged: (merged, jnp.bool_(False)), merged)
+    return lax.cond(done, lambda found, _: found, lambda _, merged: walk(merged), found, merged)
 
 
 def _fits(segment: Segment, grouped: Array) -> bool:

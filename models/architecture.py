@@ -163,9 +163,9 @@ class Architecture:
 
 
 def _piece(cache: KVCache, last_only: bool, new: int) -> int:
-    """Tokens of a call that are fed together: as many as rings have slack for, and of a long text of
-    which only the last logits are wanted no more than ``PIECE``, for its hidden states would take
-    more memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
+    """Tokens of a call that are fed together: as many as rings have slack for, and where only the
+    last logits are wanted no more than ``PIECE``, for a long text's hidden states would take more
+    memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
     exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
     usual = PIECE if last_only and not exact else new
     return min(usual, cache.chunk or usual)

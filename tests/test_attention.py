@@ -1,5 +1,8 @@
 """Attention's settings, one by one, against a list of tokens."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import naive
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
+from kvjax import _walk
 from kvjax._walk import COARSE, FINE, _block_sizes
 
 HEADS, KV, DIM = 6, 2, 8
@@ -96,3 +100,54 @@ def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
     assert fine == min(FINE, slots) and fine <= coarse <= COARSE
     assert coarse == fine or 4 * coarse <= slots
     assert coarse % fine == 0
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """The layers that are walked block by block, while nothing is compiled."""
+    calls = []
+    walk = _walk._by_blocks
+
+    def recorded(*call):
+        calls.append(call)
+        return walk(*call)
+
+    monkeypatch.setattr(_walk, "_by_blocks", recorded)
+    with jax.disable_jit():
+        yield calls
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="layers in one piece are for CPUs")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [KV, HEADS])  # one row of queries, and three
+def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
+    config = tiny_config(
+        num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=64, dtype=dtype
+    )
+    cache = kvjax.init_cache(config, batch=2, max_len=300)
+    lengths = jnp.asarray([250, 190], jnp.int32)
+    keys, values = (jnp.asarray(random(2, KV, 250, 64, seed=n), dtype) for n in (1, 2))
+    cache = kvjax.append(cache, 0, keys, values, lengths=lengths)
+    cache = kvjax.rewind(kvjax.advance(cache, 250, lengths), 1)
+    one = jnp.asarray(random(2, KV, 1, 64, seed=3), dtype)
+    queries = jnp.asarray(random(2, heads, 1, 64, seed=5), dtype)
+    cache = kvjax.append(cache, 0, one, one)
+    walked.clear()
+    found = kvjax.attend(queries, cache, 0, path="blocks")
+    assert walked == []
+    wanted = kvjax.attend(queries, cache, 0, path="reference")
+    tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
+    np.testing.assert_allclose(*(np.asarray(x, float) for x in (found, wanted)), atol=tolerance)
+
+    # No number, in a slot that is not seen.
+    layer = cache.layers[0]
+    codec = layer.policy.values
+    stale = codec.encode(codec.decode(layer.values).at[:, :, 270].set(jnp.nan))
+    cache = replace(cache, layers=(replace(layer, values=stale),))
+    found = kvjax.attend(queries, cache, 0, path="blocks")
+    assert len(walked) == 1
+    np.testing.assert_allclose(*(np.asarray(x, float) for x in (found, wanted)), atol=tolerance)
+
+    walked.clear()
+    kvjax.attend(queries, kvjax.rewind(cache, 100), 0, path="blocks")
+    assert len(walked) == 1

@@ -128,3 +128,19 @@ def test_the_search_finds_a_copy():
     cache = jax.eval_shape(lambda: kvjax.init_cache(config, batch=1, max_len=4096))
     queries = jax.ShapeDtypeStruct((1, 4, 1, 8), jnp.float32)
     assert copies(step.lower(queries, cache).compile(), kvjax.nbytes(cache)["device"] // 2)
+
+
+def test_temporaries_of_a_prompt_do_not_grow_with_it():
+    def prefill(params, tokens, cache):
+        return MODEL.apply(params, tokens, cache, last_only=True)
+
+    params, temporary = MODEL.abstract_params(), []
+    cache = jax.eval_shape(lambda: kvjax.init_cache(CONFIG, batch=1, max_len=65536))
+    for prompt in (2048, 8192):
+        tokens = jax.ShapeDtypeStruct((1, prompt), jnp.int32)
+        program = jax.jit(prefill, donate_argnums=2).lower(params, tokens, cache).compile()
+        tokens_bytes = 3 * 4 * prompt  # the tokens themselves, padded, and in parts
+        temporary.append(program.memory_analysis().temp_size_in_bytes - tokens_bytes)
+        size = kvjax.nbytes(cache)["device"]
+        assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
+    assert temporary[1] <= temporary[0]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from matrix import BLOCK, CELLS, CODECS, CODED, FULL, LAYOUTS, cells, tiny_config, tiny_model
 
 import kvjax
+from kvjax.models import architecture
 
 MODEL, PARAMS = tiny_model()
 LENGTHS = (44, 31, 1)
@@ -145,3 +146,33 @@ def test_a_long_text_in_pieces_and_at_once(new):
         logits, cache = APPLY(PARAMS, tokens[:, start : start + 400], cache)
         piece = wanted[:, start : start + 400]
         assert jnp.abs(logits - piece).max() <= 1e-5 * jnp.abs(wanted).max()
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
+    """Where only the last logits are wanted; rows end in different parts, one has none."""
+    monkeypatch.setattr(architecture, "PIECE", 16)
+    tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (4, 50), np.int32)
+    lengths = np.asarray([50, 33, 5, 0])
+    cache = kvjax.init_cache(MODEL.config, kvjax.policy(bits=bits), batch=4, max_len=64)
+    last, cut = MODEL.apply(PARAMS, tokens, cache, lengths=lengths, last_only=True)
+    every, whole = MODEL.apply(PARAMS, tokens, cache, lengths=lengths)
+    for row, length in enumerate(lengths[:3]):
+        close(np.asarray(last)[row, 0], np.asarray(every)[row, length - 1], 1e-5)
+    assert cut.length.tolist() == whole.length.tolist() == lengths.tolist()
+    one = np.asarray([[1]] * 4, np.int32)
+    (a, _), (b, _) = (MODEL.apply(PARAMS, one, held) for held in (cut, whole))
+    close(np.asarray(a), np.asarray(b), 1e-5)
+
+
+def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
+    tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, 300), np.int32)
+    policy = kvjax.policy(bits=2, prefill="exact")
+
+    def last():
+        cache = kvjax.init_cache(MODEL.config, policy, batch=1, max_len=320)
+        return np.asarray(MODEL.apply(PARAMS, tokens, cache, last_only=True)[0])
+
+    at_once = last()
+    monkeypatch.setattr(architecture, "PIECE", 16)
+    assert np.array_equal(last(), at_once)

@@ -2,7 +2,15 @@
 
 from kvjax.codecs._packing import MULTIPLE
 from kvjax.codecs.centred import Centred
-from kvjax.codecs.codec import Codec, Store, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.codecs.codec import (
+    Codec,
+    Store,
+    long_mix,
+    long_scores,
+    plain_mix,
+    plain_scores,
+    tokens_of,
+)
 from kvjax.codecs.float8 import Float8
 from kvjax.codecs.half_quadratic import HalfQuadratic
 from kvjax.codecs.integer import BITS, Int1, Int2, Int3, Int4, Int8, Integer
@@ -27,6 +35,7 @@ __all__ = [
     "Rotated",
     "Store",
     "Unrotated",
+    "long_mix",
     "long_scores",
     "plain_mix",
     "plain_scores",

@@ -76,15 +76,29 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     return product("bhqd,bhkd->bhqk", queries, tokens_of(keys).astype(queries.dtype))
 
 
+def plain_mix(weights: Array, values: Array) -> Array:
+    """A mixture of values as numbers: see ``Codec.mix``."""
+    return product("bhqk,bhkd->bhqd", weights.astype(values.dtype), tokens_of(values))
+
+
 def long_scores(queries: Array, keys: Array) -> Array:
-    """``plain_scores`` with many float32 keys and few queries, for CPUs: they multiply them faster
-    as the first factor. Without the barrier the compiler would exchange the factors again."""
+    """``plain_scores`` with many keys and few queries, for CPUs. They multiply float32 keys faster
+    as the first factor; without the barrier the compiler would exchange the factors again."""
     if queries.dtype.itemsize < 4:
-        return plain_scores(queries, keys)
+        return _with_company(plain_scores, queries, keys)
     turned = product("bhkd,bhqd->bhkq", tokens_of(keys).astype(queries.dtype), queries)
     return lax.optimization_barrier(turned).swapaxes(2, 3)
 
 
-def plain_mix(weights: Array, values: Array) -> Array:
-    """A mixture of values as numbers: see ``Codec.mix``."""
-    return product("bhqk,bhkd->bhqd", weights.astype(values.dtype), tokens_of(values))
+def long_mix(weights: Array, values: Array) -> Array:
+    """``plain_mix`` with many values and few rows of weights, for CPUs."""
+    if values.dtype.itemsize < 4:
+        return _with_company(plain_mix, weights, values)
+    return plain_mix(weights, values)
+
+
+def _with_company(product: Any, rows: Array, numbers: Array) -> Array:
+    """A product of 16-bit numbers: for one row alone a CPU would widen all of them in a copy."""
+    if rows.shape[2] > 1:
+        return product(rows, numbers)
+    return product(jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0))), numbers)[:, :, :1]
