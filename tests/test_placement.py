@@ -120,8 +120,9 @@ def test_the_order_of_accelerators():
         found.append(jax.jit(model.apply)(params, TEXT[:, 40:41], cache)[0])
     assert np.array_equal(*found)
     # The first two layers are fetched at once, the third when the second's keys are there.
+    # Such a barrier joins a body with keys; those of the weights' products have one array each.
     barriers = [e for e in program.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
-    assert len(barriers) == 1
+    assert len([e for e in barriers if len(e.invars) > 1]) == 1
 
 
 def test_shared_layers_stay_until_the_last_has_read_them():
