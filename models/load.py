@@ -35,7 +35,7 @@ def load(
       path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
         model that comes with the package.
       dtype: what to compute in: float32, bfloat16 or float16. By default the checkpoint's own on
-        an accelerator, float32 on a CPU, where 16-bit products of one row are slower.
+        an accelerator, float32 on a CPU, which takes twice the memory and rounds less.
       revision: a hub id's branch, tag or commit.
 
     Returns:
