@@ -18,10 +18,14 @@ COARSE = 1024
 threads."""
 NUMBERS = 3 * 2**17
 """Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
+CODED = 2
+"""Times as large coded blocks may be: from them a quarter or less is read."""
 QUERIES = 256
 """Queries that walk the blocks together: more of them would see more blocks in vain."""
 FEW = 16
 """Rows below which a CPU multiplies 16-bit numbers faster after widening them."""
+SPARE = 4
+"""Of a coarse block, the part that a few rows must see of it, or they walk fine ones there."""
 SCORES = 4
 """Arrays of scores that a segment in one piece is counted with: products, and turned round, masked
 scores, weights."""
@@ -66,21 +70,27 @@ def blockwise(
     new = both[0].shape[2]
     whole = new // QUERIES * QUERIES if new > QUERIES else 0
 
-    def some(part: tuple[tuple[Array, ...], Array]) -> Array:
-        turned, at = part
+    def some(turned: tuple[Array, ...], at: Array) -> Array:
         kinds = turned[0], turned[-1]
         return _walk(kinds, kv_heads, parts, length, replace(sight, queries=at))
 
+    def next_part(split: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
+        turned = tuple(lax.dynamic_index_in_dim(x, number, keepdims=False) for x in split)
+        mixed = some(turned, lax.dynamic_index_in_dim(at, number, keepdims=False))
+        # Written over the queries that it is of: zeros to write over, which depend on nothing, a
+        # CPU makes for all layers before the first, and keeps.
+        return (lax.dynamic_update_index_in_dim(split[0], mixed, number, 0), *split[1:]), None
+
     mixed = []
     if whole:
-        split = tuple(
-            jnp.stack(jnp.split(x[:, :, :whole], whole // QUERIES, axis=2)) for x in kinds
-        )
-        at = jnp.stack(jnp.split(sight.queries[:, :whole], whole // QUERIES, axis=1))
-        mixed = list(lax.map(some, (split, at)))
+        count = whole // QUERIES
+        split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
+        at = jnp.stack(jnp.split(sight.queries[:, :whole], count, axis=1))
+        found = lax.scan(next_part, split, jnp.arange(count))[0][0]
+        mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)
-        mixed.append(some((rest, sight.queries[:, whole:])))
+        mixed.append(some(rest, sight.queries[:, whole:]))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2)
 
 
@@ -175,9 +185,17 @@ def _by_blocks(
         return walk(merged, begin, -(-segment.size // fine), fine, jnp.int32(stop))
     # Tokens behind the last of these queries need not be walked to.
     near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
-    filled = jnp.clip(segment.filled(near), 0, segment.size) // coarse * coarse
-    merged = walk(merged, begin, segment.size // coarse, coarse, begin + filled)
-    return walk(merged, begin + filled, -(-coarse // fine), fine, jnp.int32(stop))
+    filled = jnp.clip(segment.filled(near), 0, segment.size)
+    rest = coarse // SPARE if grouped.shape[2] < FEW else coarse - 1
+    whole = (filled + coarse - 1 - rest) // coarse
+    behind = begin + whole * coarse
+    merged = walk(merged, begin, -(-segment.size // coarse), coarse, behind)
+
+    def finely(merged: _Merged) -> _Merged:
+        return walk(merged, behind, -(-rest // fine), fine, jnp.int32(stop))
+
+    # A few turns of a loop that skip all they see cost as much as a small block.
+    return lax.cond(filled > whole * coarse, finely, lambda merged: merged, merged)
 
 
 def _merged(
@@ -188,8 +206,9 @@ def _merged(
     scores, seen = _scored(segment, stores, grouped, positions, sight, long=whole)
     highest, total, mixed = merged
     scores = jnp.where(seen, scores, _LOWEST)
-    new_highest = jnp.maximum(highest, scores.max(-1))
-    weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
+    # Never as low as what is not seen, whose weights are 0 then: no choice has to make them so.
+    new_highest = jnp.maximum(highest, jnp.maximum(scores.max(-1), _LOWEST / 2))
+    weights = jnp.exp(scores - new_highest[..., None])
     shrink = jnp.exp(highest - new_highest)
     total = total * shrink + weights.sum(-1)
     more = segment.mix(weights, stores[1], None if whole else positions, grouped.dtype.name)
@@ -212,11 +231,11 @@ def _scored(
 
 def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
     """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
-    numbers each: a coarse block is at most a quarter of them."""
+    numbers each: a coarse block is a quarter of them at most, in whole fine ones."""
     fine = min(max(FINE // unit, 1), size)
-    tokens = min(COARSE, max(NUMBERS // numbers, FINE))
-    most = max(min(tokens // unit, size // 4), 1)
-    return fine, max(fine, 1 << most.bit_length() - 1)
+    tokens = min(COARSE, max(NUMBERS // numbers, FINE)) * (CODED if unit > 1 else 1)
+    most = tokens // unit // fine
+    return fine, fine * max(min(-(-size // (4 * fine)), most), 1)
 
 
 def _on_cpu() -> bool:

@@ -14,6 +14,7 @@ from kvjax import _walk
 from kvjax._walk import COARSE, FINE, _block_sizes
 
 HEADS, KV, DIM = 6, 2, 8
+PATHS = ("blocks", "reference")
 
 
 def random(*shape, seed=0):
@@ -28,7 +29,7 @@ def held(length, max_len, seed=1):
     return cache, keys[0].astype(float), values[0].astype(float)
 
 
-@pytest.mark.parametrize("path", ["blocks", "reference"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("length,max_len", [(1, 1), (9, 9), (130, 131), (700, 4096), (4500, 4700)])
 @pytest.mark.parametrize(
     "settings",
@@ -50,7 +51,7 @@ def test_settings(path, length, max_len, settings):
         np.testing.assert_allclose(found[0, head, 0], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("path", ["blocks", "reference"])
+@pytest.mark.parametrize("path", PATHS)
 def test_bias_by_position(path):
     """ALiBi (arXiv:2108.12409): a head's slope times the distance."""
     slopes = np.asarray([2.0**-h for h in range(1, HEADS + 1)], np.float32)
@@ -89,7 +90,7 @@ def test_a_row_that_holds_nothing_gets_zeros():
     one = random(1, KV, 1, DIM)
     none = jnp.zeros(1, jnp.int32)
     cache = kvjax.append(cache, 0, one, one, lengths=none)
-    for path in ("blocks", "reference"):
+    for path in PATHS:
         queries = random(1, HEADS, 1, DIM)
         assert not kvjax.attend(queries, cache, 0, lengths=none, path=path).any()
 
@@ -98,8 +99,29 @@ def test_a_row_that_holds_nothing_gets_zeros():
 def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
     fine, coarse = _block_sizes(slots)
     assert fine == min(FINE, slots) and fine <= coarse <= COARSE
-    assert coarse == fine or 4 * coarse <= slots
+    assert 4 * (coarse - fine) < slots
     assert coarse % fine == 0
+
+
+@pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round blocks up, and many
+def test_every_length_is_walked_to_its_end(heads):
+    """Whatever part of a coarse block is filled behind the last full one."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=DIM)
+    cache = kvjax.init_cache(config, kvjax.policy("quantized", bits=8), batch=1, max_len=2500)
+    keys, values = random(1, KV, 2400, DIM, seed=1), random(1, KV, 2400, DIM, seed=2)
+    cache = kvjax.advance(kvjax.append(cache, 0, keys, values), 2400)
+    fine, coarse = _block_sizes(2500 // 64, 64, KV * DIM)
+    assert 1 < fine < coarse
+    queries = random(1, heads, 1, DIM, seed=3)
+
+    @jax.jit
+    def both(length):
+        short = replace(cache, length=length[None])
+        return [kvjax.attend(queries, short, 0, causal=False, path=p) for p in PATHS]
+
+    for blocks in range(0, 2400 // 64, fine):
+        found, wanted = both(jnp.int32(blocks * 64 + 65))
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.codecs.codec import FEW as FEW_ROWS
+from kvjax.codecs.codec import SINGLY, plain_scores
 from kvjax.models.layers import FEW, contract_last
 
 
@@ -38,3 +40,17 @@ def test_no_copy_of_the_weights_is_made(rows, dtype):
     weight = jax.ShapeDtypeStruct((4096, 256), dtype)
     memory = jax.jit(contract_last).lower(x, weight).compile().memory_analysis()
     assert memory.temp_size_in_bytes < weight.size * weight.dtype.itemsize // 4
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("rows", [1, SINGLY, SINGLY + 1, FEW_ROWS - 1, FEW_ROWS])
+def test_scores_in_every_form(batch, rows):
+    """Few queries in float32, in the order that CPUs are fast in."""
+    rng = np.random.default_rng(0)
+    queries, keys = (rng.normal(size=(batch, 3, n, 16)).astype(np.float32) for n in (rows, 40))
+    found = jax.jit(plain_scores)(queries, keys)
+    np.testing.assert_allclose(found, np.einsum("bhqd,bhkd->bhqk", queries, keys), atol=1e-5)
+    slope = jax.grad(lambda q, k: jnp.sum(jnp.sin(plain_scores(q, k))), (0, 1))(queries, keys)
+    along = np.cos(np.einsum("bhqd,bhkd->bhqk", queries, keys))
+    np.testing.assert_allclose(slope[0], np.einsum("bhqk,bhkd->bhqd", along, keys), atol=1e-4)
+    np.testing.assert_allclose(slope[1], np.einsum("bhqk,bhqd->bhkd", along, queries), atol=1e-4)

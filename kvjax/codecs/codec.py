@@ -7,6 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from kvjax.placement import Device
+
+FEW = 64
+"""Rows below which a CPU multiplies float32 keys faster as the first factor."""
+SINGLY = 4
+"""Rows up to which one text's are multiplied one by one."""
+
 Store = Any
 """A pytree of arrays [batch, ...]: what a codec keeps, units or blocks of tokens on axis 2."""
 
@@ -72,8 +79,23 @@ def product(form: str, a: Array, b: Array) -> Array:
 
 
 def plain_scores(queries: Array, keys: Array) -> Array:
-    """Scores with keys as numbers: see ``Codec.scores``."""
-    return product("bhqd,bhkd->bhqk", queries, tokens_of(keys).astype(queries.dtype))
+    """Scores with keys as numbers: see ``Codec.scores``. With few queries, CPUs multiply float32
+    keys many times faster as the first factor, and a text's very few queries one by one; without
+    the barrier the compiler would exchange the factors again."""
+    keys = tokens_of(keys).astype(queries.dtype)
+    if not few_on_cpu(queries):
+        return product("bhqd,bhkd->bhqk", queries, keys)
+    if queries.shape[0] == 1 and queries.shape[2] <= SINGLY:
+        rows = jnp.unstack(queries, axis=2)
+        alone = [lax.optimization_barrier(product("bhkd,bhd->bhk", keys, row)) for row in rows]
+        return jnp.stack(alone, axis=2)
+    return lax.optimization_barrier(product("bhkd,bhqd->bhkq", keys, queries)).swapaxes(2, 3)
+
+
+def few_on_cpu(queries: Array) -> bool:
+    """Whether these are few float32 queries [batch, kv_heads, rows, head_dim], on a CPU."""
+    few = queries.shape[2] < FEW and queries.dtype.itemsize == 4
+    return few and Device().platform() == "cpu"
 
 
 def plain_mix(weights: Array, values: Array) -> Array:
@@ -82,12 +104,10 @@ def plain_mix(weights: Array, values: Array) -> Array:
 
 
 def long_scores(queries: Array, keys: Array) -> Array:
-    """``plain_scores`` with many keys and few queries, for CPUs. They multiply float32 keys faster
-    as the first factor; without the barrier the compiler would exchange the factors again."""
+    """``plain_scores`` with many keys and few queries, for CPUs."""
     if queries.dtype.itemsize < 4:
         return _with_company(plain_scores, queries, keys)
-    turned = product("bhkd,bhqd->bhkq", tokens_of(keys).astype(queries.dtype), queries)
-    return lax.optimization_barrier(turned).swapaxes(2, 3)
+    return plain_scores(queries, keys)
 
 
 def long_mix(weights: Array, values: Array) -> Array:
