@@ -12,6 +12,8 @@ SPEEDUP_PROMPT = 2048
 PREFILL_CELLS = {(1, 2048), (1, 8192)}
 PREFILL_LIMIT = {"float32": 1.0, "bfloat16": 0.5}
 MEDIAN_LIMIT = 1.3
+CACHE_READ = 12e9
+"""Bytes of a float32 cache that a step should read a second, as its time grows with the text."""
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -133,6 +135,45 @@ def median_claims(results: dict[str, Any]) -> list[dict[str, Any]]:
     return claims
 
 
+def read_rate(cells: Sequence[dict[str, Any]], name: str) -> float:
+    """Bytes of the cache that an engine's step reads a second: those that the longest text has more
+    than the shortest, over the time that its step takes longer. Infinite if it takes no longer."""
+    first, *_, last = sorted(cells, key=lambda cell: cell["cache_bytes_filled"])
+    short, long = (
+        statistics.median(cell["engines"][name]["decode_seconds"]) / cell["steps"]
+        for cell in (first, last)
+    )
+    grown = last["cache_bytes_filled"] - first["cache_bytes_filled"]
+    return grown / (long - short) if long > short else float("inf")
+
+
+def slope_claims(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """How fast the cache is read, alone and against torch's `scaled_dot_product_attention`."""
+    required = results["settings"]["full_size"] and is_newest(results)
+    claims = []
+    for dtype in dict.fromkeys(cell["dtype"] for cell in results["cells"]):
+        cells = [
+            {**cell, "steps": results["settings"].get("steps")}
+            for cell in results["cells"]
+            if cell["dtype"] == dtype and cell["batch"] == 1
+        ]
+        prompts = sorted({cell["prompt"] for cell in cells})
+        if len(prompts) < 2:
+            continue
+        where = f"1x{prompts[0]}-1x{prompts[-1]}"
+        ours = read_rate(cells, "kvjax")
+        if dtype == "float32":
+            text = "GB/s of the cache that a step reads"
+            claim = _claim(text, dtype, where, ours / 1e9, ">=", CACHE_READ / 1e9, required)
+            claims.append(claim)
+        for name in cells[0]["engines"]:
+            if name.endswith("-sdpa") and all(name in cell["engines"] for cell in cells):
+                text = f"the cache is read faster than by {name} (kvjax / peer)"
+                ratio = ours / read_rate(cells, name)
+                claims.append(_claim(text, dtype, where, ratio, ">=", 1.0, required))
+    return claims
+
+
 def capacity_claim(capacity: dict[str, Any], full_size: bool) -> dict[str, Any]:
     """A step costs the same however much room the cache has."""
     small, large = capacity["max_lens"]
@@ -147,5 +188,5 @@ def all_claims(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Every claim of a run, cells first."""
     full_size, newest = results["settings"]["full_size"], is_newest(results)
     claims = [claim for cell in results["cells"] for claim in cell_claims(cell, newest, full_size)]
-    claims += median_claims(results)
+    claims += median_claims(results) + slope_claims(results)
     return claims + [capacity_claim(capacity, full_size) for capacity in results["capacity"]]

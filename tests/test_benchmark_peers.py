@@ -68,6 +68,22 @@ def test_claims_hold_kvjax_against_the_faster_of_each_kind():
     assert found["a step without the cache / our prefill"]["measured"] == 1
 
 
+def test_how_fast_the_cache_is_read_goes_by_the_slope():
+    results = results_of(0.0, 0.9)
+    short, long = results["cells"][0], results_of(0.0, 1.0)["cells"][0]
+    long["prompt"] = 8192
+    # 0.1 s a group longer in the first of the two, 0.15 in the median; sdpa takes no longer.
+    short["cache_bytes_filled"], long["cache_bytes_filled"] = 10**9, 4 * 10**9
+    results["cells"] = [long, short]
+    results["settings"]["steps"] = 10
+    found = claims_by_name(results)
+    rate = found["GB/s of the cache that a step reads"]
+    assert rate["cell"] == "1x2048-1x8192" and rate["passed"]
+    assert rate["measured"] == pytest.approx(3 / 0.015)
+    sdpa = found["the cache is read faster than by transformers-dynamic-sdpa (kvjax / peer)"]
+    assert sdpa["measured"] == 0 and not sdpa["passed"]
+
+
 def test_an_older_jax_promises_less():
     found = claims_by_name(results_of(0.0, 1.0, jax="0.10.2"))
     required = {name for name, claim in found.items() if claim["required"]}
