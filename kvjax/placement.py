@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from kvjax._checks import is_traced, whole_number
+from kvjax._device import default_device
 
 _T = TypeVar("_T")
 
@@ -31,12 +32,12 @@ class Device:
 
     def platform(self) -> str:
         """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
-        return _default_device().platform
+        return default_device().platform
 
     def put(self, tree: _T) -> _T:
         """Move a pytree's arrays there, committed: an uncommitted array beside a committed one
         would compile every step a second time."""
-        device = _default_device()
+        device = default_device()
         # Named, or what is on the host would stay there.
         kind = device.default_memory().kind
         return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=kind))
@@ -83,7 +84,7 @@ class Host(Device):
 
     def store(self, body: _T) -> _T:
         """Move a body's arrays to pinned memory of the host, committed."""
-        sharding = SingleDeviceSharding(_default_device(), memory_kind="pinned_host")
+        sharding = SingleDeviceSharding(default_device(), memory_kind="pinned_host")
         return jax.device_put(body, sharding)
 
     def near(self, part: _T, after: Any = None) -> _T:
@@ -118,10 +119,3 @@ def beside(array: jax.Array) -> Any:
 
 def _fetched(part: _T) -> _T:
     return jax.device_put(part, jax.memory.Space.Device)
-
-
-def _default_device() -> Any:
-    chosen = jax.config.values["jax_default_device"]
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]

@@ -25,6 +25,7 @@ FLOORS = {
     "_typing": 0,
     "_checks": 0,
     "_errors": 0,
+    "_device": 0,
     "_tree": 0,
     "_stats": 0,
     "_text": 0,
