@@ -18,8 +18,6 @@ COARSE = 1024
 threads."""
 NUMBERS = 3 * 2**17
 """Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
-CODED = 2
-"""Times as large coded blocks may be: from them a quarter or less is read."""
 QUERIES = 256
 """Queries that walk the blocks together: more of them would see more blocks in vain."""
 FEW = 16
@@ -186,7 +184,9 @@ def _by_blocks(
     # Tokens behind the last of these queries need not be walked to.
     near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
     filled = jnp.clip(segment.filled(near), 0, segment.size)
-    rest = coarse // SPARE if grouped.shape[2] < FEW else coarse - 1
+    # Blocks behind a tail may be on the host, from where only what is filled is fetched.
+    rounded = grouped.shape[2] < FEW and segment.unit == 1
+    rest = coarse // SPARE if rounded else coarse - 1
     whole = (filled + coarse - 1 - rest) // coarse
     behind = begin + whole * coarse
     merged = walk(merged, begin, -(-segment.size // coarse), coarse, behind)
@@ -233,7 +233,7 @@ def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
     """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
     numbers each: a coarse block is a quarter of them at most, in whole fine ones."""
     fine = min(max(FINE // unit, 1), size)
-    tokens = min(COARSE, max(NUMBERS // numbers, FINE)) * (CODED if unit > 1 else 1)
+    tokens = min(COARSE, max(NUMBERS // numbers, FINE))
     most = tokens // unit // fine
     return fine, fine * max(min(-(-size // (4 * fine)), most), 1)
 

@@ -103,11 +103,12 @@ def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
     assert coarse % fine == 0
 
 
-@pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round blocks up, and many
-def test_every_length_is_walked_to_its_end(heads):
+@pytest.mark.parametrize("policy", [{}, {"bits": 8}], ids=str)
+@pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round raw blocks up, and many
+def test_every_length_is_walked_to_its_end(heads, policy):
     """Whatever part of a coarse block is filled behind the last full one."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=DIM)
-    cache = kvjax.init_cache(config, kvjax.policy("quantized", bits=8), batch=1, max_len=2500)
+    cache = kvjax.init_cache(config, kvjax.policy("static", **policy), batch=1, max_len=2500)
     keys, values = random(1, KV, 2400, DIM, seed=1), random(1, KV, 2400, DIM, seed=2)
     cache = kvjax.advance(kvjax.append(cache, 0, keys, values), 2400)
     fine, coarse = _block_sizes(2500 // 64, 64, KV * DIM)
