@@ -231,7 +231,7 @@ def _scored(
 
 def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
     """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
-    numbers each: a coarse block is a quarter of them at most, in whole fine ones."""
+    numbers each: a coarse block is a quarter of them at most, rounded up to whole fine ones."""
     fine = min(max(FINE // unit, 1), size)
     tokens = min(COARSE, max(NUMBERS // numbers, FINE))
     most = tokens // unit // fine
