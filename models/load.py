@@ -82,7 +82,7 @@ def _read_params(config: Config, stored: Stored, device: Device) -> tuple[Config
         matched.pop(weights.HEAD, None)
     shapes = _shapes(config)
     weights.check_tensors(matched, shapes, names)
-    return config, weights.load_tensors(matched, shapes, names, config.dtype, device.put)
+    return config, weights.load_tensors(matched, shapes, names, config.dtype, device)
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:

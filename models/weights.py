@@ -4,7 +4,7 @@ Each tensor is read into memory of its own, converted, put on the device, and le
 next, so that loading needs little more than the model and its largest tensor.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._errors import CheckpointError
+from kvjax.placement import Device
 
 from .config import TensorNames
 from .stored import STORED_DTYPES, Stored, StoredTensor
@@ -117,19 +118,58 @@ def load_tensors(
     shapes: dict[str, tuple[int, ...]],
     names: TensorNames,
     dtype: str,
-    put: Callable[[Any], Any],
+    device: Device,
 ) -> dict[str, Any]:
     """Read tensors and put them on a device: a nested dict by the parts of their names."""
     params: dict[str, Any] = {}
-    for name in shapes:
+    room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
+    for name, shape in shapes.items():
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
-        values = np.ascontiguousarray(values.astype(jnp.dtype(dtype), copy=False))
+        if room is None:
+            values = np.ascontiguousarray(values.astype(jnp.dtype(dtype), copy=False))
+        else:
+            place = room.take(shape)
+            place[...] = values
+            values = place
         node = params
         *path, last = name.split(".")
         for part in path:
             node = node.setdefault(part, {})
-        node[last] = jax.block_until_ready(put(values))
+        node[last] = jax.block_until_ready(device.put(values))
         del values  # before the next is read
     return params
+
+
+class _Room:
+    """One stretch of memory for all parameters of a model on a CPU.
+
+    numpy asks the system for huge pages for it, which a CPU reads several per cent faster than
+    thousands of small ones; and arrays that begin where ``ALIGNED`` says are taken by JAX as they
+    are, without a copy. It is let go with the last of them.
+    """
+
+    ALIGNED = 64
+    """Bytes of which every array's address is a multiple."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]], dtype: str):
+        self._dtype = jnp.dtype(dtype)
+        size = sum(self._bytes(shape) for shape in shapes)
+        memory = np.empty(size + self.ALIGNED, np.uint8)
+        start = -memory.ctypes.data % self.ALIGNED
+        self._left = memory[start : start + size]
+
+    def take(self, shape: tuple[int, ...]) -> np.ndarray:
+        """An array with any values."""
+        size = self._bytes(shape)
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken[: self._count(shape) * self._dtype.itemsize].view(self._dtype).reshape(shape)
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of an array, rounded up."""
+        return -(-self._count(shape) * self._dtype.itemsize // self.ALIGNED) * self.ALIGNED
+
+    @staticmethod
+    def _count(shape: tuple[int, ...]) -> int:
+        return int(np.prod(shape))
