@@ -129,6 +129,25 @@ def test_dtype_by_platform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert models.load(folder).config.dtype == "float16"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parameters_are_not_copied(folder: Path, dtype: str) -> None:
+    # Of one stretch of memory: JAX has taken each where it was read to.
+    if jax.default_backend() != "cpu":
+        pytest.skip("on an accelerator parameters are copied to its memory")
+    params = jax.tree.leaves(models.load(folder, dtype=dtype).params)
+    places = sorted((x.unsafe_buffer_pointer(), x.nbytes) for x in params)
+    for (start, nbytes), (after, _) in zip(places, places[1:], strict=False):
+        assert start % 64 == 0 and 0 <= after - start - nbytes < 64
+
+
+def test_parameters_can_be_donated(folder: Path) -> None:
+    lm = models.load(folder)
+    before = jax.tree.map(np.array, lm.params)
+    scaled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)(lm.params)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(scaled), strict=True):
+        np.testing.assert_array_equal(2 * old, new)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int8", "double", 3])
 def test_unknown_dtype(folder: Path, dtype: Any) -> None:
     with pytest.raises(ValueError, match="expected one of bfloat16, float16, float32"):
