@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_parameters_are_not_copied(folder: Path, dtype: str) -> None:
         pytest.skip("on an accelerator parameters are copied to its memory")
     params = jax.tree.leaves(models.load(folder, dtype=dtype).params)
     places = sorted((x.unsafe_buffer_pointer(), x.nbytes) for x in params)
-    for (start, nbytes), (after, _) in zip(places, places[1:], strict=False):
+    for (start, nbytes), (after, _) in pairwise(places):
         assert start % 64 == 0 and 0 <= after - start - nbytes < 64
 
 
