@@ -24,9 +24,9 @@ def accepted(cache: Cache, new: int, lengths: Counts | None) -> Rows:
     return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
 
 
-def query_positions(cache: Cache, new: int) -> Positions:
-    """int32[batch, new]: the positions of a call's tokens."""
-    return cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+def positions_from(length: Rows, new: int) -> Positions:
+    """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
+    return length[:, None] + jnp.arange(new, dtype=jnp.int32)
 
 
 def admit(cache: Cache, new: int, lengths: Counts | None) -> tuple[Cache, Rows]:

@@ -8,15 +8,19 @@ static length: as cheap as a loop of dynamic length, and differentiable. That is
 one piece, for tests and for reading.
 """
 
+import functools
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from kvjax._call import accepted, query_positions
-from kvjax._paths import path_of
+from kvjax._call import accepted, positions_from
+from kvjax._device import default_device
+from kvjax._paths import Path, path_of
 from kvjax._segments import segments
 from kvjax._sight import Bias, Sight
-from kvjax._typing import Counts, KeysValues, Mixed, Queries
+from kvjax._typing import Counts, KeysValues, Mixed, Queries, Rows
 from kvjax._walk import blockwise
 from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import Raw
@@ -81,7 +85,7 @@ def attend(
     if layout.window is not None and sinks > layout.sinks:
         raise ValueError(f"sinks={sinks}, but the layer's ring keeps {layout.sinks} for ever")
     windows = [w for w in (window, layout.window) if w is not None]
-    at, length = query_positions(cache, new), cache.length
+    at, length = positions_from(cache.length, new), cache.length
     if causal:
         length = length + accepted(cache, new, lengths)
     else:
@@ -98,8 +102,33 @@ def attend(
     if held.tail is not None:
         exact = held.policy.prefill == "exact"
         sight = replace(sight, split=held.policy.split, call=cache.length if exact else None)
-    parts = segments(held, cache.length, length, cache.written[:, place], rotary)
-    return way((turned, capped), held.kv_heads, parts, length, sight)
+    kinds = (turned,) if capped is turned else (turned, capped)
+    marks = cache.written[:, place]
+    return _mixture(way, kinds, held, cache.length, length, marks, rotary, sight)
+
+
+def _mixture(way: Path, *call: Any) -> Mixed:
+    """``_walked``, by a trace that layers which are alike share: tracing each would be half of what
+    a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
+    """
+    sight = call[-1]
+    return _walked(way, *call) if sight.bias else _traced_once(default_device(), way, *call)
+
+
+@functools.partial(jax.jit, static_argnames=("device", "way"))
+def _traced_once(device: jax.Device, way: Path, *call: Any) -> Mixed:
+    """``_walked`` as it is traced for a device."""
+    return _walked(way, *call)
+
+
+def _walked(
+    way: Path, kinds: tuple[Queries, ...], held: LayerCache, before: Rows, length: Rows,
+    marks: Rows, rotary: RotaryTable | None, sight: Sight,
+) -> Mixed:  # fmt: skip
+    """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
+    is something else. The rest: see ``segments``."""
+    parts = segments(held, before, length, marks, rotary)
+    return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, sight)
 
 
 def self_attend(
@@ -140,8 +169,7 @@ def self_attend(
         positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
     )
     length = jnp.full((batch,), new, jnp.int32)
-    parts = segments(held, length, length, length, None)
-    return blockwise((queries, queries), held.kv_heads, parts, length, sight)
+    return _mixture(blockwise, (queries,), held, length, length, length, None, sight)
 
 
 def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:

@@ -13,14 +13,16 @@ different lengths need no padding on the left. Keys and queries come unrotated: 
 the positions and turns them.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax._call import accepted, admit, check_new, note_numbers, query_positions
+from kvjax._call import accepted, admit, check_new, note_numbers, positions_from
 from kvjax._checks import whole_number
+from kvjax._device import default_device
 from kvjax._tail import append_behind, decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
@@ -236,23 +238,33 @@ def append(
     count = accepted(cache, keys.shape[2], lengths)
     layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
     old = layers[place]
-    if not old.policy.keys.before_rotary:
-        keys = apply_rotary(keys, query_positions(cache, keys.shape[2]), rotary)
     keys, values = jnp.asarray(keys), jnp.asarray(values)
-    if old.tail is None:
-        runs = old.policy.layout.runs(cache.length, keys.shape[2])
-        stores = old.policy.keys.encode(keys), old.policy.values.encode(values)
-        body = _written((old.keys, old.values), stores, runs, count)
-        new = replace(old, keys=body[0], values=body[1])
-    else:
-        tail = old.tail if old.strip is None else old.strip.tail
-        body = old.keys, old.values
-        body, tail, strip, fetched = append_behind(
-            old.policy, body, tail, cache.length, count, keys, values, old.fetched
-        )
-        new = replace(old, keys=body[0], values=body[1], tail=tail, strip=strip, fetched=fetched)
+    new = _appended(default_device(), old, keys, values, cache.length, count, rotary)
+    if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
+
+
+@functools.partial(jax.jit, static_argnames="device")
+def _appended(
+    device: jax.Device, old: LayerCache, keys: KeysValues, values: KeysValues, length: Rows,
+    count: Rows, rotary: RotaryTable | None,
+) -> LayerCache:  # fmt: skip
+    """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
+    that are alike share a trace, which is made for a device."""
+    policy = old.policy
+    if not policy.keys.before_rotary:
+        keys = apply_rotary(keys, positions_from(length, keys.shape[2]), rotary)
+    body = old.keys, old.values
+    if old.tail is None:
+        runs = policy.layout.runs(length, keys.shape[2])
+        body = _written(body, (policy.keys.encode(keys), policy.values.encode(values)), runs, count)
+        return replace(old, keys=body[0], values=body[1])
+    tail = old.tail if old.strip is None else old.strip.tail
+    body, tail, strip, fetched = append_behind(
+        policy, body, tail, length, count, keys, values, old.fetched
+    )
+    return replace(old, keys=body[0], values=body[1], tail=tail, strip=strip, fetched=fetched)
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:

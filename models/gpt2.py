@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax._call import query_positions
+from kvjax._call import positions_from
 from kvjax.attention import self_attend
 from kvjax.cache import KVCache
 
@@ -127,7 +127,7 @@ class GPT2(nnx.Module):
         new, limit = tokens.shape[1], self.config.max_position_embeddings
         if cache is None and new > limit:
             raise ValueError(f"{new} tokens a row, but the model has only {limit} positions")
-        positions = jnp.arange(new)[None] if cache is None else query_positions(cache, new)
+        positions = jnp.arange(new)[None] if cache is None else positions_from(cache.length, new)
         x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
         for block in self.transformer.h:
             x, cache = block(x, cache, lengths)
