@@ -14,7 +14,7 @@ from jax import lax
 from kvjax._segments import Segment
 from kvjax._sight import Sight
 from kvjax._typing import Array, Mixed, Rows
-from kvjax._walk import Turned, blockwise
+from kvjax._walk import LOWEST, Turned, blockwise
 
 BUCKETS = 8
 """Sizes of prefix, at most: each is a program of its own in every layer."""
@@ -26,7 +26,6 @@ PIECE = 2048
 """Tokens of a prefix that are sliced, decoded or fetched together, at most."""
 SHORT = 32
 """Queries of a call, at most: more of them would make scores of queries times capacity."""
-_LOWEST = -1e30
 
 
 class Partial(NamedTuple):
@@ -103,7 +102,7 @@ def prefix(segment: Segment, units: int, rows: Array, sight: Sight) -> Partial:
     if piece == units:
         return over(begin)
     nothing = jnp.zeros(rows.shape[:3], jnp.float32)
-    empty = Partial(nothing + _LOWEST, nothing, jnp.zeros(rows.shape, jnp.float32))
+    empty = Partial(nothing + LOWEST, nothing, jnp.zeros(rows.shape, jnp.float32))
     return lax.scan(one, (begin, empty), length=-(-units // piece))[0][1]
 
 
@@ -145,7 +144,7 @@ def _softmax(
     scores, seen = sight.scores(products, positions, part=segment.part, capped=segment.capped)
     shape = (batch, kv_heads, count, positions.shape[1])
     seen = jnp.broadcast_to(seen, products.shape).reshape(shape)
-    scores = jnp.where(seen, scores.reshape(shape), _LOWEST)
+    scores = jnp.where(seen, scores.reshape(shape), LOWEST)
     highest = lax.stop_gradient(scores.max(-1))
     weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0.0)
     mixed = segment.mix(weights, stores[1], positions, rows.dtype.name)

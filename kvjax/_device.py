@@ -11,3 +11,8 @@ def default_device() -> Any:
     if isinstance(chosen, jax.Device):
         return chosen
     return jax.local_devices(backend=chosen)[0]
+
+
+def on_cpu() -> bool:
+    """Whether that is a CPU."""
+    return default_device().platform == "cpu"

@@ -83,7 +83,7 @@ class Sight:
         if self.bias is not None:
             at = jnp.minimum(self.queries, self.cap) if capped else self.queries
             bias = jnp.broadcast_to(self.bias(at, positions), (batch, kv_heads * group, new, count))
-            scores = scores + bias.reshape(scores.shape)
+            scores = scores + bias.reshape(scores.shape).astype(scores.dtype)
         return scores, self.visible(positions, part)[:, None, None]
 
     def _raw_from(self) -> Array:

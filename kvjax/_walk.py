@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax._device import on_cpu
 from kvjax._segments import Segment
 from kvjax._sight import Sight
 from kvjax._typing import Array, Mixed, Rows
-from kvjax.placement import Device
 
 FINE = 128
 """Tokens of a block where the filled part ends."""
@@ -20,14 +20,19 @@ NUMBERS = 3 * 2**17
 """Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
 QUERIES = 256
 """Queries that walk the blocks together: more of them would see more blocks in vain."""
-FEW = 16
+WIDENED = 16
 """Rows below which a CPU multiplies 16-bit numbers faster after widening them."""
+FEW = 16
+"""Rows of queries that take a coarse block more rather than walk fine ones."""
 SPARE = 4
-"""Of a coarse block, the part that a few rows must see of it, or they walk fine ones there."""
+"""Of that block, the part that must be filled."""
+FILLED = 5 / 8
+"""Of a segment, the part that must be seen for it to be multiplied in one piece."""
 SCORES = 4
 """Arrays of scores that a segment in one piece is counted with: products, and turned round, masked
 scores, weights."""
-_LOWEST = -1e30
+LOWEST = -2e38
+"""The score of what is not seen. Scores below half of it are taken for it."""
 
 Turned = tuple[Mixed, Mixed]
 """Queries [batch, heads, new, head_dim] at their positions, and capped as the layout's sinks want
@@ -49,7 +54,7 @@ def at_once(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sig
         found.append((stores, positions, _scored(segment, stores, grouped, positions, sight)))
     scores = jnp.concatenate([scores for _, _, (scores, _) in found], axis=-1)
     seen = jnp.concatenate([seen for _, _, (_, seen) in found], axis=-1)
-    highest = lax.stop_gradient(jnp.where(seen, scores, _LOWEST).max(-1, keepdims=True))
+    highest = lax.stop_gradient(jnp.where(seen, scores, LOWEST).max(-1, keepdims=True))
     total, mixed = 0.0, 0.0
     for segment, (stores, positions, (scores, seen)) in zip(parts, found, strict=True):
         weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
@@ -97,7 +102,7 @@ def _walk(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight
     grouped = [_grouped(queries, kv_heads) for queries in both]
     rows = grouped[0].shape[:-1]
     merged = (
-        jnp.full(rows, _LOWEST, jnp.float32),
+        jnp.full(rows, LOWEST, jnp.float32),
         jnp.zeros(rows, jnp.float32),
         jnp.zeros(grouped[0].shape, jnp.float32),
     )
@@ -112,10 +117,10 @@ def _walk_segment(
     merged: _Merged, segment: Segment, grouped: Array, length: Rows, sight: Sight
 ) -> _Merged:
     """In one piece where that is faster, else block by block."""
-    whole = segment.whole and _fits(segment, grouped)
+    whole = segment.whole and on_cpu() and _fits(segment, grouped) and _all_seen(segment, sight)
 
     def walk(merged: _Merged) -> _Merged:
-        narrow = grouped.dtype.itemsize == 2 and grouped.shape[2] < FEW and _on_cpu()
+        narrow = grouped.dtype.itemsize == 2 and grouped.shape[2] < WIDENED and on_cpu()
         wide = grouped.astype(jnp.float32) if narrow else grouped
         return _by_blocks(merged, segment, wide, length, sight)
 
@@ -124,16 +129,16 @@ def _walk_segment(
     # Slices are copied before they are multiplied, a whole array is not: worth it where most of it
     # is filled. What an earlier text left in empty slots may be no number, which no weight makes 0:
     # then the blocks are walked, which leave it out.
-    full = jnp.max(segment.filled(length)) * 8 >= segment.size * 5
+    full = jnp.max(segment.filled(length)) >= FILLED * segment.size
 
     @jax.checkpoint
-    def at_once(merged: _Merged) -> tuple[_Merged, Array]:
+    def in_one_piece(merged: _Merged) -> tuple[_Merged, Array]:
         units = jnp.arange(segment.size, dtype=jnp.int32)
         stores, positions = (segment.keys, segment.values), segment.positions(units, 0)
         found = _merged(merged, segment, stores, grouped, positions, sight, whole=True)
         return found, jnp.all(jnp.isfinite(found[2]))
 
-    found, done = lax.cond(full, at_once, lambda merged: (merged, jnp.bool_(False)), merged)
+    found, done = lax.cond(full, in_one_piece, lambda merged: (merged, jnp.bool_(False)), merged)
     return lax.cond(done, lambda found, _: found, lambda _, merged: walk(merged), found, merged)
 
 
@@ -141,11 +146,19 @@ def _fits(segment: Segment, grouped: Array) -> bool:
     """Whether a segment's numbers can be multiplied as they are, and all of its scores take no more
     memory than the copies of a block do, in float32: so memory does not grow with the capacity."""
     batch, kv_heads, rows, head_dim = grouped.shape
-    if any(codec.dtype != grouped.dtype.name for codec in segment.codecs):
+    stored = {leaf.dtype.name for leaf in jax.tree.leaves((segment.keys, segment.values))}
+    stored |= {str(codec.dtype) for codec in segment.codecs}
+    # Kept as bits, or in float16, all would be copied in another form first.
+    if stored != {grouped.dtype.name} or grouped.dtype == jnp.float16:
         return False
-    numbers = batch * kv_heads * head_dim
-    coarse = _block_sizes(segment.size, segment.unit, numbers)[1]
-    return _on_cpu() and SCORES * rows * segment.size <= 2 * coarse * head_dim
+    coarse = _block_sizes(segment.size, segment.unit, batch * kv_heads * head_dim)[1]
+    return SCORES * rows * segment.size <= 2 * coarse * head_dim
+
+
+def _all_seen(segment: Segment, sight: Sight) -> bool:
+    """Whether queries may see most of a segment: else the blocks that they do not see are left
+    out."""
+    return min(sight.window or segment.size, sight.chunk or segment.size) >= FILLED * segment.size
 
 
 def _by_blocks(
@@ -205,9 +218,9 @@ def _merged(
     """One block more, or the ``whole`` segment, with the values of empty slots as they are."""
     scores, seen = _scored(segment, stores, grouped, positions, sight, long=whole)
     highest, total, mixed = merged
-    scores = jnp.where(seen, scores, _LOWEST)
+    scores = jnp.where(seen, scores, LOWEST)
     # Never as low as what is not seen, whose weights are 0 then: no choice has to make them so.
-    new_highest = jnp.maximum(highest, jnp.maximum(scores.max(-1), _LOWEST / 2))
+    new_highest = jnp.maximum(highest, jnp.maximum(scores.max(-1), LOWEST / 2))
     weights = jnp.exp(scores - new_highest[..., None])
     shrink = jnp.exp(highest - new_highest)
     total = total * shrink + weights.sum(-1)
@@ -236,10 +249,6 @@ def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
     tokens = min(COARSE, max(NUMBERS // numbers, FINE))
     most = tokens // unit // fine
     return fine, fine * max(min(-(-size // (4 * fine)), most), 1)
-
-
-def _on_cpu() -> bool:
-    return Device().platform() == "cpu"
 
 
 def _grouped(queries: Mixed, kv_heads: int) -> Array:

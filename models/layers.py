@@ -8,8 +8,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax._device import on_cpu
 from kvjax._typing import Counts
-from kvjax.placement import Device
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -128,7 +128,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
 def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
     """float32[..., out]: ``x @ weight.T`` without the transpose."""
     rows = x.size // x.shape[-1]
-    if rows > FEW or Device().platform() != "cpu":
+    if rows > FEW or not on_cpu():
         return _products(x, weight)
     flat = x.reshape(rows, x.shape[-1])
     if x.dtype.itemsize < 4 and rows == 1:

@@ -115,6 +115,30 @@ def test_batches_do_not_copy(batch):
     assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [3, 9])  # one row of queries, and three
+def test_a_layer_in_one_piece_is_not_copied(dtype, heads):
+    """A model in the dtype of its cache, mostly filled: a CPU multiplies whole layers, or not."""
+    config = tiny_config(
+        num_hidden_layers=1, windows=(None,), num_key_value_heads=3, head_dim=64, dtype=dtype
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, queries, one):
+        cache = kvjax.append(cache, 0, one, one)
+        return kvjax.attend(queries, cache, 0), kvjax.advance(cache, 1)
+
+    queries, one = (jax.ShapeDtypeStruct((1, n, 1, 64), jnp.dtype(dtype)) for n in (heads, 3))
+    temporary = []
+    for max_len in (8192, 32768):
+        cache = jax.eval_shape(lambda n=max_len: kvjax.init_cache(config, batch=1, max_len=n))
+        program = step.lower(cache, queries, one).compile()
+        size = kvjax.nbytes(cache)["device"]
+        assert_no_copy(program, size, size)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert max(temporary) < 1.1 * min(temporary)
+
+
 def test_the_search_finds_a_copy():
     """The attention that reads the whole array at once makes copies: the search must see them."""
 

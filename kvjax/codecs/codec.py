@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax._device import default_device
+from kvjax._device import on_cpu
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""
@@ -94,8 +94,7 @@ def plain_scores(queries: Array, keys: Array) -> Array:
 
 def few_on_cpu(queries: Array) -> bool:
     """Whether these are few float32 queries [batch, kv_heads, rows, head_dim], on a CPU."""
-    few = queries.shape[2] < FEW and queries.dtype.itemsize == 4
-    return few and default_device().platform == "cpu"
+    return queries.shape[2] < FEW and queries.dtype.itemsize == 4 and on_cpu()
 
 
 def plain_mix(weights: Array, values: Array) -> Array:
