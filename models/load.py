@@ -39,7 +39,9 @@ def load(
       revision: a hub id's branch, tag or commit.
 
     Returns:
-      The model, with every parameter committed to the default device.
+      The model, with every parameter committed to the default device. On a CPU they lie in one
+      stretch of memory, let go with the last of them: a first step that is donated parameters
+      copies them.
 
     Raises:
       CheckpointError: naming the file, the field or tensor, and what was expected; for a hub id,

@@ -166,5 +166,15 @@ def test_mismatches_are_named():
     assert difference(np.array([1.0, 2.5]), np.array([1.0, 2.0])) == 0.25
 
 
+def test_a_near_tie_is_told_of_those_that_had_one():
+    results = results_of(1e-5, 1.0)
+    check = results["cells"][0]["check"]
+    check["greedy_gap"] = {"kvjax": check["tolerance"], "other": 1.1}
+    (near,) = report._greedy_notes(results)
+    assert "greedy tokens of kvjax left" in near and "other" not in near and "1.1e+00" not in near
+    (far,) = report.mismatches(results)
+    assert "greedy tokens of other left" in far and "1.1e+00" in far
+
+
 def test_ratio_is_the_median_of_pairs():
     assert paired_ratio([1.0, 10.0, 3.0], [1.0, 5.0, 1.0]) == 2.0
