@@ -21,6 +21,7 @@ from kvjax._tree import tree_bytes
 from kvjax.kernels.flash_decoding import TILE, decode
 
 HEADS, KV, DIM = 4, 2, 16
+CALLS = ("jit", "pjit")
 LENGTHS = (0, 9, 61)
 """Tokens of the rows before the call that is looked at."""
 
@@ -30,6 +31,9 @@ def small(monkeypatch):
     """Buckets and pieces so small that short texts have many."""
     for name, value in (("LEAST", 16), ("TILE", 8), ("PIECE", 16)):
         monkeypatch.setattr(_buckets, name, value)
+    jax.clear_caches()  # a layer's trace is kept, and knows other sizes
+    yield
+    jax.clear_caches()
 
 
 def random(*shape, seed=0, dtype="float32"):
@@ -152,8 +156,14 @@ def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
     def call(cache):
         return kvjax.attend(queries, cache, 0, path="buckets")
 
-    equations = jax.make_jaxpr(call)(cache).eqns[0].params["jaxpr"].eqns
-    switches = [e for e in equations if e.primitive.name == "cond"]
+    def equations(program):
+        """Those of a program, and of the programs that it calls."""
+        for equation in program.eqns:
+            inner = equation.params.get("jaxpr") if equation.primitive.name in CALLS else None
+            yield from [equation] if inner is None else equations(inner)
+
+    found = equations(jax.make_jaxpr(call)(cache))
+    switches = [e for e in found if e.primitive.name == "cond"]
     assert [len(e.params["branches"]) for e in switches] == [5]  # 256, 512, ... 4096
     for length in (1, 256, 257, 2000, 4096):
         moved = replace(cache, length=jnp.full_like(cache.length, length))
@@ -251,6 +261,7 @@ def test_cudnn_by_xla(monkeypatch):
     from kvjax.kernels import cudnn
 
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
+    jax.clear_caches()
     policy = kvjax.policy("static", dtype="bfloat16")
     agree("cudnn", filled(policy, dtype="bfloat16"), 2e-2)
     beginning = filled(policy, (0, 0, 0), dtype="bfloat16")
