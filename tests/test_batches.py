@@ -67,10 +67,11 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
     """The next one's first layers are moved by the second thread while the present one runs, the
     others at its turn, and what is done is parked again."""
     batches, wanted = sessions(tiny_llama)
-    moves = []
+    moves, begun = [], threading.Event()
 
     def watched(cache, placement, places, **more):
         moves.append((threading.current_thread().name, list(places)))
+        begun.set()
         return moved(cache, placement, places, **more)
 
     monkeypatch.setattr(kvjax.batches, "moved", watched)
@@ -79,6 +80,7 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
         limits=InferenceLimits(prefetch_steps=ahead),
     )  # fmt: skip
     found = [next(results)]
+    assert begun.wait(60)  # it may get its turn only now
     assert moves == [("kvjax-batches_0", list(range(ahead)))]
     assert list(map(used_up, batches)) == [[True] * 2, [False] * 2, [False] * 2]
     found += results
