@@ -116,13 +116,13 @@ def _mixture(way: Path, *call: Any) -> Mixed:
 
 
 @functools.partial(jax.jit, static_argnames=("device", "way"))
-def _traced_once(device: jax.Device, way: Path, *call: Any) -> Mixed:
+def _traced_once(device: Any, way: Path, *call: Any) -> Mixed:
     """``_walked`` as it is traced for a device."""
     return _walked(way, *call)
 
 
 def _walked(
-    way: Path, kinds: tuple[Queries, ...], held: LayerCache, before: Rows, length: Rows,
+    way: Path, kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows,
     marks: Rows, rotary: RotaryTable | None, sight: Sight,
 ) -> Mixed:  # fmt: skip
     """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that

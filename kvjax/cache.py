@@ -26,6 +26,7 @@ from kvjax._device import default_device
 from kvjax._tail import append_behind, decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
+    Array,
     CachedKeysValues,
     Counts,
     KeysValues,
@@ -247,8 +248,8 @@ def append(
 
 @functools.partial(jax.jit, static_argnames="device")
 def _appended(
-    device: jax.Device, old: LayerCache, keys: KeysValues, values: KeysValues, length: Rows,
-    count: Rows, rotary: RotaryTable | None,
+    device: Any, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    rotary: RotaryTable | None,
 ) -> LayerCache:  # fmt: skip
     """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
     that are alike share a trace, which is made for a device."""
