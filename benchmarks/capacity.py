@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import kvjax
@@ -58,6 +59,8 @@ def pair(
     caches = {size: cache for size, (_, cache) in made.items()}
     del made
     seconds = engine.in_turn(caches, token, 2, given.steps, given.rounds)
+    # A program is memory maps, of which the system lets a process have only so many.
+    jax.clear_caches()
     small, large = (seconds[size] for size in sizes)
     ms = [[1e3 * second / given.steps for second in found] for found in (small, large)]
     return {"sizes": list(sizes), "ms": ms, "ratio": paired_ratio(large, small)}
