@@ -70,6 +70,10 @@ class KvjaxEngine:
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self.lm.params)),
         }
 
+    def programs(self) -> dict[str, Any]:
+        """The jitted decode step, and the prefill of a prompt: of parameters, tokens, cache."""
+        return {"step": self._decode_step, "prompt": self._prefill_jit}
+
     def device_peak_bytes(self) -> int | None:
         """The most bytes ever in use on an accelerator; None on a CPU, or where it is not told."""
         device = jax.devices()[0]

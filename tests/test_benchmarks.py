@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from benchmarks import (
     bandwidth,
     capacity,
+    compiling,
     endless,
     memory,
     peers,
@@ -217,3 +218,25 @@ def test_rows_are_timed_in_growing_batches(tmp_path, capsys):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "| float32 | 2 | kvjax |" in capsys.readouterr().out
     assert scaling.main(["--quick", "--peers", "llama"]) == 2
+
+
+def test_programs_are_compiled_cold_and_read_warm(tmp_path, capsys):
+    assert compiling.main(["--quick", "--depths", "1", "--out", str(tmp_path)]) == 0
+    (cell,) = json.loads((tmp_path / "compiling.json").read_text())["cells"]
+    assert (cell["layers"], cell["bits"]) == (1, 0)
+    for state in ("cold", "warm"):
+        (process,) = cell[state]
+        assert all(process[name][s] > 0 for name in ("step", "prompt") for s in compiling.STAGES)
+    assert "| 1 | raw | prompt |" in capsys.readouterr().out
+
+
+def test_slow_compiling_is_said():
+    quick, slow = ({"trace": 1.0, "lower": 0.1, "compile": s} for s in (1.0, 30.0))
+    cell = {"layers": compiling.FULL_DEPTH, "bits": 0, "cold": [{"step": slow, "prompt": quick}]}
+    found = compiling.slow({"cells": [cell | {"warm": [{"step": quick, "prompt": quick}]}]})
+    assert found == [
+        "30 layers, raw: step takes 31.1 s to compile, more than 20",
+        "30 layers, raw: a warm start takes 4.2 s, more than 3",
+    ]
+    shallow = cell | {"layers": 4, "warm": [{"step": slow, "prompt": slow}]}
+    assert not compiling.slow({"cells": [shallow]})
