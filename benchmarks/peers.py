@@ -29,6 +29,8 @@ ONLY_IN: dict[str, set[tuple[int, int]]] = {
     # Its prompts take minutes where they are long.
     "llama_cpp-f16-plain": {(1, 64), (1, 2048)},
     "llama_cpp-q8_0": {(1, 2048), (1, 8192)},
+    # On a CPU a prompt of 2,048 takes minutes.
+    "mlx": {(1, 64)},
 }
 """Batch and prompt of the cells an engine is timed in, where that is not all."""
 
