@@ -39,6 +39,7 @@ from kvjax.generate import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.limits import InferenceLimits, what_fits
 from kvjax.memory import Plan, cache_nbytes, memory_report, plan
+from kvjax.mesh import make_mesh
 from kvjax.migrate import make_room, migrate
 from kvjax.model_shape import ModelShape
 from kvjax.operations import (
@@ -114,6 +115,7 @@ __all__ = [
     "generate_batches",
     "grow",
     "init_cache",
+    "make_mesh",
     "make_room",
     "memory_report",
     "migrate",

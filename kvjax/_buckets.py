@@ -5,12 +5,14 @@ accelerator is given its work ahead, and may have to wait for its host at every 
 there is one a layer, over at most ``BUCKETS`` programs that are all compiled with the step.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax._across import across
 from kvjax._segments import Segment
 from kvjax._sight import Sight
 from kvjax._typing import Array, Mixed, Rows
@@ -46,13 +48,13 @@ def bucketed(
         return blockwise(both, kv_heads, parts, length, sight)
     rows = grouped(both, kv_heads)
 
-    def over(tokens: int) -> Callable[[], Array]:
-        def prefixes() -> Array:
-            found = [
+    def over(tokens: int) -> Callable[[], Partial]:
+        def prefixes() -> Partial:
+            found = (
                 prefix(part, _units(part, tokens), rows[1 if part.capped else 0], sight)
                 for part in parts
-            ]
-            return finished(found, both[0])
+            )
+            return functools.reduce(merged, found)
 
         return prefixes
 
@@ -64,9 +66,10 @@ def bucketed(
         for size in sizes[:-1]
     ]
     if not beyond:
-        return over(sizes[0])()
+        return finished([over(sizes[0])()], both[0], sight)
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
-    return lax.switch(index, [over(size) for size in sizes])
+    # Devices that divide the keys may each take another size: they meet behind it.
+    return finished([lax.switch(index, [over(size) for size in sizes])], both[0], sight)
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
@@ -116,13 +119,14 @@ def merged(a: Partial, b: Partial) -> Partial:
     return Partial(highest, total, mixed)
 
 
-def finished(parts: list[Partial], queries: Mixed) -> Mixed:
+def finished(parts: list[Partial], queries: Mixed, sight: Sight) -> Mixed:
     """The mixture over the keys of all parts, as ``queries`` are shaped; zeros where none is
     seen."""
     found = parts[0]
     for part in parts[1:]:
         found = merged(found, part)
-    mixed = found.mixed / jnp.where(found.total == 0, 1.0, found.total)[..., None]
+    total, mixed = across(sight.axis, *found)
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 

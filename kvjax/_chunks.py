@@ -35,5 +35,5 @@ def prompt_chunks(request: Request) -> list[Chunk]:
             tokens[row, : here[row]] = ids[start : start + request.chunk]
         held = int((request.start + np.minimum(lengths, start + request.chunk)).max())
         ends = (lengths > start) & (lengths <= start + request.chunk)
-        chunks.append(Chunk(Device().put(tokens), here, ends, held))
+        chunks.append(Chunk(Device(spread=request.spread).put(tokens), here, ends, held))
     return chunks

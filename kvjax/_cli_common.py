@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,6 +43,28 @@ CacheMemoryOption = Annotated[
     str | None,
     typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
 ]
+
+
+MeshOption = Annotated[
+    str,
+    typer.Option(
+        "--mesh",
+        help="Devices to share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
+        "that one device has no memory for is spread over the local ones; with --distributed, "
+        "every model over all of them.",
+    ),
+]
+
+
+def given_mesh(words: str) -> Any:
+    """A mesh as it is written, or ``"auto"``."""
+    import jax
+
+    from kvjax.mesh import make_mesh, parse_mesh
+
+    if words == "auto":
+        return words if jax.process_count() == 1 else make_mesh(tensor=jax.device_count())
+    return make_mesh(**parse_mesh(words))
 
 
 def read(file: Path) -> str:

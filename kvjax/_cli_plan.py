@@ -48,6 +48,10 @@ def plan(
         float, typer.Option(help="What the cache may take of what weights and temporaries leave.")
     ] = 1.0,
     devices: Annotated[int, typer.Option(help="How many share weights and heads evenly.")] = 1,
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", help="Plan for devices that share the work: data=2,tensor=4."),
+    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate temporaries instead of compiling a step.")
     ] = False,
@@ -76,7 +80,10 @@ def plan(
     chosen = kvjax.policy(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size, memory=room
     )
-    found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate)
+    shared = None if mesh is None else _abstract(mesh)
+    if shared is not None and (memory is not None or devices != 1):
+        raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
+    found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate, mesh=shared)
     named: dict[str, Any] | None = None
     special = cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits))
     if special and cache != "auto":  # that one fits whatever it is given
@@ -95,12 +102,23 @@ def plan(
             report["fits"] = [dataclasses.asdict(room) | {"fits": room.fits} for room in rooms]
         typer.echo(to_json(report))
         return
-    typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens\n")
+    each = "" if mesh is None else f", on each of {found.devices} devices ({mesh})"
+    typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens{each}\n")
     typer.echo(_report.columns(_plan_rows(found)))
     if rooms is not None:
         each = f" on each of {devices} devices" if devices > 1 else ""
         typer.echo(f"\n{memory} of memory{each}:\n")
         typer.echo(_report.columns(_room_rows(rooms)))
+
+
+def _abstract(words: str) -> Any:
+    """A mesh of devices that need not be here."""
+    from jax.sharding import AbstractMesh
+
+    from kvjax.mesh import AXES, parse_mesh
+
+    sizes = parse_mesh(words)
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
 
 def _planned(

@@ -1,8 +1,10 @@
 """The device that everything is on unless somebody says otherwise."""
 
+import functools
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def default_device() -> Any:
@@ -16,3 +18,19 @@ def default_device() -> Any:
 def on_cpu() -> bool:
     """Whether that is a CPU."""
     return default_device().platform == "cpu"
+
+
+def fetch(tree: Any) -> Any:
+    """A pytree's numbers on the host, though other processes have some of the devices: then all
+    processes must ask for them."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+        return jax.device_get(tree)
+    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    return jax.device_get(_gathered(whole)(tree))
+
+
+@functools.lru_cache(maxsize=64)
+def _gathered(whole: NamedSharding) -> Any:
+    return jax.jit(lambda found: found, out_shardings=whole)

@@ -2,6 +2,8 @@
 
 from typing import Any, Protocol
 
+from jax.sharding import Mesh
+
 from kvjax._text import Tokenizer
 from kvjax._typing import Array
 from kvjax.cache import KVCache
@@ -52,3 +54,6 @@ class LanguageModel(Protocol):
     def generation(self) -> Defaults: ...
     @property
     def architecture(self) -> Model: ...
+    @property
+    def mesh(self) -> Mesh | None: ...
+    def on(self, mesh: Mesh) -> "LanguageModel": ...

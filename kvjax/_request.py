@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from kvjax._checks import refuse_used_up, whole_number
+from kvjax._device import fetch
 from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
 from kvjax.limits import InferenceLimits, memory_left
 from kvjax.memory import cache_nbytes
+from kvjax.mesh import Spread, spread_over
 from kvjax.migrate import check_room
 from kvjax.presets import Auto, PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
@@ -49,13 +51,17 @@ class Options:
 class Request:
     """A generation that can run.
 
-    ``prompts``: token ids, a row; ``start``: tokens that a given cache holds already, a row;
+    ``prompts``: token ids, a row; ``rows``: how many of them were asked for, the others are empty;
+    ``spread``: how the devices of a mesh share them, None for one device;
+    ``start``: tokens that a given cache holds already, a row;
     ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to.
     """
 
     prompts: list[list[int]]
+    rows: int
+    spread: Spread | None
     start: np.ndarray
     need: int
     capacity: int
@@ -94,14 +100,21 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         refuse_used_up(given)
     if not isinstance(options.limits, InferenceLimits | None):
         raise ValueError(f"limits must be InferenceLimits, got {options.limits!r:.80}")
-    held = [] if given is None else np.asarray(given.length).tolist()
+    mesh = getattr(lm, "mesh", None)
+    spread = None if mesh is None else spread_over(mesh, lm.config.num_key_value_heads)
+    if given is not None:
+        _check_place(given, spread)
+    held = [] if given is None else fetch(given.length).tolist()
     rows = _token_ids(lm, prompts, held)
+    seeds, asked = _seeds(options.seed, len(rows)), len(rows)
+    more = 0 if spread is None else -len(rows) % spread.rows
+    rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
     start = np.zeros(len(rows), np.int64)
     if given is not None:
         if given.batch != len(rows):
-            raise ValueError(f"the cache has {given.batch} rows, but there are {len(rows)} prompts")
+            raise ValueError(f"the cache has {given.batch} rows, but there are {asked} prompts")
         check(given)
-        start = np.asarray(given.length, np.int64)
+        start = np.asarray(held, np.int64)
     longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
     if chosen is not None and options.use_cache:
@@ -117,7 +130,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if options.eos_token_ids is not None:
         _check_ids(lm.config, eos, "eos_token_ids")
     filters, settings = make_settings(
-        seeds=_seeds(options.seed, len(rows)),
+        seeds=seeds,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -128,6 +141,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     )
     return Request(
         prompts=rows,
+        rows=asked,
+        spread=spread,
         start=start,
         need=longest + limit,
         capacity=capacity,
@@ -224,6 +239,15 @@ def _capacity(
 def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
     """Whether texts of up to these two lengths have the same rotary frequencies."""
     return getattr(config, "same_rotary", lambda length, other: True)
+
+
+def _check_place(cache: KVCache, spread: Spread | None) -> None:
+    """Raise ``ValueError`` for a cache that is not where the model is."""
+    if cache.spread != spread:
+        raise ValueError(
+            "the cache is not spread over the devices that the model is on: "
+            "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
+        )
 
 
 def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:

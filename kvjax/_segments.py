@@ -1,7 +1,8 @@
 """What attention walks: runs of slots that are stored alike, with the positions they hold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from kvjax.codecs import (
     plain_scores,
     tokens_of,
 )
-from kvjax.layouts import Layout, Region
+from kvjax.layouts import Layout, Part, Region, Share, divided, shared
 from kvjax.placement import Device
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -91,7 +92,12 @@ class Segment:
 
 
 def segments(
-    held: LayerCache, before: Rows, length: Rows, marks: Rows, table: RotaryTable | None
+    held: LayerCache,
+    before: Rows,
+    length: Rows,
+    marks: Rows,
+    table: RotaryTable | None,
+    share: Share | None = None,
 ) -> list[Segment]:
     """A layer's segments, in the order they are walked.
 
@@ -100,15 +106,17 @@ def segments(
       before, length: int32[batch], tokens a row without and with the call's.
       marks: int32[batch], the layer's ``written`` before the call.
       table: the layer's rotary table.
+      share: of its slots, where devices divide them; None for all. What every device has, the
+        newest tokens, is divided as well, to be counted once.
     """
     policy, written = held.policy, jnp.maximum(marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
         return [
-            _region(stores, codecs, policy.layout, region, length, written, None, None)
-            for region in policy.layout.regions()
+            _region(stores, codecs, layout, region, length, written, None, None)
+            for region, layout in _walked(policy.stored, share, shared)
         ]
-    split, raw = policy.split, policy.raw
+    split, raw = replace(policy.split, share=share), policy.raw
     assert raw is not None
     table = table if policy.keys.before_rotary else None
     stores, place = (held.keys, held.values), policy.placement
@@ -123,22 +131,32 @@ def segments(
     )  # fmt: skip
     tail = held.tail.keys, held.tail.values
     regions = [
-        _region(tail, raw, split.tail, region, length, written, "raw", table)
-        for region in split.tail.regions()
+        _region(tail, raw, layout, region, length, written, "raw", table)
+        for region, layout in _walked(split.tail, share, divided)
     ]
     if held.strip is not None:
-        old, own = held.strip.tail, _own(held.strip, raw, split.tail.sinks, before, length, table)
+        old = held.strip.tail
+        own = _own(held.strip, raw, split.tail.sinks, before, length, table, share)
         marks = jnp.maximum(marks, before)
-        last = split.tail.regions()[-1]
-        kept = _region((old.keys, old.values), raw, split.tail, last, before, marks, "raw", table)
+        last, layout = _walked(split.tail, share, divided)[-1]
+        kept = _region((old.keys, old.values), raw, layout, last, before, marks, "raw", table)
         regions[-1:] = [kept, own]
     return [body, *regions]
+
+
+def _walked(
+    layout: Layout, share: Share | None, of: Callable[[Layout, Share], Part]
+) -> list[tuple[Region, Any]]:
+    """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
+    if share is None:
+        return [(region, layout) for region in layout.regions()]
+    return of(layout, share).regions()
 
 
 def _region(
     stores: tuple[Store, Store],
     codecs: tuple[Codec, Codec],
-    layout: Layout,
+    layout: Layout | Part,
     region: Region,
     length: Rows,
     written: Rows,
@@ -162,18 +180,26 @@ def _own(
     before: Rows,
     length: Rows,
     table: RotaryTable | None,
+    share: Share | None,
 ) -> Segment:
     """A long call's own tokens, but for sinks, which have been written to slots of their own."""
+    count = strip.keys.shape[2]
+    each = count if share is None else -(-count // share.count)
+    first = jnp.int32(0) if share is None else share.index * each
 
     def place(units: Array) -> Array:
         positions = before[:, None] + units
-        return jnp.where((positions >= sinks) & (positions < length[:, None]), positions, -1)
+        there = (positions >= sinks) & (positions < length[:, None])
+        if share is not None:
+            there &= (units >= first) & (units < first + each)
+        return jnp.where(there, positions, -1)
 
     def span(start: Array, size: int) -> tuple[Array, Array]:
-        last = jnp.minimum(jnp.max(before) + start + size, jnp.max(length)) - 1
-        return jnp.min(before) + start, last
+        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
+        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
+        return jnp.min(before) + low, jnp.where(low < high, last, -1)
 
     return Segment(
-        strip.keys, strip.values, raw, 0, strip.keys.shape[2], place, span,
-        lambda near: jnp.max(near - before), 1, "raw", table=table,
+        strip.keys, strip.values, raw, 0, count, place, span,
+        lambda near: jnp.minimum(jnp.max(near - before), first + each), 1, "raw", table=table,
     )  # fmt: skip

@@ -20,7 +20,8 @@ class Sight:
 
     ``cap``: the position from which queries look at a layout's sinks at most. ``split``: of a layer
     with a tail, what of it they see raw; ``call``: int32[batch], where the call begins, if its own
-    tokens are raw in any case.
+    tokens are raw in any case. ``axis``: of a mesh, along which devices have a share of the keys
+    each.
     """
 
     queries: Positions
@@ -33,6 +34,7 @@ class Sight:
     bias: Bias | None = static_field(default=None)
     split: Split | None = static_field(default=None)
     call: Rows | None = None
+    axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
         for name, value, least in (

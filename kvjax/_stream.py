@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax import _loop
 from kvjax._chunks import Chunk, prompt_chunks
+from kvjax._device import fetch
 from kvjax._errors import NonFiniteError
 from kvjax._model import LanguageModel
 from kvjax._request import Request, capacity_bucket
@@ -23,6 +24,8 @@ from kvjax.status import check
 
 _WATCHED_STEPS = 32
 """The most steps of a dispatch where somebody waits for its text."""
+_TOGETHER_STEPS = 8
+"""The same, where many processes run together."""
 _PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
 """A streamed dispatch that takes less grows, one that takes more shrinks."""
 
@@ -79,11 +82,17 @@ class Stream(Iterator[Piece]):
         watched: bool,
         chunks: list[Chunk] | None = None,
     ) -> None:
-        self._lm, self._request, self._watched = lm, request, watched
+        self._lm, self._request = lm, request
         self._chunks = chunks
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
+        for row in self._rows[request.rows :]:
+            row.finish("padding")
         self._counts = np.zeros(len(self._rows), np.int32)
-        self._steps = 1 if watched else _WATCHED_STEPS if request.stops else _loop.CHUNK
+        # Processes that run together do the same steps, whatever time each takes.
+        alone = jax.process_count() == 1
+        first = 1 if alone else _TOGETHER_STEPS
+        self._steps = first if watched else _WATCHED_STEPS if request.stops else _loop.CHUNK
+        self._paced = watched and alone
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._cache_bytes: dict[str, int] = {}
         self._moves: list[Move] = []
@@ -125,13 +134,14 @@ class Stream(Iterator[Piece]):
                     dispatched += steps
                     flying.append(self._decode(steps))
                 self._absorb(flying.popleft())
-            if self._watched:
+            if self._paced:
                 self._pace(self._decode_meter.seconds - before)
         with self._decode_meter.running():
             cache, unfed = self._settle()
-        texts = self._texts([row.text for row in self._rows])
-        tokens = [row.tokens for row in self._rows]
-        self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed)
+        asked = self._rows[: self._request.rows]
+        texts = self._texts([row.text for row in asked])
+        tokens = [row.tokens for row in asked]
+        self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed[: len(asked)])
         yield self._piece()
 
     def _prefill(self) -> None:
@@ -141,9 +151,16 @@ class Stream(Iterator[Piece]):
         context = self._empty_context()
         # Beside a committed array every other is committed too, or each would compile anew.
         home = jax.tree.leaves(context)[-1].sharding
-        logits = jax.device_put(np.zeros((batch, vocab), np.float32), home)
-        self._settings = jax.device_put(request.settings, home)
-        self._limit = jax.device_put(np.int32(request.limit), home)
+
+        def put(tree: Any) -> Any:
+            spread = request.spread
+            if spread is None:
+                return jax.device_put(tree, home)
+            return spread.put(tree, lambda shape: spread.of_batch(shape, batch))
+
+        logits = put(np.zeros((batch, vocab), np.float32))
+        self._settings = put(request.settings)
+        self._limit = put(np.int32(request.limit))
         for chunk in prompt_chunks(request) if self._chunks is None else self._chunks:
             context = self._fitting(context, chunk.held)
             context, logits = _loop.prefill(
@@ -154,7 +171,7 @@ class Stream(Iterator[Piece]):
             mask = np.zeros((batch, vocab), bool)
             for row, ids in enumerate(request.prompts):
                 mask[row, ids] = True
-            seen = jax.device_put(mask, home)
+            seen = put(mask)
         self._context = context
         self._progress, self._seen = _loop.begin(
             logits, request.filters, self._settings, self._limit, seen
@@ -170,7 +187,7 @@ class Stream(Iterator[Piece]):
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=batch, max_len=request.max_len,
-                room=request.capacity,
+                room=request.capacity, mesh=None if request.spread is None else self._lm.mesh,
             )  # fmt: skip
             holds = cache.max_len if cache.grows_to is None else cache.grows_to
             if request.need > holds:
@@ -180,7 +197,8 @@ class Stream(Iterator[Piece]):
                 )
         else:
             text = np.zeros((batch, request.capacity), np.int32)
-            rows: Any = Device().put((text, np.zeros(batch, np.int32)))
+            place = Device(spread=request.spread)
+            rows: Any = place.put((text, np.zeros(batch, np.int32)))
             return _loop.Uncached(*rows)
         self._cache_bytes = nbytes(cache)
         return _loop.Cached(cache)
@@ -231,7 +249,7 @@ class Stream(Iterator[Piece]):
         Raises:
           NonFiniteError: if a row's logits were not finite numbers.
         """
-        out, progress = jax.device_get(report)
+        out, progress = fetch(report)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -260,7 +278,7 @@ class Stream(Iterator[Piece]):
         return rewind(cache, surplus) if surplus.any() else cache, unfed
 
     def _piece(self) -> Piece:
-        taken = [row.take() for row in self._rows]
+        taken = [row.take() for row in self._rows[: self._request.rows]]
         text = self._texts([text for text, _ in taken])
         return Piece(text, [tokens for _, tokens in taken], self._stats())
 
@@ -269,7 +287,8 @@ class Stream(Iterator[Piece]):
 
     def _stats(self) -> GenerationStats:
         prefill, decode = self._prefill_meter, self._decode_meter
-        decoded = int(self._counts.sum()) - len(self._rows)
+        rows = self._request.rows
+        decoded = int(self._counts[:rows].sum()) - rows
         return GenerationStats(
             prompt_tokens=sum(map(len, self._request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
@@ -279,7 +298,7 @@ class Stream(Iterator[Piece]):
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
             cache_bytes=self._cache_bytes,
             compilations=prefill.compilations + decode.compilations,
-            stop_reasons=tuple(row.reason for row in self._rows),
+            stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             moves=tuple(self._moves),
         )
 

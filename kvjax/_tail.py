@@ -1,5 +1,6 @@
 """Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ from jax import lax
 from kvjax._tree import state
 from kvjax._typing import Array, KeysValues, Rows, SlotPositions
 from kvjax._write import write_far, write_rows
-from kvjax.codecs import Store, tokens_of
+from kvjax.codecs import Codec, Store, tokens_of
+from kvjax.layouts import Share
+from kvjax.mesh import TENSOR, Spread
 from kvjax.policy import CachePolicy
 
 
@@ -48,6 +51,7 @@ def append_behind(
     keys: KeysValues,
     values: KeysValues,
     fetched: Body | None = None,
+    share: Share | None = None,
 ) -> tuple[Body, Tail, Strip | None, Body | None]:
     """The body, the tail, the strip and the body's copy on the device, after a call.
 
@@ -58,8 +62,9 @@ def append_behind(
       count: int32[batch], how many of ``new`` each row takes.
       keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
       fetched: the copy before the call, or None.
+      share: of the body's blocks, where devices divide them; None for all.
     """
-    split, raw = policy.split, policy.raw
+    split, raw = replace(policy.split, share=share), policy.raw
     assert raw is not None
     new, batch = keys.shape[2], count.shape[0]
     fresh = Tail(raw[0].encode(jnp.asarray(keys)), raw[1].encode(jnp.asarray(values)))
@@ -85,9 +90,10 @@ def append_behind(
             whole = jax.tree.map(lambda a, b: _taken(_joined(a, b), index), tail, fresh)
         shape = (*keys.shape[:2], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
+        spread = policy.placement.spread
         return (
-            policy.keys.encode(numbers[0].reshape(shape)),
-            policy.values.encode(numbers[1].reshape(shape)),
+            _encoded(policy.keys, numbers[0].reshape(shape), spread),
+            _encoded(policy.values, numbers[1].reshape(shape), spread),
         )
 
     if short:
@@ -132,6 +138,18 @@ def decoded(
     keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
     values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
     return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
+
+
+def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
+    """Blocks as the codec stores them; of heads that share a scale, those of this device."""
+    if spread is None or spread.heads == 1 or not codec.joins_heads:
+        return codec.encode(numbers)
+    heads = numbers.shape[1]
+    every = codec.encode(lax.all_gather(numbers, TENSOR, axis=1, tiled=True))
+    first = heads * spread.index(TENSOR)
+    return jax.tree.map(
+        lambda x: x if x.shape[1] == 1 else lax.dynamic_slice_in_dim(x, first, heads, 1), every
+    )
 
 
 def _last_of(ring: Any, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:

@@ -98,7 +98,11 @@ class Timed:
     def _made(self) -> KVCache:
         request = self.request
         cache = init_cache(
-            self._lm.config, request.policy, batch=len(request.prompts), max_len=request.capacity
+            self._lm.config,
+            request.policy,
+            batch=len(request.prompts),
+            max_len=request.capacity,
+            mesh=getattr(self._lm, "mesh", None),
         )
         return make_room(cache, request.capacity)[0]
 

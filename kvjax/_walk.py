@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax._across import across
 from kvjax._device import on_cpu
 from kvjax._segments import Segment
 from kvjax._sight import Sight
@@ -60,7 +61,10 @@ def at_once(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sig
         weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
         total += weights.sum(-1, keepdims=True)
         mixed += segment.mix(weights, stores[1], positions, both[0].dtype.name)
-    mixed = jnp.asarray(mixed) / jnp.where(total == 0, 1.0, total)
+    total, mixed = across(
+        sight.axis, highest[..., 0], jnp.asarray(total)[..., 0], jnp.asarray(mixed)
+    )
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return mixed.reshape(both[0].shape).astype(both[0].dtype)
 
 
@@ -108,7 +112,7 @@ def _walk(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight
     )
     for segment in parts:
         merged = _walk_segment(merged, segment, grouped[1 if segment.capped else 0], length, sight)
-    _, total, mixed = merged
+    total, mixed = across(sight.axis, *merged)
     mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return mixed.reshape(both[0].shape).astype(both[0].dtype)
 

@@ -18,7 +18,9 @@ def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array
     for run in runs:
         skip = jnp.broadcast_to(run.skip, count.shape)
         size = min(x.shape[2], run.high - run.low)
-        write = functools.partial(_write_row, low=run.low, high=run.high, size=size)
+        write = functools.partial(
+            _write_row, low=run.low, high=run.high, size=size, bounds=run.bounds
+        )
         into = jax.vmap(write)(into, x, run.start, skip, count)
     return into
 
@@ -32,7 +34,7 @@ def write_far(
     for run in runs:
         skip = jnp.broadcast_to(run.skip, count.shape)
         size = min(x.shape[2], run.high - run.low)
-        part = functools.partial(_window, low=run.low, high=run.high, size=size)
+        part = functools.partial(_window, low=run.low, high=run.high, size=size, bounds=run.bounds)
         copy = near = None if near is None else write_rows(near, x, [run], count)
 
         def one(
@@ -64,15 +66,24 @@ def _write_row(
     low: int,
     high: int,
     size: int,
+    bounds: Any,
 ) -> Array:
     """One row of a run."""
-    origin, x, real = _window(x, start, skip, count, low=low, high=high, size=size)
+    origin, x, real = _window(x, start, skip, count, low=low, high=high, size=size, bounds=bounds)
     old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
     return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
 
 
 def _window(
-    x: Array, start: Array, skip: Array, count: Array, *, low: int, high: int, size: int
+    x: Array,
+    start: Array,
+    skip: Array,
+    count: Array,
+    *,
+    low: int,
+    high: int,
+    size: int,
+    bounds: Any,
 ) -> tuple[Array, Array, Array]:
     """Where a row's new content goes, the content, and which of it is real.
 
@@ -86,4 +97,7 @@ def _window(
     if x.shape[1] > 1:
         x = jnp.roll(x, shift, axis=1)[:, :size]
     real = (token >= skip) & (token < count)
+    if bounds is not None:
+        slot = token + start
+        real &= (slot >= bounds[0]) & (slot < bounds[1])
     return origin, x, real.reshape(size, *[1] * (x.ndim - 2))

@@ -14,17 +14,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from kvjax._call import accepted, positions_from
 from kvjax._device import default_device
 from kvjax._paths import Path, path_of
 from kvjax._segments import segments
 from kvjax._sight import Bias, Sight
-from kvjax._typing import Counts, KeysValues, Mixed, Queries, Rows
+from kvjax._typing import Array, Counts, KeysValues, Mixed, Queries, Rows
 from kvjax._walk import blockwise
-from kvjax.cache import KVCache, LayerCache
+from kvjax.cache import KVCache, LayerCache, shared_by
 from kvjax.codecs import Raw
 from kvjax.layouts import UNLIMITED, Dense
+from kvjax.mesh import COPIES, SEQUENCE, TENSOR, Spread
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
 
@@ -127,8 +130,52 @@ def _walked(
 ) -> Mixed:  # fmt: skip
     """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
     is something else. The rest: see ``segments``."""
-    parts = segments(held, before, length, marks, rotary)
-    return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, sight)
+    spread = held.policy.placement.spread
+    if spread is None:
+        parts = segments(held, before, length, marks, rotary)
+        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, sight)
+    heads = kinds[0].shape[1]
+    rows, queries = spread.of_rows(), spread.of_queries(heads, held.kv_heads)
+    bias = sight.bias
+
+    def on_each(
+        kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows, marks: Rows,
+        rotary: RotaryTable | None, at: Sight,
+    ) -> Mixed:  # fmt: skip
+        held = held.on_one()
+        parts = segments(held, before, length, marks, rotary, shared_by(spread))
+        axis = SEQUENCE if spread.parts > 1 else None
+        own = replace(
+            at, axis=axis, bias=bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
+        )
+        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, own)
+
+    at = replace(sight, bias=None)
+    specs = replace(at, queries=rows, call=None if at.call is None else rows)
+    return spread.run(
+        on_each, (queries, held.specs(), rows, rows, rows, PartitionSpec(), specs), queries,
+        kinds, held, before, length, marks, rotary, at,
+    )  # fmt: skip
+
+
+def _of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
+    """A bias of a device's heads alone, from one of all."""
+
+    def own(queries: Array, keys: Array) -> Array:
+        every = jnp.asarray(bias(queries, keys))
+        if every.ndim > 3 and every.shape[0] not in (1, queries.shape[0]):
+            raise ValueError(
+                f"the bias is of {every.shape[0]} rows, and a device of the mesh has "
+                f"{queries.shape[0]}: go by the positions that it is given"
+            )
+        if every.ndim < 3 or every.shape[-3] == 1 or count == heads:
+            return every
+        first = count * spread.index(TENSOR)
+        if count * spread.heads < heads:  # devices with the same keys divide their queries
+            first = count * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
+        return lax.dynamic_slice_in_dim(every, first, count, axis=-3)
+
+    return own
 
 
 def self_attend(

@@ -80,6 +80,8 @@ def generate_batches(
         raise ValueError(f"limits must be InferenceLimits, got {limits!r:.80}")
     found = inspect.signature(generate).bind(lm, None, limits=limits, **settings)
     found.apply_defaults()
+    mesh = found.arguments.pop("mesh")
+    lm = lm if mesh is None else lm.on(mesh)
     options = Options(**{k: v for k, v in found.arguments.items() if k not in ("lm", "prompts")})
     ahead = 1 if limits is None else limits.prefetch_steps
     return _run(lm, iter(batches), options, placement, park, ahead)

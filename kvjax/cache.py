@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from kvjax._call import accepted, admit, check_new, note_numbers, positions_from
 from kvjax._checks import whole_number
@@ -36,8 +38,9 @@ from kvjax._typing import (
 )
 from kvjax._write import write_rows
 from kvjax.budget import Budget
-from kvjax.layer import LayerCache, empty_layer, fetched_ahead, within
-from kvjax.layouts import UNLIMITED, Run
+from kvjax.layer import LayerCache, fetched_ahead, new_layer, share_of, within
+from kvjax.layouts import UNLIMITED, Run, Share, shared
+from kvjax.mesh import SEQUENCE, Spread, spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, budget_of, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
@@ -80,6 +83,11 @@ class KVCache:
         """Tokens that a row's text can have, before it must grow where it can."""
         limits = [self.positions, *(layer.policy.layout.limit for layer in self.layers)]
         return min((limit for limit in limits if limit is not None), default=UNLIMITED)
+
+    @property
+    def spread(self) -> Spread | None:
+        """How it is spread over a mesh; None where it is on one device."""
+        return self.layers[0].policy.placement.spread
 
     @property
     def chunk(self) -> int | None:
@@ -138,6 +146,7 @@ def init_cache(
     *,
     batch: int = 1,
     max_len: int | None = None,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
@@ -151,12 +160,14 @@ def init_cache(
       batch: rows.
       max_len: tokens a row can hold. A dense layout needs it; a growing one takes it as its limit;
         a ring is made smaller by it where the text is shorter than its window.
+      mesh: devices to spread it over, see ``make_mesh``; by default it is on one.
 
     Raises:
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
-        than the model has positions, or a list of policies has the wrong length.
+        than the model has positions, a list of policies has the wrong length, or the mesh does not
+        divide the rows.
     """
-    return allocate(config, policy, batch=batch, max_len=max_len)
+    return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh)
 
 
 def allocate(
@@ -166,6 +177,7 @@ def allocate(
     batch: int,
     max_len: int | None,
     room: int | None = None,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
@@ -179,6 +191,10 @@ def allocate(
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+    if mesh is not None:
+        spread = spread_over(mesh, kv_heads)
+        spread.check_rows(batch)
+        policies = [replace(each, placement=each.placement.over(spread)) for each in policies]
     # A layer that reads another's has none of its own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
     resolved = [
@@ -188,11 +204,11 @@ def allocate(
     if budget is not None:
         resolved = within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
     layers = [
-        empty_layer(each, batch, kv_heads, head_dim, windows[n]).placed()
+        new_layer(each, batch, kv_heads, head_dim, windows[n])
         for n, each in zip(own, resolved, strict=True)
     ]
     shapes = (batch,), (batch, len(layers)), (batch,)
-    rows = [policies[0].placement.put(jnp.zeros(shape, jnp.int32)) for shape in shapes]
+    rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
     reach = max(layer.policy.layout.reach for layer in layers)
@@ -253,19 +269,48 @@ def _appended(
 ) -> LayerCache:  # fmt: skip
     """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
     that are alike share a trace, which is made for a device."""
+    spread = old.policy.placement.spread
+    if spread is None:
+        parts = _with_tokens(old, keys, values, length, count, rotary)
+    else:
+        specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
+
+        def on_each(*call: Any) -> Any:
+            return _with_tokens(*call, share=shared_by(spread))
+
+        parts = spread.run(
+            on_each, (specs, tokens, tokens, rows, rows, PartitionSpec()),
+            (specs.keys, specs.values, tokens, tokens, specs.fetched),
+            old, keys, values, length, count, rotary,
+        )  # fmt: skip
+    keys, values, tail, strip, fetched = parts
+    return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
+
+
+def _with_tokens(
+    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    rotary: RotaryTable | None, share: Share | None = None,
+) -> Any:  # fmt: skip
+    """Keys, values, tail, strip and copy of a layer after a call, of a device's own slots."""
     policy = old.policy
     if not policy.keys.before_rotary:
         keys = apply_rotary(keys, positions_from(length, keys.shape[2]), rotary)
     body = old.keys, old.values
     if old.tail is None:
-        runs = policy.layout.runs(length, keys.shape[2])
+        stored = policy.stored if share is None else shared(policy.stored, share)
+        runs = stored.runs(length, keys.shape[2])
         body = _written(body, (policy.keys.encode(keys), policy.values.encode(values)), runs, count)
-        return replace(old, keys=body[0], values=body[1])
+        return *body, None, None, None
     tail = old.tail if old.strip is None else old.strip.tail
     body, tail, strip, fetched = append_behind(
-        policy, body, tail, length, count, keys, values, old.fetched
+        policy, body, tail, length, count, keys, values, old.fetched, share
     )
-    return replace(old, keys=body[0], values=body[1], tail=tail, strip=strip, fetched=fetched)
+    return *body, tail, strip, fetched
+
+
+def shared_by(spread: Spread) -> Share | None:
+    """The share of the slots that a device of a mesh has, on it; None for all."""
+    return Share(spread.index(SEQUENCE), spread.parts) if spread.parts > 1 else None
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -292,7 +337,18 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     length = cache.length + count
     layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
     written = jnp.maximum(cache.written, length[:, None])
-    return replace(cache, layers=layers, length=length, written=written)
+    return with_rows(cache, layers=layers, length=length, written=written)
+
+
+def with_rows(cache: KVCache, **changes: Any) -> KVCache:
+    """A cache with other cursors or status; on a mesh every device has those of its rows, whatever
+    they were computed from."""
+    changed = replace(cache, **changes)
+    if changed.spread is None:
+        return changed
+    put = changed.layers[0].policy.placement.put
+    length, written, status = put((changed.length, changed.written, changed.status))
+    return replace(changed, length=length, written=written, status=status)
 
 
 def read(
@@ -316,8 +372,8 @@ def read(
     held = cache.layers[place]
     policy, written = held.policy, cache.written[:, place]
     if held.tail is None:
-        slots = jnp.arange(policy.layout.slots, dtype=jnp.int32)
-        positions = policy.layout.positions(cache.length, written, slots)
+        slots = jnp.arange(policy.stored.slots, dtype=jnp.int32)
+        positions = policy.stored.positions(cache.length, written, slots)
         return policy.keys.decode(held.keys), policy.values.decode(held.values), positions
     keys, values, positions = decoded(held.near(), policy, cache.length, written)
     if policy.keys.before_rotary:
@@ -325,10 +381,18 @@ def read(
     return keys, values, positions
 
 
-def nbytes(cache: KVCache) -> dict[str, int]:
-    """Bytes of all layers' keys and values, by the place where they are."""
+def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
+    """Bytes of all layers' keys and values, by the place where they are.
+
+    Args:
+      cache: the cache, on one device or on a mesh.
+      spread: counts what one device would have of it, were it spread so; ``cache.spread`` is what
+        one has of a cache on a mesh.
+    """
     totals: dict[str, int] = {}
     for layer in cache.layers:
+        if spread is not None:
+            layer = share_of(layer, spread)
         body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
         for place, held in ((layer.policy.placement.place, body), ("device", rest)):
             if jax.tree.leaves(held):

@@ -19,13 +19,24 @@ from kvjax._cli_common import (
     DtypeOption,
     GroupOption,
     KeyBitsOption,
+    MeshOption,
     ModelOption,
     PrefetchOption,
     RevisionOption,
     ValueBitsOption,
+    given_mesh,
     read,
     use_compilation_cache,
     utf8,
+)
+from kvjax._cli_distributed import (
+    CoordinatorOption,
+    DistributedOption,
+    HeartbeatOption,
+    ProcessesOption,
+    ProcessIdOption,
+    StartTimeoutOption,
+    joined,
 )
 from kvjax._cli_eval import evaluate
 from kvjax._cli_plan import plan
@@ -97,6 +108,13 @@ def generate(
     group_size: GroupOption = None,
     prefetch: PrefetchOption = None,
     cache_memory: CacheMemoryOption = None,
+    mesh: MeshOption = "auto",
+    distributed: DistributedOption = False,
+    coordinator: CoordinatorOption = None,
+    processes: ProcessesOption = None,
+    process_id: ProcessIdOption = None,
+    start_timeout: StartTimeoutOption = 60,
+    heartbeat_timeout: HeartbeatOption = 20,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute everything again for every token.")
     ] = False,
@@ -113,8 +131,6 @@ def generate(
     import kvjax
     from kvjax import models
 
-    lm = models.load(model, dtype=dtype, revision=revision)
-    entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
@@ -137,16 +153,24 @@ def generate(
         ),
         use_cache=not no_cache,
     )
-    if as_json:
-        result = kvjax.generate(lm, [entry], **settings)
-        found = {"text": result.text[0], "tokens": result.tokens[0]}
-        typer.echo(to_json(found | {"stats": figures(result.stats)}))
-        return
-    running = kvjax.stream(lm, [entry], **settings)
-    for piece in running:
-        typer.echo(piece.text[0], nl=False)
-    typer.echo()
-    typer.echo(one_line(figures(running.result.stats)), err=True)
+    with joined(
+        distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout
+    ) as speaks:
+        lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+        entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
+        if as_json:
+            result = kvjax.generate(lm, [entry], **settings)
+            found = {"text": result.text[0], "tokens": result.tokens[0]}
+            if speaks:
+                typer.echo(to_json(found | {"stats": figures(result.stats)}))
+            return
+        running = kvjax.stream(lm, [entry], **settings)
+        for piece in running:
+            if speaks:
+                typer.echo(piece.text[0], nl=False)
+        if speaks:
+            typer.echo()
+            typer.echo(one_line(figures(running.result.stats)), err=True)
 
 
 @app.command()

@@ -47,6 +47,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     resolved = []
     for place, old in enumerate(cache.layers):
         wanted = policies[sources.index(place)]
+        wanted = replace(wanted, placement=wanted.placement.over(old.policy.placement.spread))
         asked = max_len
         if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
             asked = cache.max_len
@@ -119,9 +120,10 @@ def converted(
     layout = policy.layout
     tail = low = None
     if policy.raw is None:
-        wanted = layout.positions(length, length, jnp.arange(layout.slots, dtype=jnp.int32))
+        stored = policy.stored
+        wanted = stored.positions(length, length, jnp.arange(stored.slots, dtype=jnp.int32))
         keys, values, there = _fetched(old, length, marks, wanted)
-        written, lost = layout.hiding(length, wanted, (wanted >= 0) & ~there)
+        written, lost = stored.hiding(length, wanted, (wanted >= 0) & ~there)
         keys, values = policy.keys.encode(keys), policy.values.encode(values)
     else:
         split, written = policy.split, length
@@ -149,7 +151,7 @@ def _fetched(
     as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0."""
     policy = old.policy
     if old.tail is None:
-        stores = [(policy.keys.decode(old.keys), policy.values.decode(old.values), policy.layout)]
+        stores = [(policy.keys.decode(old.keys), policy.values.decode(old.values), policy.stored)]
     else:
         raw, split = policy.raw, policy.split
         assert raw is not None

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
+
 from kvjax._model import LanguageModel
 from kvjax._request import CacheChoice, Options, Prompts, prepare
 from kvjax._stream import GenerationResult, Piece, Stream
@@ -29,6 +31,7 @@ def generate(
     use_cache: bool = True,
     prefill_chunk: int = 512,
     limits: InferenceLimits | None = None,
+    mesh: Mesh | None = None,
 ) -> GenerationResult:
     """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
 
@@ -58,6 +61,10 @@ def generate(
       prefill_chunk: prompts are fed in chunks of so many tokens, the last one padded to a power of
         two.
       limits: rows, tokens and bytes that a request may take; one beyond them is a ``ValueError``.
+      mesh: devices to spread the model and the cache over, see ``make_mesh``; by default those that
+        the model was loaded for. A model that is elsewhere is moved there first: one that is used
+        often is better loaded so. Rows that ``data`` does not divide are filled up with empty ones,
+        which ``result.cache`` has as well.
 
     Returns:
       Texts, tokens, figures and the cache.
@@ -69,6 +76,7 @@ def generate(
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
+    lm = lm if mesh is None else lm.on(mesh)
     options = Options(
         max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
         repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
@@ -98,6 +106,7 @@ def stream(
     use_cache: bool = True,
     prefill_chunk: int = 512,
     limits: InferenceLimits | None = None,
+    mesh: Mesh | None = None,
 ) -> Stream:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
@@ -107,6 +116,7 @@ def stream(
       the last piece ``.result`` is what ``generate`` would have given. Arguments are checked
       here; ``NonFiniteError`` comes from the iteration.
     """
+    lm = lm if mesh is None else lm.on(mesh)
     options = Options(
         max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
         repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,

@@ -1,7 +1,7 @@
 """A layer of a cache: its arrays, what they take, and what is fetched of them ahead of its turn."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvjax._tail import Body, Strip, Tail
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import KeysValues, Rows
 from kvjax.budget import Budget, Sizes
+from kvjax.mesh import Spread
 from kvjax.placement import Device
 from kvjax.policy import CachePolicy
 
@@ -47,8 +48,33 @@ class LayerCache:
     def placed(self) -> "LayerCache":
         """With every array where the policy says, committed."""
         place = self.policy.placement
-        rest = place.put(replace(self, keys=None, values=None))
-        return replace(rest, keys=place.store(self.keys), values=place.store(self.values))
+        return replace(
+            self, keys=place.store(self.keys), values=place.store(self.values),
+            tail=place.put_tokens(self.tail), low=place.put(self.low),
+        )  # fmt: skip
+
+    def specs(self) -> "LayerCache":
+        """How each array is spread over the mesh."""
+        spread = self.policy.placement.spread
+        assert spread is not None
+
+        def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
+            return jax.tree.map(lambda x: spec(x.shape), part)
+
+        def tokens(shape: tuple[int, ...]) -> Any:
+            return spread.of_tokens()
+
+        return replace(
+            self, keys=each(self.keys, spread.of_body), values=each(self.values, spread.of_body),
+            tail=each(self.tail, tokens), strip=each(self.strip, tokens),
+            low=each(self.low, spread.of_rows), fetched=each(self.fetched, spread.of_body),
+        )  # fmt: skip
+
+    def on_one(self) -> "LayerCache":
+        """On a device of a mesh, from its arrays: the layer of the heads that it has."""
+        place = self.policy.placement
+        assert place.spread is not None
+        return replace(self, kv_heads=self.kv_heads // place.spread.heads)
 
 
 def empty_layer(
@@ -64,6 +90,44 @@ def empty_layer(
     shape = (batch, kv_heads, *slots, head_dim)
     keys, values = policy.keys.empty(shape), policy.values.empty(shape)
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
+
+
+def new_layer(
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
+) -> LayerCache:
+    """An empty layer where the policy says; on a mesh each device makes its own."""
+    if policy.placement.spread is None:
+        return empty_layer(policy, batch, kv_heads, head_dim, window).placed()
+    return _on_each(policy, batch, kv_heads, head_dim, window)()
+
+
+@functools.lru_cache(maxsize=256)
+def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
+    """The program that makes an empty layer on the devices of a mesh."""
+    make, place = functools.partial(empty_layer, policy, *shape), policy.placement
+    spread = place.spread
+    assert spread is not None
+    specs = jax.eval_shape(make).specs()
+    kind = {"host": "pinned_host"}.get(place.place)
+    near, far = spread.sharding, functools.partial(spread.sharding, kind=kind)
+    shardings = replace(
+        jax.tree.map(near, specs),
+        keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),
+    )  # fmt: skip
+    return jax.jit(make, out_shardings=shardings)
+
+
+def share_of(held: LayerCache, spread: Spread) -> LayerCache:
+    """What a device has of an empty layer like this one, as shapes."""
+    policy = replace(held.policy, placement=held.policy.placement.over(spread))
+    batch = jax.tree.leaves(held.keys)[0].shape[0]
+    shape = policy, batch, held.kv_heads, held.head_dim, held.window
+    whole = jax.eval_shape(functools.partial(empty_layer, *shape))
+
+    def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(part, whole, whole.specs())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -115,7 +179,16 @@ def fetched_ahead(
         if n < place and n not in later:
             found[n] = replace(held, fetched=None)
         elif ahead and place <= n <= place + ahead and held.fetched is None:
-            stores = held.keys, held.values
-            body = held.policy.placement.near(stores, after if place else None)
-            found[n] = replace(held, fetched=body)
+            found[n] = replace(held, fetched=_near(held, after if place else None))
     return tuple(found)
+
+
+def _near(held: LayerCache, after: tuple[KeysValues, Rows] | None) -> Body:
+    """A layer's body on the device; on a mesh, each device's own."""
+    place, stores = held.policy.placement, (held.keys, held.values)
+    spread = place.spread
+    if spread is None or after is None:
+        return place.near(stores, after)
+    specs = held.specs()
+    bodies, rest = (specs.keys, specs.values), (spread.of_tokens(), spread.of_rows())
+    return spread.run(place.near, (bodies, rest), bodies, stores, after)

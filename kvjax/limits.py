@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
@@ -20,6 +21,7 @@ from kvjax.memory import (
     estimated_temporaries,
     weight_bytes,
 )
+from kvjax.mesh import make_mesh
 from kvjax.presets import PolicyChoice, budget_of, policy
 
 
@@ -36,6 +38,40 @@ def device_memory() -> int:
             f"{device.device_kind} does not say how much memory it has: give the bytes"
         )
     return int(stats["bytes_limit"])
+
+
+AUTO_FRACTION = 0.8
+"""Of a device's memory, what weights may take before ``auto_mesh`` takes another device."""
+
+
+def auto_mesh(weights: int, heads: int, *, memory: int | None = None) -> Mesh | None:
+    """The smallest mesh of local devices, sharing heads, that has room for a model's weights; None
+    where one device has, or does not say how much memory it has.
+
+    Args:
+      weights: bytes.
+      heads: of queries.
+      memory: bytes of a device; by default what the first says.
+
+    Raises:
+      ValueError: if all of them together have not enough.
+    """
+    devices = jax.local_devices()
+    if memory is None:
+        stats = devices[0].memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        memory = int(stats["bytes_limit"])
+    room = AUTO_FRACTION * memory
+    counts = [n for n in range(1, len(devices) + 1) if heads % n == 0]
+    for count in counts:
+        if weights <= count * room:
+            return None if count == 1 else make_mesh(tensor=count, devices=devices[:count])
+    raise ValueError(
+        f"the weights take {weights:,} bytes, and {counts[-1]} of the {len(devices)} local "
+        f"devices, which share {heads} heads evenly, have {int(counts[-1] * room):,} for them: "
+        "load fewer bits, or give a mesh of more devices"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,19 @@ shapes; figures say which.
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
 from kvjax.budget import ahead_bytes
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
 from kvjax.layouts import Growing
+from kvjax.mesh import spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import Auto, PolicyChoice, budget_of, per_layer
 from kvjax.shape import CacheShape
@@ -51,11 +53,14 @@ class Plan:
     tokens: ``operations``, multiplications and additions, and ``moved``, bytes that are read (the
     weights, and the cache as far as it is filled), each with a cache and without one, where the
     text is computed anew (weights once; what is kept between layers is not counted).
+
+    All of it is a device's part, where ``devices`` share the work.
     """
 
     batch: int
     max_len: int
     length: int
+    devices: int
     weights: int
     cache: dict[str, int]
     token: dict[str, float]
@@ -81,6 +86,7 @@ def plan(
     length: int | None = None,
     prefill_chunk: int = PREFILL,
     compiled: bool = True,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Plan:
     """What a model with a cache takes, before anything is allocated.
 
@@ -93,7 +99,9 @@ def plan(
         for; by default ``max_len``.
       prefill_chunk: tokens of a prompt that a call takes.
       compiled: take temporaries from the compiler, for this device; False estimates them, as is
-        always done for a ``ModelShape`` and for caches on the host.
+        always done for a ``ModelShape``, for caches on the host and for a mesh.
+      mesh: devices that share the work; ``jax.sharding.AbstractMesh`` plans for devices that are
+        not here.
 
     Raises:
       ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``.
@@ -108,13 +116,18 @@ def plan(
     source = "estimated"
     # JAX compiles for arrays on the host only where it has them, and none are made here.
     on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
-    if compiled and on_device and hasattr(model, "apply"):
+    spread = None if mesh is None else spread_over(mesh, model.config.num_key_value_heads)
+    if spread is not None:
+        spread.check_rows(batch)
+        temporaries = estimated_temporaries(model.config, batch // spread.rows, chunk)
+        temporaries += -(-bytes_ahead(cache) // spread.devices)
+    elif compiled and on_device and hasattr(model, "apply"):
         found = [_compiled(model, cache, new) for new in {1, chunk}]
         known = [size for size in found if size is not None]
         if len(known) == len(found):
             temporaries = max(known)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
-    weights = weight_bytes(model)
+    weights = weight_bytes(model, mesh)
     held = [_held(layer, length) for layer in cache.layers]
     matrices = 2 * _multiplied(model)
     scores = 4 * model.config.num_attention_heads * model.config.head_dim
@@ -122,21 +135,39 @@ def plan(
     read = cache.sources if cache.sources is not None else range(len(cache.layers))
     seen = [held[source][0] for source in read]
     uncached = sum(n * (n + 1) / 2 + (length - n) * n for n in seen)
+    rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
+    token = bytes_a_token(model.config, choice)
+    if spread is not None:
+        rows, devices = cache.batch // spread.rows, spread.devices
+        parts = spread.parts * spread.heads
+        shares = parts * (spread.copies if spread.divides(model.config.num_attention_heads) else 1)
+        token = {place: size / parts for place, size in token.items()}
+        matrices = matrices * weights / weight_bytes(model)
     return Plan(
-        cache.batch, max_len, length, weights, nbytes(cache), bytes_a_token(model.config, choice),
+        cache.batch, max_len, length, devices, weights, nbytes(cache, spread), token,
         temporaries, source,
-        operations=cache.batch * (matrices + scores * sum(seen)),
-        operations_uncached=cache.batch * (matrices * length + scores * uncached),
-        moved=weights + cache.batch * sum(size for _, size in held),
+        operations=rows * (matrices + scores * sum(seen) / shares),
+        operations_uncached=rows * (matrices * length + scores * uncached / shares),
+        moved=weights + rows * sum(size for _, size in held) / parts,
         moved_uncached=weights,
     )  # fmt: skip
 
 
-def weight_bytes(model: Plannable) -> int:
-    """Bytes of a model's parameters, as its config says that they are stored."""
+def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Bytes of a model's parameters, as its config says that they are stored; on a device of a
+    mesh, those that it has.
+
+    Raises:
+      ValueError: if kvjax does not run the model, and so divides it among no devices.
+    """
     dtype = jnp.dtype(model.config.dtype)
-    leaves = jax.tree.leaves(model.abstract_params())
-    return sum(math.prod(leaf.shape) * dtype.itemsize for leaf in leaves)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(model.abstract_params())]
+    if mesh is not None:
+        if not hasattr(model, "param_shardings"):
+            raise ValueError("a mesh is planned for a model that kvjax runs, not for a shape alone")
+        shardings = jax.tree.leaves(cast(Any, model).param_shardings(mesh))
+        shapes = [each.shard_shape(shape) for each, shape in zip(shardings, shapes, strict=True)]
+    return sum(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
 def cache_nbytes(

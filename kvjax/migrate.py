@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax._checks import refuse_traced, refuse_used_up, whole_number
 from kvjax._tree import tree_bytes
 from kvjax.cache import KVCache
 from kvjax.convert import converted
 from kvjax.layer import LayerCache, layer_sizes
+from kvjax.mesh import Spread, spread_over
 from kvjax.operations import enlarged, grow
 from kvjax.placement import Device, beside, check_placement
 from kvjax.status import LOST
@@ -28,7 +30,17 @@ class Move:
     tokens: int
 
 
-def migrate(cache: KVCache, placement: Device, layers: Sequence[int] | None = None) -> KVCache:
+KEEP: Any = object()
+"""Of ``migrate``: the devices where the cache is."""
+
+
+def migrate(
+    cache: KVCache,
+    placement: Device | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = KEEP,
+) -> KVCache:
     """Move a cache, or some of its layers, to another place; numbers stay what they are.
 
     It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
@@ -38,15 +50,27 @@ def migrate(cache: KVCache, placement: Device, layers: Sequence[int] | None = No
 
     Args:
       cache: the cache; the arrays of what moves are deleted.
-      placement: where to: ``Device()``, ``Host()``.
+      placement: where to: ``Device()``, ``Host()``; by default each layer stays in its kind of
+        memory.
       layers: which layers of the model; by default all.
+      mesh: the devices to spread the whole cache over, see ``make_mesh``, or None for the default
+        one; if it is not given, those where it is.
 
     Raises:
-      ValueError: if there is no such layer, the placement is none, or the cache has been used up;
-        inside ``jit``.
+      ValueError: if there is no such layer, the placement is none, the cache has been used up, the
+        mesh does not divide the rows, or some layers alone are to be on another mesh; inside
+        ``jit``.
     """
     _refuse("kvjax.migrate", cache)
+    if mesh is not KEEP:
+        if layers is not None:
+            raise ValueError("all layers are on the same devices: give layers or mesh, not both")
+        spread = None if mesh is None else spread_over(mesh, cache.layers[0].kv_heads)
+        cache = cache if spread == cache.spread else _respread(cache, spread)
+    if placement is None and mesh is not KEEP:
+        return cache
     check_placement(placement)
+    assert placement is not None
     places = range(len(cache.layers))
     if layers is not None:
         if not isinstance(layers, Iterable):
@@ -175,6 +199,41 @@ def moved(
             held[place] = moving
         written = jnp.stack(marks, axis=1)
         return replace(cache, layers=tuple(held), written=written, status=status)
+
+
+def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
+    """A cache on the devices of another mesh, or on the default one; the one given is used up."""
+    if spread is not None:
+        spread.check_rows(cache.batch)
+    layers, marks, status = [], list(cache.written.T), cache.status
+    for place, old in enumerate(cache.layers):
+        policy = replace(old.policy, placement=old.policy.placement.over(spread))
+        anew = replace(old, policy=policy)
+        if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
+            anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+            status |= jnp.where(lost, LOST, 0)
+        # From device to device: between the hosts' memories of two meshes nothing is copied.
+        near, far = Device(spread=spread), policy.placement.behind_tail
+        anew = replace(anew.near() if far else anew, policy=replace(policy, placement=near))
+        moving = replace(anew.placed(), policy=policy)
+        moving = jax.block_until_ready(moving.placed() if far else moving)
+        _let_go_of_other(old, moving)
+        layers.append(moving)
+    put = layers[0].policy.placement.put
+    length, written, status = put((cache.length, jnp.stack(marks, axis=1), status))
+    return replace(cache, layers=tuple(layers), length=length, written=written, status=status)
+
+
+def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:
+    """``let_go`` of what lies elsewhere: a move to where an array is already copies nothing."""
+
+    def memory(arrays: list[Any]) -> set[int]:
+        return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
+
+    kept = memory(jax.tree.leaves(new))
+    for array in jax.tree.leaves(old):
+        if not memory([array]) & kept:
+            array.delete()
 
 
 def let_go(old: LayerCache, new: LayerCache) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 
 from kvjax._checks import is_traced, refuse_traced, whole_number
 from kvjax._typing import Array, Counts, Rows
-from kvjax.cache import KVCache, LayerCache
+from kvjax.cache import KVCache, LayerCache, with_rows
 from kvjax.layouts import UNLIMITED, Layout
 from kvjax.placement import Device, beside
 from kvjax.status import NO_SUCH_ROW, REWOUND_TOO_FAR
@@ -61,7 +61,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     wrong = (back > rewindable(cache)) | (back < 0)
     length = jnp.where(wrong, cache.length, cache.length - back)
     status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
-    return replace(cache, length=length, status=status)
+    return with_rows(cache, length=length, status=status)
 
 
 def fork(cache: KVCache) -> KVCache:
@@ -89,9 +89,10 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
+    _check_rows(cache, index.shape[0])
     chosen = _each_array(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
     missing = (index < 0) | (index >= cache.batch)
-    return replace(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
+    return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
 
 def repeat(cache: KVCache, times: int) -> KVCache:
@@ -125,6 +126,10 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
     for cache in caches:
         if _model_of(cache) != _model_of(first):
             raise ValueError("the caches are of models that differ in their layers")
+        if cache.spread != first.spread:
+            raise ValueError(
+                "the caches are on different devices: kvjax.migrate(cache, mesh=...) moves them"
+            )
         if cache.turned_for != first.turned_for:
             raise ValueError(
                 f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
@@ -147,7 +152,7 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
         each = zip(held, caches, strict=True)
         marks.append(_joined(*(_mark(h, layout, c.written[:, place]) for h, c in each)))
     length, status = (_joined(*(getattr(c, name) for c in caches)) for name in ("length", "status"))
-    return replace(
+    return with_rows(
         first, layers=tuple(layers), length=length, written=jnp.stack(marks, 1), status=status
     )
 
@@ -173,7 +178,7 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
         layer if layer.low is None else replace(layer, low=jnp.where(keep, layer.low, 0))
         for layer in cache.layers
     )
-    return replace(cache, layers=layers, length=length, written=written, status=status)
+    return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
 def grow(cache: KVCache, to: int) -> KVCache:
@@ -234,11 +239,19 @@ def _each_array(change: Callable[[Array], Array], cache: KVCache) -> KVCache:
     """The same for every array; a body that is kept elsewhere comes near for it, a layer at a
     time."""
     layers = tuple(_away(jax.tree.map(change, layer.near())) for layer in cache.layers)
-    return replace(jax.tree.map(change, replace(cache, layers=())), layers=layers)
+    rest = jax.tree.map(change, replace(cache, layers=()))
+    return with_rows(rest, layers=layers)
+
+
+def _check_rows(cache: KVCache, rows: int) -> None:
+    if cache.spread is not None:
+        cache.spread.check_rows(rows)
 
 
 def _away(layer: LayerCache) -> LayerCache:
     place = layer.policy.placement
+    if place.spread is not None:
+        return layer.placed()
     return replace(layer, keys=place.far(layer.keys), values=place.far(layer.values))
 
 
@@ -279,7 +292,7 @@ def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
     more = policy.stored.slots - layer.policy.stored.slots
 
     def pad(x: Array) -> Array:
-        if policy.placement.behind_tail and not is_traced(x):
+        if policy.placement.behind_tail and not is_traced(x) and policy.placement.spread is None:
             return _enlarged(x, more, policy.placement)
         wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
@@ -310,8 +323,10 @@ def _carried_over(into: Array, x: Array, place: Device) -> Array:
 def _mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
     """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
     conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
-    slots = layer.policy.layout.slots
-    return jnp.where(written > slots, written + layout.slots - slots, written)
+    slots, wider = layer.policy.stored.slots, replace(layer.policy, layout=layout).stored.slots
+    if layer.policy.has_tail:
+        slots, wider = layer.policy.layout.slots, layout.slots
+    return jnp.where(written > slots, written + wider - slots, written)
 
 
 def _joined(*arrays: Array) -> Array:

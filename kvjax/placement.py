@@ -1,8 +1,9 @@
 """Placement: where a cache's arrays live. Values never change with it."""
 
 import functools
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,20 @@ from jax.sharding import SingleDeviceSharding
 
 from kvjax._checks import is_traced, whole_number
 from kvjax._device import default_device
+from kvjax.mesh import Spread
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Device:
-    """In the memory of the default device."""
+    """In the memory of the default device, or of the devices of a mesh.
+
+    ``spread``: how a cache is spread over a mesh, which ``init_cache(..., mesh=)`` says, and
+    ``migrate``.
+    """
+
+    spread: Spread | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
     """The place's name, in ``nbytes`` and reports."""
@@ -30,20 +38,40 @@ class Device:
         """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
         return 0
 
+    @property
+    def parts(self) -> int:
+        """How many devices share the slots of a layer."""
+        return 1 if self.spread is None else self.spread.parts
+
+    def over(self, spread: Spread | None) -> Self:
+        """The same place of other devices."""
+        return replace(self, spread=spread)
+
     def platform(self) -> str:
         """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
-        return default_device().platform
+        return default_device().platform if self.spread is None else self.spread.platform
 
     def put(self, tree: _T) -> _T:
-        """Move a pytree's arrays there, committed: an uncommitted array beside a committed one
-        would compile every step a second time."""
+        """Move a pytree's arrays [batch, ...] there, committed: an uncommitted array beside a
+        committed one would compile every step a second time."""
+        if self.spread is not None:
+            return self.spread.put(tree, self.spread.of_rows)
         device = default_device()
         # Named, or what is on the host would stay there.
         kind = device.default_memory().kind
         return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=kind))
 
+    def put_tokens(self, tree: _T) -> _T:
+        """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
+        if self.spread is None:
+            return self.put(tree)
+        spec = self.spread.of_tokens()
+        return self.spread.put(tree, lambda shape: spec)
+
     def store(self, body: _T) -> _T:
         """Move a body's arrays to where they are kept, committed."""
+        if self.spread is not None:
+            return self.spread.put(body, self.spread.of_body)
         return self.put(body)
 
     def near(self, part: _T, after: Any = None) -> _T:
@@ -84,6 +112,8 @@ class Host(Device):
 
     def store(self, body: _T) -> _T:
         """Move a body's arrays to pinned memory of the host, committed."""
+        if self.spread is not None:
+            return self.spread.put(body, self.spread.of_body, "pinned_host")
         sharding = SingleDeviceSharding(default_device(), memory_kind="pinned_host")
         return jax.device_put(body, sharding)
 
@@ -113,8 +143,9 @@ def check_placement(placement: Any) -> None:
 
 
 def beside(array: jax.Array) -> Any:
-    """The context in which arrays are put to where ``array`` is."""
-    return jax.default_device(next(iter(array.devices())))
+    """The context in which arrays are put to where ``array`` is, if that is one device."""
+    devices = array.devices()
+    return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
 
 
 def _fetched(part: _T) -> _T:

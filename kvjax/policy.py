@@ -57,12 +57,16 @@ class CachePolicy:
     @property
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
-        return Split(self.layout, self.block, self.recent)
+        return Split(self.layout, self.block, self.recent, self.placement.parts)
 
     @property
     def stored(self) -> Layout:
-        """The layout of what the codecs keep: of tokens, or behind a tail of blocks."""
-        return self.split.body if self.has_tail else self.layout
+        """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
+        more where that many devices can't have the same number each."""
+        if self.has_tail:
+            return self.split.body
+        layout: Layout = self.layout
+        return layout.rounded(self.placement.parts)
 
     @property
     def revocable(self) -> int | None:
@@ -96,8 +100,8 @@ class CachePolicy:
         return replace(found, raw=found._tail_codecs())
 
     def elsewhere(self, placement: Device) -> "CachePolicy":
-        """A resolved policy, with its body in another place."""
-        moved = replace(self, placement=placement)
+        """A resolved policy, with its body in another place of the same devices."""
+        moved = replace(self, placement=placement.over(self.placement.spread))
         return replace(moved, raw=moved._tail_codecs())
 
     def _tail_codecs(self) -> tuple[Raw, Raw] | None:

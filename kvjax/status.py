@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import refuse_traced
+from kvjax._device import fetch
 from kvjax._errors import CacheOverflowError, NonFiniteError
 from kvjax._typing import Array, Rows
 
@@ -58,7 +59,7 @@ def check(cache: Checked) -> None:
         was given a number that is no row's; inside ``jit``.
     """
     refuse_traced("kvjax.check", cache.status)
-    status = np.asarray(cache.status)
+    status = fetch(cache.status)
 
     def rows(bit: int) -> str:
         return ", ".join(str(row) for row in np.flatnonzero(status & bit))

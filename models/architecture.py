@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from kvjax._call import admit
@@ -15,10 +16,12 @@ from kvjax._typing import Counts, Tokens
 from kvjax.cache import KVCache
 from kvjax.status import note_non_finite
 
+from . import gpt2, llama
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .gemma import Gemma
 from .gpt2 import GPT2
 from .llama import Llama
+from .sharding import param_shardings
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
@@ -27,6 +30,7 @@ PIECE = 1024
 """Tokens of a prompt that are fed together, at most."""
 
 _FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GemmaConfig: Gemma, GPT2Config: GPT2}
+_DIVIDED = {LlamaConfig: llama.DIVIDED, GemmaConfig: llama.DIVIDED, GPT2Config: gpt2.DIVIDED}
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,18 @@ class Architecture:
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
         return _plain(_split(self.config)[1])
+
+    def param_shardings(self, mesh: Mesh | AbstractMesh) -> Params:
+        """The sharding of each parameter over a mesh: see ``kvjax.models.sharding``.
+
+        Raises:
+          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it.
+        """
+        config = self.config
+        return param_shardings(
+            self.abstract_params(), _DIVIDED[type(config)], mesh,
+            heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        )  # fmt: skip
 
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""

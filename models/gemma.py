@@ -27,6 +27,7 @@ from .layers import (
     RMSNorm,
     last_real,
     merge_heads,
+    on_every_device,
     split_heads,
 )
 from .rope import model_rotary
@@ -166,8 +167,10 @@ class Gemma(nnx.Module):
         x = self.model.embed_tokens(tokens)
         # The root is rounded to what the model computes in, as it was in training.
         x = x * jnp.float32(config.hidden_size**0.5).astype(x.dtype)
+        x = on_every_device(x, cache)
         for block, window in zip(self.model.layers, config.windows, strict=True):
             x, cache = block(x, cache, everywhere if window is None else nearby, lengths)
+            x = on_every_device(x, cache)
         if cache is not None:
             cache = kvjax.advance(cache, tokens.shape[1], lengths)
         if last_only:

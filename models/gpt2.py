@@ -21,8 +21,21 @@ from .layers import (
     Linear,
     last_real,
     merge_heads,
+    on_every_device,
     split_heads,
 )
+from .sharding import Divided
+
+DIVIDED = {
+    "wte": Divided.ROWS,
+    # Its outputs are queries, keys and values, one behind the other: shares of them would cut
+    # across all three.
+    "c_attn": Divided.INPUTS,
+    "c_fc": Divided.OUTPUTS,
+    "c_proj": Divided.INPUTS,
+    "lm_head": Divided.ROWS,
+}
+"""What devices of a mesh divide."""
 
 Hidden = Float[Array, "batch new hidden"]
 
@@ -129,8 +142,10 @@ class GPT2(nnx.Module):
             raise ValueError(f"{new} tokens a row, but the model has only {limit} positions")
         positions = jnp.arange(new)[None] if cache is None else positions_from(cache.length, new)
         x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        x = on_every_device(x, cache)
         for block in self.transformer.h:
             x, cache = block(x, cache, lengths)
+            x = on_every_device(x, cache)
         if cache is not None:
             cache = kvjax.advance(cache, new, lengths)
         if last_only:

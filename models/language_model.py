@@ -1,12 +1,13 @@
 """A loaded model: its parameters, its tokenizer, and what its checkpoint says of them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.placement import Device
@@ -25,7 +26,8 @@ class LanguageModel:
     ``params``: nested dict of arrays; the keys are the parts of the tensors' names in
     Transformers, and all weights of linear layers are [out, in]. ``architecture``: the model
     without its parameters, hashable: the static argument for ``jit``. ``tokenizer`` is None where
-    the checkpoint has none. ``source``: the folder that it came from.
+    the checkpoint has none. ``source``: the folder that it came from. ``mesh``: the devices that
+    the parameters are spread over, None for one.
     """
 
     config: Config
@@ -34,6 +36,18 @@ class LanguageModel:
     generation: GenerationDefaults
     architecture: Architecture
     source: str
+    mesh: Mesh | None = None
+
+    def on(self, mesh: Mesh) -> "LanguageModel":
+        """The same model with its parameters spread over a mesh; itself, if they are.
+
+        Raises:
+          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it.
+        """
+        if mesh == self.mesh:
+            return self
+        params = jax.device_put(self.params, self.architecture.param_shardings(mesh))
+        return replace(self, params=params, mesh=mesh)
 
     @property
     def apply(self) -> Callable[..., Any]:

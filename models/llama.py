@@ -23,9 +23,24 @@ from .layers import (
     RMSNorm,
     last_real,
     merge_heads,
+    on_every_device,
     split_heads,
 )
 from .rope import model_rotary
+from .sharding import Divided
+
+DIVIDED = {
+    "embed_tokens": Divided.ROWS,
+    "q_proj": Divided.QUERIES,
+    "k_proj": Divided.HEADS,
+    "v_proj": Divided.HEADS,
+    "o_proj": Divided.MIXTURES,
+    "gate_proj": Divided.OUTPUTS,
+    "up_proj": Divided.OUTPUTS,
+    "down_proj": Divided.INPUTS,
+    "lm_head": Divided.ROWS,
+}
+"""What devices of a mesh divide; Gemma too."""
 
 Hidden = Float[Array, "batch new hidden"]
 
@@ -144,9 +159,10 @@ class Llama(nnx.Module):
             reach, limit = cache.reach, cache.max_len
         # Once for all layers: each array made of a numpy table is a constant of the program.
         rotary = jax.tree.map(jnp.asarray, model_rotary(self.config, reach, limit))
-        x = self.model.embed_tokens(tokens)
+        x = on_every_device(self.model.embed_tokens(tokens), cache)
         for block in self.model.layers:
             x, cache = block(x, cache, rotary, lengths)
+            x = on_every_device(x, cache)
         if cache is not None:
             cache = kvjax.advance(cache, tokens.shape[1], lengths)
         if last_only:

@@ -2,11 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax._errors import CheckpointError
+from kvjax.limits import auto_mesh
+from kvjax.memory import weight_bytes
 from kvjax.placement import Device
 
 from . import weights
@@ -25,6 +28,7 @@ def load(
     *,
     dtype: Any = None,
     revision: str | None = None,
+    mesh: Mesh | Literal["auto"] | None = "auto",
 ) -> LanguageModel:
     """Load a model, its tokenizer and its settings.
 
@@ -37,11 +41,15 @@ def load(
       dtype: what to compute in: float32, bfloat16 or float16. By default the checkpoint's own on
         an accelerator, float32 on a CPU, which takes twice the memory and rounds less.
       revision: a hub id's branch, tag or commit.
+      mesh: devices that the parameters are spread over, see ``kvjax.make_mesh``: each tensor is
+        read once, and every device is given its share of it. ``"auto"`` is the default device, and
+        as many of the local ones as are needed where it has no memory for the weights; None is the
+        default device in any case.
 
     Returns:
-      The model, with every parameter committed to the default device. On a CPU they lie in one
-      stretch of memory, let go with the last of them: a first step that is donated parameters
-      copies them.
+      The model, with every parameter committed to the default device, or to those of the mesh. On
+      one CPU they lie in one stretch of memory, let go with the last of them: a first step that is
+      donated parameters copies them.
 
     Raises:
       CheckpointError: naming the file, the field or tensor, and what was expected; for a hub id,
@@ -64,7 +72,10 @@ def load(
     config = dataclasses.replace(
         config, dtype=wanted or config.dtype or weights.stored_dtype(stored)
     )
-    config, params = _read_params(config, stored, device)
+    config, matched = _matched(config, stored)
+    if mesh == "auto":
+        mesh = auto_mesh(weight_bytes(Architecture(config)), config.num_attention_heads)
+    params = _read_params(config, matched, device, mesh)
     return LanguageModel(
         config=config,
         params=params,
@@ -72,10 +83,12 @@ def load(
         generation=generation,
         architecture=Architecture(config),
         source=str(folder),
+        mesh=mesh,
     )
 
 
-def _read_params(config: Config, stored: Stored, device: Device) -> tuple[Config, Params]:
+def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
+    """The tensors under the names of the model's parameters, and whether its head is its own."""
     names, tied = config.names, config.tie_word_embeddings
     matched = weights.match_names(stored, _shapes(config), names, tied=tied)
     if tied and weights.head_differs(matched, names):
@@ -84,22 +97,36 @@ def _read_params(config: Config, stored: Stored, device: Device) -> tuple[Config
         matched.pop(weights.HEAD, None)
     shapes = _shapes(config)
     weights.check_tensors(matched, shapes, names)
-    return config, weights.load_tensors(matched, shapes, names, config.dtype, device)
+    return config, matched
+
+
+def _read_params(config: Config, matched: Stored, device: Device, mesh: Mesh | None) -> Params:
+    shapes, names = _shapes(config), config.names
+    if mesh is None:
+        return weights.load_tensors(matched, shapes, names, config.dtype, device)
+    shardings = _flat(Architecture(config).param_shardings(mesh))
+    return weights.load_shares(matched, shapes, names, config.dtype, shardings)
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The model's parameters: names as in files, shapes as in the model."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    found = _flat(Architecture(config).abstract_params())
+    return {name: tuple(leaf.shape) for name, leaf in found.items()}
+
+
+def _flat(params: Params) -> dict[str, Any]:
+    """What stands in nested dicts, by the names that files have."""
+    flat: dict[str, Any] = {}
 
     def walk(node: Any, path: str) -> None:
         for key, child in node.items():
             if isinstance(child, dict):
                 walk(child, f"{path}{key}.")
             else:
-                shapes[path + key] = tuple(child.shape)
+                flat[path + key] = child
 
-    walk(Architecture(config).abstract_params(), "")
-    return shapes
+    walk(params, "")
+    return flat
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from kvjax._errors import CheckpointError
 from kvjax.placement import Device
@@ -133,13 +134,40 @@ def load_tensors(
             place = room.take(shape)
             place[...] = values
             values = place
-        node = params
-        *path, last = name.split(".")
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = jax.block_until_ready(device.put(values))
+        _enter(params, name, jax.block_until_ready(device.put(values)))
         del values  # before the next is read
     return params
+
+
+def load_shares(
+    stored: Stored,
+    shapes: dict[str, tuple[int, ...]],
+    names: TensorNames,
+    dtype: str,
+    shardings: dict[str, NamedSharding],
+) -> dict[str, Any]:
+    """Read tensors, and give every device of a mesh its share of each: a nested dict."""
+    params: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        values = stored[name].read()
+        if is_transposed(name, names):
+            values = values.T
+
+        def share(index: Any, values: np.ndarray = values) -> np.ndarray:
+            # A copy: a view would keep the whole tensor.
+            return np.array(values[index], jnp.dtype(dtype), order="C")
+
+        array = jax.make_array_from_callback(shape, shardings[name], share)
+        _enter(params, name, jax.block_until_ready(array))
+        del values, share  # before the next is read
+    return params
+
+
+def _enter(params: dict[str, Any], name: str, array: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        params = params.setdefault(part, {})
+    params[last] = array
 
 
 class _Room:

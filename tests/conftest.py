@@ -25,7 +25,11 @@ FULL = os.environ.get("KVJAX_FULL") == "1"
 # that is set already stays: `.ci/run` compiles as users do for the newest JAX and for the oracle.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if not FULL and "xla_backend_optimization_level" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_backend_optimization_level=0".strip()
+    _FLAGS += " --xla_backend_optimization_level=0"
+# Meshes of simulated devices; what is not about them uses the first alone.
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    _FLAGS += " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 install_import_hook("kvjax", "tests.shapes.check")
 

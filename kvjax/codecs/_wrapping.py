@@ -38,6 +38,11 @@ class Wrapping:
         """Whether keys are stored unrotated."""
         return self.inner.before_rotary
 
+    @property
+    def joins_heads(self) -> bool:
+        """Whether heads share scales."""
+        return self.inner.joins_heads
+
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
         """Fix what the wrapped codec left open."""
         return replace(self, codec=self.inner.resolve(model_dtype, platform))

@@ -24,6 +24,7 @@ class Codec(Protocol):
     ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
     share scales, so that whole blocks are encoded, and stand behind a tail; without it every
     number stands alone. ``before_rotary``: keys are stored unrotated and turned when they are read.
+    ``joins_heads``: heads share scales, which have a 1 in their place.
 
     Shapes: numbers of a blockwise codec are [batch, kv_heads, blocks, block, head_dim]; their
     store's leaves have the blocks on axis 2, and the batch on axis 0.
@@ -35,6 +36,8 @@ class Codec(Protocol):
     def blockwise(self) -> bool: ...
     @property
     def before_rotary(self) -> bool: ...
+    @property
+    def joins_heads(self) -> bool: ...
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":

@@ -56,6 +56,11 @@ class Float8:
         """Which numbers share a scale."""
         return Groups(self.per, self.group)
 
+    @property
+    def joins_heads(self) -> bool:
+        """Whether heads share scales."""
+        return self.per == "tensor"
+
     def resolve(self, model_dtype: str | None, platform: str) -> "Float8":
         """Fix the dtypes."""
         dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)

@@ -65,6 +65,11 @@ class Integer:
         """Which numbers share a scale."""
         return Groups(self.per, self.group)
 
+    @property
+    def joins_heads(self) -> bool:
+        """Whether heads share scales."""
+        return self.per == "tensor"
+
     def resolve(self, model_dtype: str | None, platform: str) -> "Integer":
         """Fix the dtypes."""
         dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)

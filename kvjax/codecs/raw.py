@@ -27,6 +27,7 @@ class Raw:
 
     blockwise = False
     before_rotary = False
+    joins_heads = False
 
     def __post_init__(self) -> None:
         if self.dtype is None:

@@ -28,6 +28,7 @@ def one_raw(path: str, parts: list[Segment], sight: Sight) -> tuple[Array, Array
         "reads raw caches alone": parts[0].part is not None,
         "adds no bias to scores": sight.bias is not None,
         "sees no chunks": sight.chunk is not None,
+        "reads the slots of one device alone": sight.axis is not None,
         "keeps no sinks": len(parts) > 1 or sight.sinks,
     })  # fmt: skip
     keys, values = parts[0].codecs

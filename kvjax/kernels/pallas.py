@@ -34,7 +34,7 @@ def attend(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sigh
         else prefix(part, part.size, rows[1 if part.capped else 0], sight)
         for part in parts
     ]
-    return finished(found, both[0])
+    return finished(found, both[0], sight)
 
 
 def _by_kernel(segment: Segment, rows: Array, sight: Sight) -> Partial:

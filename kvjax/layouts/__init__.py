@@ -3,7 +3,21 @@
 from kvjax._checks import UNLIMITED
 from kvjax.layouts.dense import Dense, Growing
 from kvjax.layouts.layout import Layout, Region, Run
+from kvjax.layouts.part import Part, Share, divided, shared
 from kvjax.layouts.ring import Ring
 from kvjax.layouts.split import Split
 
-__all__ = ["UNLIMITED", "Dense", "Growing", "Layout", "Region", "Ring", "Run", "Split"]
+__all__ = [
+    "UNLIMITED",
+    "Dense",
+    "Growing",
+    "Layout",
+    "Part",
+    "Region",
+    "Ring",
+    "Run",
+    "Share",
+    "Split",
+    "divided",
+    "shared",
+]

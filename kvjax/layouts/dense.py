@@ -85,6 +85,11 @@ class Dense:
             raise ValueError(f"the cache holds {self.slots} tokens a row: {to} would be fewer")
         return replace(self, max_len=to)
 
+    def rounded(self, parts: int) -> "Dense":
+        """With so many slots that they divide."""
+        more = -self.slots % parts
+        return Dense(self.slots + more, None) if more else self
+
     def joined(self, other: Layout) -> "Dense":
         """The larger capacity; it grows if one of them does."""
         if not isinstance(other, Dense):

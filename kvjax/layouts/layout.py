@@ -11,13 +11,15 @@ Counts = Int[Array, " batch"]
 class Run(NamedTuple):
     """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
 
-    Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``.
+    Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``,
+    and, where they are traced, between ``bounds`` as well.
     """
 
     start: Counts
     low: int
     high: int
     skip: Counts | int = 0
+    bounds: tuple[Int[Array, ""], Int[Array, ""]] | None = None
 
 
 class Region(NamedTuple):
@@ -73,6 +75,11 @@ class Layout(Protocol):
     @abstractmethod
     def grown(self, to: int) -> "Layout":
         """The layout with room for ``to`` tokens of text; a ``ValueError`` where it can't grow."""
+
+    @abstractmethod
+    def rounded(self, parts: int) -> "Layout":
+        """The layout with more slots, so that so many devices can have a share of them each; for
+        the arrays alone, what a text can have is not more."""
 
     @abstractmethod
     def joined(self, other: "Layout") -> "Layout":

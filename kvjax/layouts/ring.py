@@ -111,6 +111,15 @@ class Ring:
             return replace(self, max_len=to)
         return replace(self, max_len=None, grows_to=None)
 
+    def rounded(self, parts: int) -> "Ring":
+        """With so many slots that they divide: more slack, which changes nothing that is seen."""
+        more = -self.slots % parts
+        if not more:
+            return self
+        if self.max_len is not None:
+            return replace(self, max_len=self.slots + more, grows_to=None)
+        return replace(self, slack=(self.slack or 0) + more)
+
     def joined(self, other: Layout) -> "Ring":
         """The larger of two that differ in nothing else."""
         alike = replace(self, max_len=None, grows_to=None)

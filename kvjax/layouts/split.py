@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.layouts.layout import Layout
+from kvjax.layouts.part import Share, shared
 from kvjax.layouts.ring import Ring
 
 Counts = Int[Array, " batch"]
@@ -17,7 +18,9 @@ class Split:
     """The rule of sight: the query at position ``p`` sees its own block and the ``recent`` blocks
     before it raw, and everything older as its codec gives it back.
 
-    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks.
+    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks. ``parts``:
+    devices that have a share of the body each, and ``share``: the one that is looked at, None for
+    the whole.
 
     The first tokens that a ring keeps for ever stay raw as well. A block is encoded when the first
     query that is not to see it raw comes; by then the tail has held it whole. What stands in the
@@ -28,6 +31,8 @@ class Split:
     layout: Any
     block: int
     recent: int
+    parts: int = 1
+    share: Share | None = None
 
     @property
     def tail(self) -> Ring:
@@ -36,9 +41,10 @@ class Split:
         return Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
 
     @property
-    def body(self) -> Layout:
+    def body(self) -> Any:
         """Slots of blocks."""
-        return self.layout.in_blocks(self.block, self.recent)
+        whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
+        return whole if self.share is None else shared(whole, self.share)
 
     def flushed(self, tokens: Counts) -> Counts:
         """Blocks that have left the tail, where the text has so many tokens."""
