@@ -20,7 +20,9 @@ _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<rest>.*)$"
 )
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+))")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+))"
+)
 _TRIPS = re.compile(r'known_trip_count[^\d]*"?n"?[^\d]*(\d+)')
 
 

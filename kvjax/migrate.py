@@ -183,7 +183,7 @@ def moved(
                 continue
             jax.block_until_ready(moving)
             if policy.has_tail == old.policy.has_tail:
-                keys, values = placement.store((old.keys, old.values))
+                keys, values = policy.placement.store((old.keys, old.values))
                 moving = replace(old, keys=keys, values=values, policy=policy)
                 if not keep:
                     let_go(old, moving)

@@ -38,7 +38,9 @@ Rules = Mapping[str, Divided]
 every device."""
 
 
-def param_shardings(shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int) -> Any:
+def param_shardings(
+    shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
+) -> Any:
     """The sharding of each parameter: nested dicts, as the parameters are.
 
     Args:

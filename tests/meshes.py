@@ -1,53 +1,27 @@
-"""Meshes of simulated devices, and what a program for them says of its collectives."""
+"""Meshes of simulated devices, and caches and parameters on them as shapes alone."""
 
-import re
-from collections import Counter
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import numpy as np
 
 import kvjax
-from tests.copies import _BYTES
+from tests.matrix import tiny_model
 
 SHAPES = {"8-1-1": (8, 1, 1), "1-8-1": (1, 8, 1), "1-1-8": (1, 1, 8), "2-2-2": (2, 2, 2)}
 """Devices along data, tensor and sequence."""
+
+
+HEADS = {"multi-head": 8, "grouped": 2, "multi-query": 1}
+"""Key-value heads of a model with 8 heads of queries."""
+ROWS, MAX_LEN = 8, 64
 
 
 def mesh(name: str) -> Any:
     """A mesh by its name in ``SHAPES``."""
     data, tensor, sequence = SHAPES[name]
     return kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence)
-
-
-class Collective(NamedTuple):
-    """A collective of a compiled program: its kind, and the bytes that a device has after it."""
-
-    kind: str
-    bytes: int
-
-
-_KINDS = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
-_LINE = re.compile(rf"= (?P<result>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-
-
-def collectives(compiled: Any) -> list[Collective]:
-    """Those of a compiled program, each once, however often it runs."""
-    found = []
-    for line in compiled.as_text().splitlines():
-        if match := _LINE.search(line):
-            sizes = [
-                _BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-                for dtype, shape in _ARRAY.findall(match["result"])
-            ]
-            found.append(Collective(match["kind"], sum(sizes)))
-    return found
-
-
-def counted(compiled: Any) -> Counter[str]:
-    """How many there are of each kind."""
-    return Counter(each.kind for each in collectives(compiled))
 
 
 def abstract_cache(config: Any, policy: Any, batch: int, max_len: int, over: Any) -> Any:
@@ -74,3 +48,16 @@ def abstract_params(model: Any, over: Any) -> Any:
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         model.abstract_params(), model.param_shardings(over),
     )  # fmt: skip
+
+
+@functools.cache
+def model_of(heads: str) -> Any:
+    """A tiny model with such heads, and its parameters."""
+    return tiny_model(num_attention_heads=8, num_key_value_heads=HEADS[heads])
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Assert that arrays are equal but for so much of the largest number."""
+    for a, b in zip(found, wanted, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-30)

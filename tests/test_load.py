@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
+from kvjax.models.stored import find_tensors
 from tests.checkpoints import llama_tensors, write_llama
 
 Tensors = dict[str, np.ndarray]
@@ -411,3 +412,48 @@ def test_peak_of_memory(tiny_llama_dir: Path, tmp_path: Path, stored: str, dtype
     peak, size = map(float, done.stdout.split())
     assert size > 150
     assert peak <= 1.2 * size
+
+
+_LOADED = """
+import json, resource, sys
+import jax
+import kvjax
+from kvjax import models
+
+def resident():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+jax.block_until_ready(jax.device_put(0))
+over = kvjax.make_mesh(tensor=8)
+before = resident()
+lm = models.load(sys.argv[1], dtype="float32", mesh=over)
+leaves = jax.tree.leaves(lm.params)
+each = {
+    str(device): sum(
+        s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == device
+    )
+    for device in over.devices.flat
+}
+print(json.dumps({"grown": resident() - before, "each": each}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the most resident is read from /proc")
+def test_a_checkpoint_is_loaded_straight_to_its_shares(tmp_path):
+    folder = write_llama(
+        tmp_path / "large", hidden_size=512, intermediate_size=4096, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=64, vocab_size=65536,
+    )  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", _LOADED, str(folder)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(run.stdout)
+    whole = sum(tensor.count for tensor in find_tensors(folder).values())
+    largest = max(tensor.count for tensor in find_tensors(folder).values())
+    # All devices are of this process: beside what they have there was one tensor, and no more. A
+    # device has its eighth, and whole what is not divided: the norms.
+    assert found["grown"] < sum(found["each"].values()) + 1.25 * largest
+    for size in found["each"].values():
+        assert size == pytest.approx(whole / 8, rel=0.01)
+        assert size < largest

@@ -1,0 +1,138 @@
+"""Many processes as one, on the loopback address: the command line as users start it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import kvjax
+
+PROMPT = "Once upon a time"
+DEVICES = 4
+"""Of a process."""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Processes:
+    """Some processes of ``kvjax generate --distributed``, ended with the test."""
+
+    def __init__(self) -> None:
+        self._all: list[subprocess.Popen] = []
+
+    def __call__(self, *arguments: str, process_id: int, count: int, port: int) -> Any:
+        flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
+        flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvjax", "generate", PROMPT, "--distributed",
+                "--coordinator", f"127.0.0.1:{port}", "--processes", str(count),
+                "--process-id", str(process_id), *arguments,
+            ],
+            env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._all.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def start():
+    processes = Processes()
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cache"),
+    [("data=2,tensor=2,sequence=2", ["--json"]), ("tensor=2,sequence=4", ["--kv-bits", "8"])],
+)
+def test_two_processes_give_the_tokens_of_one(start, tiny_llama, tiny_llama_dir, mesh, cache):
+    port = free_port()
+    arguments = [
+        "--model", str(tiny_llama_dir), "--dtype", "float32", "--max-new-tokens", "90",
+        "--mesh", mesh, *cache,
+    ]  # fmt: skip
+    both = [start(*arguments, process_id=n, count=2, port=port) for n in (0, 1)]
+    outputs = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    policy = kvjax.policy("static") if "--json" in cache else kvjax.policy("static", bits=8)
+    wanted = kvjax.generate(tiny_llama, PROMPT, cache=policy, max_new_tokens=90)
+    # The first prints, and the other does not.
+    if "--json" in cache:
+        assert json.loads(outputs[0][0])["tokens"] == wanted.tokens[0]
+    else:
+        assert outputs[0][0].decode() == wanted.text[0] + "\n"
+    assert outputs[1][0] == b""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_others(start, killed):
+    port = free_port()
+    both = [
+        start(
+            "--max-new-tokens", "1900", "--mesh", "data=2,tensor=4", "--heartbeat-timeout", "10",
+            process_id=n, count=2, port=port,
+        )
+        for n in (0, 1)
+    ]  # fmt: skip
+    assert both[0].stdout.read(20), both[0].communicate()  # text comes: they are at work
+    both[killed].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    other = both[1 - killed]
+    error = other.communicate(timeout=60)[1].decode()
+    assert time.monotonic() - began < 30
+    assert other.returncode not in (0, None)
+    # In JAX's words where its own watch was first.
+    assert "another process of this run has ended" in error or "another task died" in error
+
+
+def test_a_wrong_number_of_processes_is_an_error(start):
+    port = free_port()
+    few = ["--start-timeout", "8"]
+    both = [start(*few, process_id=n, count=3, port=port) for n in (0, 1)]
+    for process in both:
+        error = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == 2
+        assert "not all of 3 processes came together within 8 seconds" in error
+    port = free_port()
+    told = [
+        start(*few, "--heartbeat-timeout", "5", process_id=n, count=count, port=port)
+        for n, count in ((0, 2), (1, 3))
+    ]
+    error = told[1].communicate(timeout=60)[1].decode()
+    assert told[1].returncode == 2
+    assert "--processes is 3, but process 0 was told of 2" in error
+    told[0].communicate(timeout=60)
+    assert told[0].returncode not in (0, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--process-id", "2"), "--process-id is 2, but there are 2 processes, 0 the first"),
+        (("--coordinator", "here"), "--coordinator is 'here': give host and port"),
+        (("--start-timeout", "0"), "--start-timeout must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_refused(start, arguments, message):
+    process = start(*arguments, process_id=0, count=2, port=1)
+    error = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 2
+    assert message in error
+    assert "Traceback" not in error

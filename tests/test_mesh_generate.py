@@ -1,0 +1,129 @@
+"""Generation on a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.jax_utils import replicate
+
+import kvjax
+from kvjax.limits import auto_mesh
+from tests.meshes import (
+    SHAPES,
+    mesh,
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_each():
+    """Forget a test's programs: a mesh has many times the memory maps of one device."""
+    yield
+    jax.clear_caches()
+
+
+# Generation.
+
+PROMPTS = ["Once upon a time", "Hi", "abcdefgh" * 5]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cache", ["static", "dynamic", "quantized", "offloaded"])
+def test_generated_tokens_are_those_of_one_device(tiny_llama, cache, shape):
+    settings = dict(max_new_tokens=40, eos_token_ids=())
+    wanted = kvjax.generate(tiny_llama, PROMPTS, cache=cache, **settings)
+    lm = tiny_llama.on(mesh(shape))
+    found = kvjax.generate(lm, PROMPTS, cache=cache, **settings)
+    assert found.tokens == wanted.tokens
+    assert found.text == wanted.text
+    assert found.stats.new_tokens == wanted.stats.new_tokens == 120
+    assert found.stats.prompt_tokens == wanted.stats.prompt_tokens
+    assert found.stats.stop_reasons == wanted.stats.stop_reasons
+    assert found.cache.batch == -(-3 // found.cache.spread.rows) * found.cache.spread.rows
+    # What was there goes on, in the rows that were asked for.
+    more = [
+        kvjax.generate(model, made.unfed, cache=made.cache, max_new_tokens=3)
+        for model, made in ((tiny_llama, wanted), (lm, found))
+    ]
+    assert more[0].tokens == more[1].tokens
+
+
+def test_nothing_compiles_twice_on_a_mesh(tiny_llama):
+    lm = tiny_llama.on(mesh("2-2-2"))
+    kvjax.generate(lm, PROMPTS, max_new_tokens=20)
+    again = kvjax.generate(lm, PROMPTS[::-1], max_new_tokens=11)
+    assert again.stats.compilations == 0
+
+
+def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
+    over = mesh("2-2-2")
+    ways = (
+        {"temperature": 0.9, "top_k": 20, "seed": 3},
+        {"repetition_penalty": 1.3},
+        {"use_cache": False},
+        {"seed": [5, 6, 7], "temperature": 1.0, "top_p": 0.9},
+    )
+    for way in ways:
+        wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, **way)
+        found = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, mesh=over, **way)
+        assert found.tokens == wanted.tokens
+    stop = wanted.text[0][3:5]
+    wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, stop=stop, **ways[3])
+    pieces = list(running := kvjax.stream(
+        tiny_llama, PROMPTS, max_new_tokens=12, stop=stop, mesh=over, **ways[3]
+    ))  # fmt: skip
+    assert running.result.text == wanted.text
+    assert ["".join(piece.text[row] for piece in pieces) for row in range(3)] == wanted.text
+
+
+def test_a_cache_elsewhere_is_refused(tiny_llama):
+    made = kvjax.generate(tiny_llama, PROMPTS[:2], max_new_tokens=3)
+    lm = tiny_llama.on(mesh("2-2-2"))
+    with pytest.raises(ValueError, match=r"kvjax.migrate.cache, mesh=lm.mesh. moves it there"):
+        kvjax.generate(lm, made.unfed, cache=made.cache)
+    cache = kvjax.migrate(kvjax.fork(made.cache), mesh=lm.mesh)
+    found = kvjax.generate(lm, made.unfed, cache=cache, max_new_tokens=5)
+    wanted = kvjax.generate(tiny_llama, made.unfed, cache=made.cache, max_new_tokens=5)
+    assert found.tokens == wanted.tokens
+
+
+def test_batches_on_a_mesh(tiny_llama):
+    wanted = [r.tokens for r in kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]])]
+    over = kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]], mesh=mesh("2-2-2"))
+    assert [r.tokens for r in over] == wanted
+
+
+def test_a_model_that_one_device_does_not_hold_is_spread():
+    assert auto_mesh(100, 8, memory=125) is None
+    assert dict(auto_mesh(101, 8, memory=125).shape) == {"data": 1, "tensor": 2, "sequence": 1}
+    assert auto_mesh(301, 8, memory=125).shape["tensor"] == 4
+    assert auto_mesh(201, 6, memory=125).shape["tensor"] == 3
+    assert auto_mesh(10**15, 8) is None  # a CPU does not say what it has
+    with pytest.raises(ValueError, match="take 5,000 bytes, and 8 of the 8 local devices"):
+        auto_mesh(5000, 8, memory=125)
+
+
+def test_pmap_of_a_decode_step(embedded):
+    """A batch a device, over replicated parameters, as older scripts have it."""
+    devices = jax.devices()[:4]
+    prompts = np.arange(4 * 2 * 7, dtype=np.int32).reshape(4, 2, 7) % 250
+
+    def caches():
+        made = kvjax.init_cache(embedded.config, "static", batch=2, max_len=32)
+        return replicate(made, devices)
+
+    @functools.partial(jax.pmap, in_axes=(None, 0, 0), devices=devices, donate_argnums=2)
+    def decode_step(params, token, cache):
+        logits, cache = embedded.apply(params, token, cache)
+        return jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), cache
+
+    token, cache = decode_step(embedded.params, prompts, caches())
+    found = [token]
+    for _ in range(5):
+        token, cache = decode_step(embedded.params, token, cache)
+        found.append(token)
+    found = np.concatenate([np.asarray(x) for x in found], axis=2)
+    for part, tokens in zip(prompts, found, strict=True):
+        wanted = kvjax.generate(embedded, part.tolist(), max_new_tokens=6, eos_token_ids=())
+        assert tokens.tolist() == wanted.tokens

@@ -1,0 +1,208 @@
+"""A cache on a mesh: its operations, its moves, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.mesh import parse_mesh, spread_over
+from tests.matrix import CODECS
+from tests.meshes import (
+    HEADS,
+    MAX_LEN,
+    ROWS,
+    SHAPES,
+    close,
+    mesh,
+    model_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_each():
+    """Forget a test's programs: a mesh has many times the memory maps of one device."""
+    yield
+    jax.clear_caches()
+
+
+# Meshes as users have them.
+
+
+def test_wrong_meshes_are_refused():
+    config = model_of("grouped")[0].config
+    devices = np.array(jax.devices()[:2])
+    make = functools.partial(kvjax.init_cache, config, max_len=MAX_LEN, batch=ROWS)
+    with pytest.raises(ValueError, match="axis 'model': there are data, tensor, sequence"):
+        make(mesh=Mesh(devices, ("model",)))
+    with pytest.raises(ValueError, match=r"not divided into stages.*use tensor"):
+        make(mesh=Mesh(devices, ("pipeline",)))
+    with pytest.raises(ValueError, match="7 rows can't be divided among data=2"):
+        make(mesh=Mesh(devices, ("data",)), batch=7)
+    with pytest.raises(ValueError, match=r"a mesh is a jax.sharding.Mesh"):
+        make(mesh="tensor=2")
+    with pytest.raises(ValueError, match="is of 16 devices: there are 8"):
+        kvjax.make_mesh(tensor=16)
+    with pytest.raises(ValueError, match="tensor must be a whole number, at least 1, got 0"):
+        kvjax.make_mesh(tensor=0)
+    for wrong in ("tensor", "tensor=2,tensor=2", "tensor=two", "tensor=-1"):
+        with pytest.raises(ValueError, match="a mesh is written as data=2,tensor=4"):
+            parse_mesh(wrong)
+    assert parse_mesh("tensor=2, data=4") == {"tensor": 2, "data": 4}
+
+
+def test_a_bias_is_of_a_devices_heads():
+    rng = np.random.default_rng(0)
+    slopes = jnp.asarray(rng.normal(size=(1, 8, 1, 1)), jnp.float32)
+
+    def bias(queries, keys):
+        return slopes * (keys[:, None, None, :] - queries[:, None, :, None]).astype(jnp.float32)
+
+    def mixed(over, heads):
+        config = model_of(heads)[0].config
+        cache = kvjax.init_cache(config, "static", batch=2, max_len=MAX_LEN, mesh=over)
+        rng = np.random.default_rng(1)
+        keys, values = rng.normal(size=(2, 2, HEADS[heads], 9, 8)).astype(np.float32)
+        queries = rng.normal(size=(2, 8, 9, 8)).astype(np.float32)
+
+        @jax.jit
+        def call(cache, slope):
+            cache = kvjax.append(cache, 0, keys, values)
+            scaled = lambda q, k: slope * bias(q, k)  # noqa: E731
+            return kvjax.attend(queries, cache, 0, bias=scaled)
+
+        return np.asarray(call(cache, jnp.float32(0.1)))
+
+    for heads in HEADS:
+        wanted = mixed(None, heads)
+        for sizes in ({"tensor": 8}, {"data": 2, "tensor": 2, "sequence": 2}):
+            close([mixed(kvjax.make_mesh(**sizes), heads)], [wanted])
+
+
+def test_the_library_paths_refuse_slots_of_several_devices():
+    cache = kvjax.init_cache(
+        model_of("grouped")[0].config, "static", batch=8, max_len=MAX_LEN, mesh=mesh("1-1-8")
+    )
+    with pytest.raises(ValueError, match="reads the slots of one device alone"):
+        kvjax.attend(jnp.zeros((8, 8, 4, 8)), cache, 0, path="cudnn")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paths_agree_on_a_mesh(shape):
+    config = model_of("grouped")[0].config
+    cache = kvjax.init_cache(config, "static", batch=8, max_len=600, mesh=mesh(shape))
+    rng = np.random.default_rng(1)
+    keys, values = rng.normal(size=(2, 8, 2, 333, 8)).astype(np.float32)
+    queries = rng.normal(size=(8, 8, 1, 8)).astype(np.float32)
+    cache = kvjax.advance(kvjax.append(cache, 0, keys, values), 332)
+    found = [
+        np.asarray(kvjax.attend(queries, cache, 0, path=path))
+        for path in ("reference", "blocks", "buckets")
+    ]
+    close(found[1:], found[:1] * 2)
+
+
+# Operations, and moves between meshes.
+
+
+def filled(policy, over, tokens=24):
+    config = model_of("grouped")[0].config
+    cache = kvjax.init_cache(config, policy, batch=ROWS, max_len=MAX_LEN, mesh=over)
+    return fed(cache, range(0, tokens, 8), 8)
+
+
+@jax.jit
+def _call(cache, keys, values):
+    for layer in range(2):
+        cache = kvjax.append(cache, layer, keys[layer], values[layer])
+    return kvjax.advance(cache, keys.shape[3])
+
+
+def fed(cache, starts, new):
+    for start in starts:
+        rng = np.random.default_rng(start)
+        keys, values = rng.normal(size=(2, 2, ROWS, 2, new, 8)).astype(np.float32)
+        cache = _call(cache, keys, values)
+    return cache
+
+
+def with_room(cache):
+    short = cache.grows_to is not None and int(np.max(cache.length)) + 3 > cache.max_len
+    return kvjax.grow(cache, 40) if short else cache
+
+
+@jax.jit
+def seen(cache):
+    rng = np.random.default_rng(99)
+    queries = jnp.asarray(rng.normal(size=(2, ROWS, 8, 1, 8)), jnp.float32)
+    return [kvjax.attend(queries[layer], cache, layer, causal=False) for layer in range(2)]
+
+
+SOME = {
+    "dense": kvjax.policy("static"),
+    "growing": kvjax.CachePolicy(kvjax.Growing(start=24)),
+    "ring-sinks": kvjax.policy("sliding_window", window=11, sinks=3, slack=9),
+    "int4": kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int8"], block=8),
+    "ring-host": kvjax.CachePolicy(
+        kvjax.Ring(11, sinks=3, slack=17), CODECS["int4-tensor"], placement=kvjax.Host(), block=8
+    ),
+}
+CHANGES = {
+    "select": lambda c: kvjax.select(c, [3, 1, 7, 0, 0, 2, 5, 4]),
+    "select-in-jit": lambda c: jax.jit(kvjax.select)(c, jnp.array([3, 1, 7, 0, 0, 2, 5, 4])),
+    "rewind": lambda c: kvjax.rewind(c, np.array([0, 1, 2, 3, 1, 1, 2, 0])),
+    "repeat": lambda c: kvjax.select(kvjax.repeat(c, 2), np.arange(1, 17, 2)),
+    "concatenate": lambda c: kvjax.select(kvjax.concatenate([c, kvjax.fork(c)]), range(4, 12)),
+    "reset": lambda c: kvjax.reset(c, np.arange(ROWS) % 2 == 0),
+    "convert": lambda c: kvjax.convert(
+        c, [kvjax.CachePolicy(kvjax.Ring(7), kvjax.Raw("float32"), kvjax.Raw("float32"))] * 2
+    ),
+    "grow": lambda c: c if c.grows_to is None else kvjax.grow(c, 40),
+}
+
+
+@pytest.mark.parametrize("shape", ["1-1-8", "2-2-2"])
+@pytest.mark.parametrize("name", SOME)
+def test_operations_are_those_of_one_device(name, shape):
+    alone, spread = filled(SOME[name], None), filled(SOME[name], mesh(shape))
+    for change in CHANGES.values():
+        wanted, found = change(kvjax.fork(alone)), change(kvjax.fork(spread))
+        places = {leaf.sharding.mesh for leaf in jax.tree.leaves(found)}
+        assert places == {spread.spread.mesh}
+        wanted, found = (fed(with_room(cache), [50], 3) for cache in (wanted, found))
+        assert np.array_equal(wanted.length, found.length)
+        close([np.asarray(x) for x in seen(found)], [np.asarray(x) for x in seen(wanted)])
+        kvjax.check(found)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_text_goes_on_on_another_mesh(name):
+    sizes = [{"sequence": 8}, None, {"data": 2, "tensor": 2, "sequence": 2}, {"sequence": 3}, {}]
+    cache, alone = filled(SOME[name], mesh("2-2-2")), filled(SOME[name], None)
+    for number, some in enumerate(sizes):
+        over = None if some is None else kvjax.make_mesh(**some)
+        before = jax.tree.leaves(cache)
+        cache = kvjax.migrate(cache, mesh=over)
+        assert any(array.is_deleted() for array in before)
+        assert cache.spread == (None if over is None else spread_over(over, 2))
+        alone, cache = (fed(with_room(each), [70 + number], 2) for each in (alone, cache))
+        close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
+    cache = kvjax.migrate(cache, kvjax.Host(), mesh=mesh("1-1-8"))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.layers[0].keys)}
+    assert kinds == {"pinned_host"}
+    close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
+
+
+def test_wrong_moves_are_refused():
+    cache = filled(SOME["dense"], mesh("2-2-2"))
+    with pytest.raises(ValueError, match="all layers are on the same devices"):
+        kvjax.migrate(cache, layers=[0], mesh=None)
+    with pytest.raises(ValueError, match="8 rows can't be divided among data=3"):
+        kvjax.migrate(cache, mesh=kvjax.make_mesh(data=3))
+    with pytest.raises(ValueError, match=r"on different devices: kvjax.migrate"):
+        kvjax.concatenate([cache, filled(SOME["dense"], None)])
+    with pytest.raises(ValueError, match="3 rows can't be divided among data=2"):
+        kvjax.select(cache, [0, 1, 2])

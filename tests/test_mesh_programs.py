@@ -1,0 +1,171 @@
+"""What a device of a mesh computes: no copy, no cache that is gathered, its share of the bytes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import kvjax
+from benchmarks.programs import collectives, counted, operations
+from kvjax._tree import tree_bytes
+from kvjax.memory import plan
+from kvjax.mesh import spread_over
+from tests.copies import assert_no_copy
+from tests.matrix import CODECS, tiny_model
+from tests.meshes import (
+    HEADS,
+    MAX_LEN,
+    ROWS,
+    SHAPES,
+    abstract_cache,
+    abstract_params,
+    mesh,
+    model_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_each():
+    """Forget a test's programs: a mesh has many times the memory maps of one device."""
+    yield
+    jax.clear_caches()
+
+
+# Every collective of a step that is not of the model as a whole, by hand: see docs/sharding.md.
+A_LAYER = {
+    "8-1-1": {},
+    "1-8-1": {"all-reduce": 2},  # behind attention's and the feed-forward layer's second matrix
+    "1-1-8": {"all-reduce": 2},  # the highest score, and the sums
+    "2-2-2": {"all-reduce": 4},
+}
+
+
+def step(model, params, token, cache):
+    logits, cache = model.apply(params, token[:, None], cache)
+    return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), cache
+
+
+def loop(model, params, token, cache):
+    def one(carry):
+        number, token, cache = carry
+        return number + 1, *step(model, params, token, cache)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 5, one, (0, token, cache))[1:]
+
+
+def scan(model, params, token, cache):
+    def one(carry, _):
+        return step(model, params, *carry), None
+
+    return jax.lax.scan(one, (token, cache), length=5)[0]
+
+
+FORMS = {"step": step, "while_loop": loop, "scan": scan}
+
+
+def compiled(policy, shape, *, form="step", max_len=8192, heads="multi-head", **changes):
+    model, _ = tiny_model(num_attention_heads=8, num_key_value_heads=HEADS[heads], **changes)
+    over = mesh(shape)
+    cache = abstract_cache(model.config, policy, ROWS, max_len, over)
+    params = abstract_params(model, over)
+    token = jax.ShapeDtypeStruct((ROWS,), jnp.int32, sharding=cache.length.sharding)
+    program = jax.jit(functools.partial(FORMS[form], model), donate_argnums=2)
+    return program.lower(params, token, cache).compile(), cache
+
+
+def block_policy(codec, layout=None, **more):
+    return kvjax.CachePolicy(layout or kvjax.Dense(), codec, codec, **more)
+
+
+COPIED = {
+    "dense": lambda size: kvjax.policy("static"),
+    "ring-sinks": lambda size: kvjax.policy("sliding_window", window=size // 2, sinks=4),
+    "int4": lambda size: block_policy(CODECS["int4"]),
+    "int4-tensor": lambda size: block_policy(CODECS["int4-tensor"]),
+    "ring-int8": lambda size: block_policy(CODECS["int8"], kvjax.Ring(size // 2, sinks=4)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((name, "step") for name in COPIED), ("dense", "while_loop"), ("int4", "scan")],
+)
+def test_a_device_copies_nothing_and_gathers_nothing(name, form, shape):
+    temporary = []
+    for size in (131072, 524288):
+        program, cache = compiled(COPIED[name](size), shape, form=form, max_len=size)
+        each = kvjax.nbytes(cache, cache.spread)["device"]
+        layer = each // len(cache.layers)
+        assert_no_copy(program, each, layer)
+        assert all(found.bytes <= layer // 20 for found in collectives(program))
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_collectives_of_a_layer(shape):
+    two, four = (
+        counted(
+            compiled(kvjax.policy("static"), shape, num_hidden_layers=n, windows=(None,) * n)[0]
+        )
+        for n in (2, 4)
+    )
+    assert {kind: (four[kind] - two[kind]) / 2 for kind in four if four[kind] > two[kind]} == (
+        A_LAYER[shape]
+    )
+
+
+def test_the_search_finds_a_cache_that_is_gathered():
+    over = mesh("1-1-8")
+    cache = kvjax.init_cache(model_of("grouped")[0].config, "static", max_len=MAX_LEN, mesh=over)
+    keys = cache.layers[0].keys
+    whole = spread_over(over, 2).sharding(jax.sharding.PartitionSpec())
+    program = jax.jit(lambda x: 2 * x, out_shardings=whole).lower(keys).compile()
+    assert max(found.bytes for found in collectives(program)) == tree_bytes(keys)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_bytes_of_a_device_are_as_planned(shape, heads, bits):
+    (model, params), over = model_of(heads), mesh(shape)
+    policy = kvjax.policy("static", bits=bits, block=8) if bits else kvjax.policy("static")
+    cache = kvjax.init_cache(model.config, policy, batch=ROWS, max_len=1024, mesh=over)
+    found = plan(model, policy, batch=ROWS, max_len=1024, mesh=over)
+    sizes = AbstractMesh(SHAPES[shape], ("data", "tensor", "sequence"))
+    assert found == plan(model, policy, batch=ROWS, max_len=1024, mesh=sizes)
+
+    def held(tree, device):
+        shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+        return sum(s.data.nbytes for s in shards if s.device == device)
+
+    placed = jax.device_put(params, model.param_shardings(over))
+    for device in over.devices.flat:
+        assert held((cache.layers), device) == pytest.approx(found.cache["device"], rel=0.05)
+        assert held(placed, device) == found.weights
+    assert found.devices == 8
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
+def test_bytes_and_operations_halve_as_devices_double(axis):
+    # Of the cache, which is far larger than all else here.
+    model, _ = tiny_model(num_attention_heads=8, num_key_value_heads=8)
+    moved, made = [], []
+    for count in (1, 2, 4, 8):
+        over = kvjax.make_mesh(**{axis: count})
+        cache = abstract_cache(model.config, "static", ROWS, 65536, over)
+        token = jax.ShapeDtypeStruct((ROWS,), jnp.int32, sharding=cache.length.sharding)
+        program = jax.jit(functools.partial(step, model), donate_argnums=2)
+        found = program.lower(abstract_params(model, over), token, cache).compile()
+        moved.append(found.memory_analysis().argument_size_in_bytes)
+        made.append(operations(found))
+    for sizes in (moved, made):
+        for more, less in itertools.pairwise(sizes):
+            assert less == pytest.approx(more / 2, rel=0.05)
