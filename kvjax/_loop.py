@@ -31,6 +31,14 @@ class Cached:
 
     cache: KVCache
 
+    def whole(self, logits: Logits) -> Logits:
+        """Logits with the whole vocabulary of its rows on every device of a mesh: what is drawn from
+        them looks at them many times, and programs should not depend on how it was divided."""
+        spread = self.cache.spread
+        if spread is None:
+            return logits
+        return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
+
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
     ) -> tuple[Logits, "Cached"]:
@@ -52,6 +60,10 @@ class Uncached:
     @property
     def cache(self) -> None:
         """There is none."""
+
+    def whole(self, logits: Logits) -> Logits:
+        """The same: without a cache they stay as they are divided."""
+        return logits
 
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
@@ -109,7 +121,7 @@ def prefill(
       The context and the logits, with this chunk in them.
     """
     new, context = context.feed(model, params, tokens, lengths)
-    return context, jnp.where(ends[:, None], new, logits)
+    return context, context.whole(jnp.where(ends[:, None], new, logits))
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
@@ -166,6 +178,7 @@ def decode(
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
+        logits = logits if filters.greedy else context.whole(logits)
         progress, seen = _choose(progress, seen, logits, filters, settings, limit)
         out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
         return step + 1, context, progress, seen, out

@@ -12,7 +12,7 @@ from kvjax._model import LanguageModel, ModelConfig
 from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
 from kvjax.limits import InferenceLimits, memory_left
-from kvjax.memory import cache_nbytes
+from kvjax.memory import abstract_cache
 from kvjax.mesh import Spread, spread_over
 from kvjax.migrate import check_room
 from kvjax.presets import Auto, PolicyChoice, policy
@@ -206,7 +206,8 @@ def _with_memory(
     if found < 1:
         raise ValueError("weights and temporaries leave nothing of the device to the cache")
     choice = replace(choice, memory=found)
-    cache_nbytes(lm.config, choice, batch=batch, max_len=tokens)
+    # Where it can't be kept to, this raises.
+    abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=getattr(lm, "mesh", None))
     return choice
 
 

@@ -97,8 +97,14 @@ def append_behind(
         )
 
     if short:
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded))
-        blocks = lax.cond(jnp.any(stop > start), encoded, lambda: nothing)
+        # Without the axis of the one block: where it stands among axes of length 1 is open to the
+        # compiler, which in a loop would order the whole body so, in a copy.
+        def one() -> Body:
+            return jax.tree.map(lambda x: x[:, :, 0], encoded())
+
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
+        block = lax.cond(jnp.any(stop > start), one, lambda: nothing)
+        blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
     runs, place = split.body.runs(start, leaving), policy.placement

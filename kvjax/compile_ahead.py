@@ -109,8 +109,9 @@ class _Ready:
         # Without chunks it makes the cache and chooses first tokens, and feeds nothing.
         self._stream = Stream(lm, request, watched=False, chunks=[])
         self._stream._prefill()
+        self._rows = len(request.prompts)  # on a mesh perhaps more
         self._logits = jax.device_put(
-            np.zeros((batch, lm.config.vocab_size), np.float32),
+            np.zeros((self._rows, lm.config.vocab_size), np.float32),
             jax.tree.leaves(self._stream._context)[-1].sharding,
         )
         self._chunk, self._max_len = request.chunk, request.capacity
@@ -151,14 +152,14 @@ class _Ready:
         self._keep(
             _loop.decode.lower(
                 lm.architecture, stream._request.filters, lm.params, context, stream._progress,
-                stream._seen, np.zeros(self._batch, bool), stream._settings, stream._limit,
+                stream._seen, np.zeros(self._rows, bool), stream._settings, stream._limit,
                 np.int32(0),
             )
         )  # fmt: skip
         # What stands around the programs: first tokens as those of a dispatch, and a stop string
         # that is taken back.
         jax.block_until_ready(stream._progress.token[:, None])
-        check(rewind(context.cache, np.zeros(self._batch, np.int32)))
+        check(rewind(context.cache, np.zeros(self._rows, np.int32)))
 
     def _asked(self, tokens: int) -> Request:
         """A request of so many tokens a row."""

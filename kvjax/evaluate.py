@@ -121,9 +121,10 @@ def evaluate(
     caches: dict[str, KVCache] = {}
     for window in cut:
         # Logits are larger than caches: they are compared chunk by chunk.
-        full = init_cache(lm.config, CachePolicy(), max_len=context)
+        mesh = getattr(lm, "mesh", None)
+        full = init_cache(lm.config, CachePolicy(), max_len=context, mesh=mesh)
         caches = {
-            name: init_cache(lm.config, policy, max_len=context)
+            name: init_cache(lm.config, policy, max_len=context, mesh=mesh)
             for name, policy in policies.items()
         }
         for start in range(0, context, chunk):

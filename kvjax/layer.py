@@ -134,12 +134,15 @@ def share_of(held: LayerCache, spread: Spread) -> LayerCache:
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
 ) -> Sizes:
-    """What a layer of a resolved policy takes, on the device and with ``host``."""
+    """What a layer of a resolved policy takes, on the device and with ``host``; on a mesh, of one
+    of its devices."""
 
     def parts(placement: Device) -> tuple[int, int]:
         moved = policy.elsewhere(placement)
         make = functools.partial(empty_layer, moved, batch, kv_heads, head_dim, None)
         layer = jax.eval_shape(make)
+        spread = policy.placement.spread
+        layer = layer if spread is None else share_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
 
     body, tail = parts(host)

@@ -1,6 +1,7 @@
 """What fits into a device's memory, and limits that ``generate`` keeps."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax._checks import whole_number
-from kvjax._tree import tree_bytes
 from kvjax.cache import nbytes
 from kvjax.layouts import UNLIMITED
 from kvjax.memory import (
@@ -21,7 +21,7 @@ from kvjax.memory import (
     estimated_temporaries,
     weight_bytes,
 )
-from kvjax.mesh import make_mesh
+from kvjax.mesh import make_mesh, spread_over
 from kvjax.presets import PolicyChoice, budget_of, policy
 
 
@@ -179,10 +179,13 @@ def what_fits(
     ]  # fmt: skip
 
 
-def device_bytes(config: Any, choice: PolicyChoice | None, batch: int, max_len: int) -> int:
-    """Bytes of the device that a cache takes, layers that are fetched ahead among them."""
-    cache = abstract_cache(config, choice, batch=batch, max_len=max_len)
-    return nbytes(cache).get("device", 0) + bytes_ahead(cache)
+def device_bytes(
+    config: Any, choice: PolicyChoice | None, batch: int, max_len: int, mesh: Mesh | None = None
+) -> int:
+    """Bytes of the device, or of each device of a mesh, that a cache takes, layers that are fetched
+    ahead among them."""
+    cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
+    return nbytes(cache, cache.spread).get("device", 0) + bytes_ahead(cache)
 
 
 def largest(holds: Callable[[int], bool], limit: int | None = None) -> int | None:
@@ -251,7 +254,7 @@ class InferenceLimits:
         allowed = self.allowed(lm, batch=batch, capacity=capacity)
         if allowed is None or choice is None:
             return
-        taken = device_bytes(lm.config, choice, batch, capacity)
+        taken = device_bytes(lm.config, choice, batch, capacity, getattr(lm, "mesh", None))
         if taken > allowed:
             raise ValueError(
                 f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="
@@ -266,8 +269,20 @@ class InferenceLimits:
         return int(self.cache_memory_ratio * left)
 
 
+def device_share(tree: Any) -> int:
+    """Bytes of a pytree's arrays that a device has."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def memory_left(lm: Any, *, batch: int, capacity: int, memory: int | None = None) -> int:
-    """Bytes of the device that a model's weights, and the temporaries of a chunk, leave."""
+    """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
+    of a chunk, leave."""
     memory = device_memory() if memory is None else memory
+    mesh = getattr(lm, "mesh", None)
+    if mesh is not None:
+        batch //= spread_over(mesh, lm.config.num_key_value_heads).rows
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity))
-    return max(memory - tree_bytes(lm.params) - temporaries, 0)
+    return max(memory - device_share(lm.params) - temporaries, 0)

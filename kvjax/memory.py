@@ -19,6 +19,7 @@ from kvjax._checks import whole_number
 from kvjax._tree import tree_bytes
 from kvjax.budget import ahead_bytes
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
+from kvjax.layer import share_of
 from kvjax.layouts import Growing
 from kvjax.mesh import spread_over
 from kvjax.policy import CachePolicy
@@ -178,9 +179,13 @@ def cache_nbytes(
 
 
 def bytes_ahead(cache: KVCache) -> int:
-    """Bytes of the device that layers on the host take when they are fetched ahead, at most."""
+    """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
+    fetched ahead, at most."""
+    own = cache.layers
+    if cache.spread is not None:
+        own = [share_of(layer, cache.spread) for layer in cache.layers]
     return ahead_bytes(
-        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in cache.layers]
+        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
     )
 
 
@@ -235,7 +240,12 @@ def estimated_temporaries(config: Any, batch: int, new: int) -> int:
 
 
 def abstract_cache(
-    config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
+    config: CacheShape,
+    choice: PolicyChoice | None = None,
+    *,
+    batch: int = 1,
+    max_len: int,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """``init_cache`` as shapes, as large as it may become: what grows has grown."""
     policies = per_layer(CachePolicy() if choice is None else choice, config)
@@ -245,7 +255,7 @@ def abstract_cache(
     ]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
-    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len)
+    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh)
     return jax.eval_shape(make)
 
 

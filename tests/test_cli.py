@@ -367,3 +367,39 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     command = f"{sys.executable} -m kvjax info --model {tiny_llama_dir} | true"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert found.stderr == ""
+
+
+def test_a_mesh(run, tiny_llama_dir, tiny_llama):
+    arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
+    wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
+    for mesh in ("auto", "tensor=4", "data=2,sequence=2", "data=2, tensor=2,sequence=2"):
+        code, out, _ = run("generate", "abc", *arguments, "--mesh", mesh)
+        assert (code, out) == (0, wanted + "\n")
+    for wrong, message in {
+        "tensor": "a mesh is written as data=2,tensor=4,sequence=1, each once, or auto",
+        "model=2": "the mesh has an axis 'model': there are data, tensor, sequence",
+        "stage=2": "not divided into stages",
+        "tensor=64": "tensor=64 x sequence=1 is of 64 devices: there are 8",
+    }.items():
+        assert_refused(run("generate", "abc", *arguments, "--mesh", wrong), message)
+
+
+def test_plan_for_a_mesh(run, tiny_llama_dir):
+    plan = ("plan", "--model", tiny_llama_dir, "--max-len", 128, "--batch", 4)
+    code, out, err = run(*plan, "--mesh", "tensor=2,data=2")
+    assert (code, err) == (0, "")
+    assert "4 x 128 tokens, on each of 4 devices (tensor=2,data=2)" in out
+    one, many = (
+        json.loads(run(*plan, "--estimate", "--json", *more)[1])["plan"]
+        for more in ((), ("--mesh", "tensor=2,data=2"))
+    )
+    # More than there are here can be planned for; the norms are whole on each.
+    assert json.loads(run(*plan, "--json", "--mesh", "sequence=128")[1])["plan"]["devices"] == 128
+    assert (one["devices"], many["devices"]) == (1, 4)
+    assert many["cache"]["device"] == one["cache"]["device"] / 4
+    assert one["weights"] / 2 < many["weights"] < 0.51 * one["weights"]
+    assert_refused(run(*plan, "--mesh", "data=3"), "4 rows can't be divided among data=3")
+    assert_refused(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "without --memory")
+    assert_refused(
+        run("plan", "--shape", "gpt2", "--mesh", "tensor=2"), "for a model that kvjax runs"
+    )

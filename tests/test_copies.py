@@ -115,6 +115,17 @@ def test_batches_do_not_copy(batch):
     assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
 
 
+@pytest.mark.parametrize("form", ["while_loop", "scan"])
+@pytest.mark.parametrize("name", ["dense", "dense-int8-int4", "ring-int8-int4"])
+def test_a_single_row_is_not_copied_in_a_loop(form, name):
+    # Its axis of length 1 lets a compiler order a body in another way in the loop than outside.
+    size = 131072
+    program, cache = compiled(form, POLICIES[name](size), 1, size)
+    smallest = min(tree_bytes(layer) for layer in cache.layers)
+    assert_no_copy(program, kvjax.nbytes(cache)["device"], smallest)
+    assert program.memory_analysis().temp_size_in_bytes < smallest // 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads", [3, 9])  # one row of queries, and three
 def test_a_layer_in_one_piece_is_not_copied(dtype, heads):

@@ -10,10 +10,10 @@ from flax.jax_utils import replicate
 
 import kvjax
 from kvjax.limits import auto_mesh
-from tests.meshes import (
-    SHAPES,
-    mesh,
-)
+from kvjax.models.architecture import Architecture
+from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
+from tests.matrix import tiny_config
+from tests.meshes import SHAPES, close, mesh
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +127,87 @@ def test_pmap_of_a_decode_step(embedded):
     for part, tokens in zip(prompts, found, strict=True):
         wanted = kvjax.generate(embedded, part.tolist(), max_new_tokens=6, eos_token_ids=())
         assert tokens.tolist() == wanted.tokens
+
+
+def gemma():
+    rope = RopeConfig()
+    return GemmaConfig(
+        "gemma2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        rms_norm_eps=1e-5, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+        attention_bias=False, qk_norm=True, query_pre_attn_scalar=8.0, attn_logit_softcapping=20.0,
+        final_logit_softcapping=10.0, rope=rope, local_rope=RopeConfig(theta=1000.0),
+        windows=(7, None),
+    )  # fmt: skip
+
+
+def gpt2():
+    return GPT2Config(
+        "gpt2", vocab_size=61, hidden_size=24, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, head_dim=8, max_position_embeddings=64,
+        layer_norm_epsilon=1e-5, activation="gelu_new", tie_word_embeddings=False,
+        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=True,
+    )  # fmt: skip
+
+
+def odd_llama():
+    # Heads that no mesh here divides evenly, biases, and a head of its own.
+    return tiny_config(
+        num_attention_heads=6, num_key_value_heads=3, qkv_bias=True, output_bias=True,
+        mlp_bias=True, qk_norm=True, tie_word_embeddings=False, intermediate_size=50,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [gemma, gpt2, odd_llama])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4, "sequence": 2}, {"sequence": 3}])
+def test_every_family_on_a_mesh(make, sizes):
+    model = Architecture(make())
+    params = jax.tree.map(lambda x: x if x.ndim == 1 else 8 * x, model.init_params(0))
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 14)).astype(np.int32)
+
+    def logits(params, over):
+        cache = kvjax.init_cache(model.config, "hybrid", batch=2, max_len=50, mesh=over)
+        call = jax.jit(model.apply)
+        found = []
+        for part in np.split(tokens, [9, 10, 11, 12, 13], axis=1):
+            each, cache = call(params, part, cache)
+            found.append(each)
+        return [*found, jax.jit(model.apply)(params, tokens)]
+
+    over = kvjax.make_mesh(**sizes)
+    placed = jax.device_put(params, model.param_shardings(over))
+    found, wanted = logits(placed, over), logits(params, None)
+    close(found, wanted)
+    # And the pass without a cache is what both are held against.
+    close([np.concatenate(found[:-1], axis=1)], wanted[-1:])
+
+
+def test_memory_on_a_mesh(tiny_llama):
+    lm, settings = tiny_llama.on(mesh("2-2-2")), dict(max_new_tokens=400, eos_token_ids=())
+    wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
+    tails = kvjax.nbytes(wanted.cache)["device"] // 2
+    auto = kvjax.policy("auto", memory=tails)
+    found = kvjax.generate(lm, PROMPTS, cache=auto, **settings)
+    assert found.tokens == wanted.tokens
+    assert kvjax.nbytes(found.cache, found.cache.spread)["device"] <= tails
+    limits = kvjax.InferenceLimits(cache_memory_ratio=0.5, device_memory=10**7)
+    assert kvjax.generate(lm, PROMPTS, limits=limits, max_new_tokens=3).stats.new_tokens == 9
+    tight = kvjax.InferenceLimits(cache_memory_ratio=0.001, device_memory=10**7)
+    with pytest.raises(ValueError, match="the cache would take"):
+        kvjax.generate(lm, PROMPTS, limits=tight, max_new_tokens=3)
+
+
+def test_compiled_ahead_on_a_mesh(tiny_llama):
+    lm = tiny_llama.on(mesh("2-2-2"))
+    assert kvjax.compile(lm, "static", batch=3, max_len=64).programs > 2
+    assert kvjax.generate(lm, PROMPTS, max_len=64, max_new_tokens=9).stats.compilations == 0
+
+
+def test_evaluate_on_a_mesh(tiny_llama):
+    policies = {"4 bits": kvjax.policy(bits=4, block=8)}
+    text = np.random.default_rng(0).integers(0, 256, 130).tolist()
+    one, many = (
+        kvjax.evaluate(lm, text, policies, context=64)["4 bits"]
+        for lm in (tiny_llama, tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=4)))
+    )
+    assert many.overall.perplexity == pytest.approx(one.overall.perplexity, rel=1e-3)
