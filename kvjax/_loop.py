@@ -32,8 +32,8 @@ class Cached:
     cache: KVCache
 
     def whole(self, logits: Logits) -> Logits:
-        """Logits with the whole vocabulary of its rows on every device of a mesh: what is drawn from
-        them looks at them many times, and programs should not depend on how it was divided."""
+        """Logits with the whole vocabulary of its rows on every device of a mesh: drawing looks at
+        them many times, and programs should not depend on how they were divided."""
         spread = self.cache.spread
         if spread is None:
             return logits

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -93,10 +92,8 @@ def test_a_killed_process_ends_the_others(start, killed):
     ]  # fmt: skip
     assert both[0].stdout.read(20), both[0].communicate()  # text comes: they are at work
     both[killed].send_signal(signal.SIGKILL)
-    began = time.monotonic()
     other = both[1 - killed]
-    error = other.communicate(timeout=60)[1].decode()
-    assert time.monotonic() - began < 30
+    error = other.communicate(timeout=30)[1].decode()  # which raises if it takes longer
     assert other.returncode not in (0, None)
     # In JAX's words where its own watch was first.
     assert "another process of this run has ended" in error or "another task died" in error

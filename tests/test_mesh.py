@@ -68,8 +68,8 @@ def truth(name, heads):
 
 
 def stored(cache, place):
-    """What a layer's codecs of blocks have stored, [batch, heads, blocks, ...] each, with the numbers
-    of the blocks, int[batch, blocks], the newest last, in one order for every layout."""
+    """What a layer's codecs of blocks have stored, [batch, heads, blocks, ...] each, and the
+    numbers of the blocks, int[batch, blocks], the newest last: in one order for every layout."""
     layer, split = cache.layers[place], cache.layers[place].policy.split
     length, written = (split.flushed(x) for x in (cache.length, cache.written[:, place]))
     numbers = np.asarray(split.body.positions(length, written, np.arange(split.body.slots)))

@@ -9,6 +9,7 @@ import pytest
 from flax.jax_utils import replicate
 
 import kvjax
+from kvjax import models
 from kvjax.limits import auto_mesh
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
@@ -102,6 +103,17 @@ def test_a_model_that_one_device_does_not_hold_is_spread():
     assert auto_mesh(10**15, 8) is None  # a CPU does not say what it has
     with pytest.raises(ValueError, match="take 5,000 bytes, and 8 of the 8 local devices"):
         auto_mesh(5000, 8, memory=125)
+
+
+def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, tiny_llama_dir):
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny_llama.params))
+    small = functools.partial(auto_mesh, memory=int(weights / 1.5))
+    monkeypatch.setattr("kvjax.models.load.auto_mesh", small)
+    lm = models.load(tiny_llama_dir, dtype="float32")
+    assert lm.mesh is not None and lm.mesh.shape["tensor"] == 2
+    found = kvjax.generate(lm, PROMPTS, max_new_tokens=9)
+    assert found.tokens == kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=9).tokens
+    assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
 
 
 def test_pmap_of_a_decode_step(embedded):
