@@ -17,8 +17,9 @@ def across(axis: str | None, highest: Array, total: Array, mixed: Array) -> tupl
     """
     if axis is None:
         return total, mixed
-    highest = lax.stop_gradient(highest)
-    shrink = jnp.exp(highest - lax.pmax(highest, axis))[..., None]
+    # The highest of all is any number that makes none too large; a device's own is what its sums
+    # were made with, and passes gradients as they do.
+    shrink = jnp.exp(highest - lax.pmax(lax.stop_gradient(highest), axis))[..., None]
     # Together: each collective waits for the slowest device.
     both = lax.psum(jnp.concatenate([mixed, total[..., None]], axis=-1) * shrink, axis)
     return both[..., -1], both[..., :-1]

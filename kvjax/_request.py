@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax._checks import refuse_used_up, whole_number
@@ -74,6 +75,14 @@ class Request:
     limit: int
     filters: Filters
     settings: Settings
+
+    def put(self, tree: Any, beside: KVCache | Any) -> Any:
+        """Numbers, and arrays with one or more for each row, where the arrays of ``beside`` are:
+        committed, or each would compile anew beside them."""
+        if self.spread is None:
+            return jax.device_put(tree, jax.tree.leaves(beside)[-1].sharding)
+        spread, rows = self.spread, len(self.prompts)
+        return spread.put(tree, lambda shape: spread.of_batch(shape, rows))
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""

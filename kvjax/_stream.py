@@ -1,5 +1,6 @@
 """A generation as it runs: chunked prefill, dispatches of the decode loop, text as it comes."""
 
+import functools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,15 +150,7 @@ class Stream(Iterator[Piece]):
         lm, request = self._lm, self._request
         batch, vocab = len(request.prompts), lm.config.vocab_size
         context = self._empty_context()
-        # Beside a committed array every other is committed too, or each would compile anew.
-        home = jax.tree.leaves(context)[-1].sharding
-
-        def put(tree: Any) -> Any:
-            spread = request.spread
-            if spread is None:
-                return jax.device_put(tree, home)
-            return spread.put(tree, lambda shape: spread.of_batch(shape, batch))
-
+        put = functools.partial(request.put, beside=context)
         logits = put(np.zeros((batch, vocab), np.float32))
         self._settings = put(request.settings)
         self._limit = put(np.int32(request.limit))

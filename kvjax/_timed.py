@@ -54,14 +54,15 @@ class Timed:
         self.meter = Meter()
         self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "prefill")}
         self.request = prepare(lm, prompt.tolist(), options)
+        if self.request.spread is not None:
+            self.request.spread.check_rows(len(prompt))
         with self.meter.running():
             self.full, self._nearly_empty = self._made(), self._made()
             self.allocated = nbytes(self.full)
             self._chunks = prompt_chunks(self.request)
-            home = jax.tree.leaves(self.full)[-1].sharding
             rows = len(prompt)
             vocab = lm.config.vocab_size
-            self._put = functools.partial(jax.device_put, device=home)
+            self._put = functools.partial(self.request.put, beside=self.full)
             # The loops' arguments, there once: a step a dispatch is not to wait for them.
             self._settings = self._put(self.request.settings)
             self._limit, self._one = self._put((np.int32(UNLIMITED), np.int32(1)))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from kvjax._append import shared_by
 from kvjax._call import accepted, positions_from
 from kvjax._device import default_device
 from kvjax._paths import Path, path_of
@@ -24,7 +25,7 @@ from kvjax._segments import segments
 from kvjax._sight import Bias, Sight
 from kvjax._typing import Array, Counts, KeysValues, Mixed, Queries, Rows
 from kvjax._walk import blockwise
-from kvjax.cache import KVCache, LayerCache, shared_by
+from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import Raw
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.mesh import COPIES, SEQUENCE, TENSOR, Spread

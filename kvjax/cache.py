@@ -13,22 +13,21 @@ different lengths need no padding on the left. Keys and queries come unrotated: 
 the positions and turns them.
 """
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from kvjax._call import accepted, admit, check_new, note_numbers, positions_from
+from kvjax._append import with_tokens
+from kvjax._call import accepted, admit, check_new, note_numbers
 from kvjax._checks import whole_number
 from kvjax._device import default_device
-from kvjax._tail import append_behind, decoded
+from kvjax._tail import decoded
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import (
-    Array,
     CachedKeysValues,
     Counts,
     KeysValues,
@@ -36,11 +35,10 @@ from kvjax._typing import (
     Rows,
     SlotPositions,
 )
-from kvjax._write import write_rows
 from kvjax.budget import Budget
 from kvjax.layer import LayerCache, fetched_ahead, new_layer, share_of, within
-from kvjax.layouts import UNLIMITED, Run, Share, shared
-from kvjax.mesh import SEQUENCE, Spread, spread_over
+from kvjax.layouts import UNLIMITED
+from kvjax.mesh import Spread, spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, budget_of, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
@@ -256,61 +254,10 @@ def append(
     layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
     old = layers[place]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
-    new = _appended(default_device(), old, keys, values, cache.length, count, rotary)
+    new = with_tokens(default_device(), old, keys, values, cache.length, count, rotary)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
-
-
-@functools.partial(jax.jit, static_argnames="device")
-def _appended(
-    device: Any, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None,
-) -> LayerCache:  # fmt: skip
-    """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
-    that are alike share a trace, which is made for a device."""
-    spread = old.policy.placement.spread
-    if spread is None:
-        parts = _with_tokens(old, keys, values, length, count, rotary)
-    else:
-        specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
-
-        def on_each(*call: Any) -> Any:
-            return _with_tokens(*call, share=shared_by(spread))
-
-        parts = spread.run(
-            on_each, (specs, tokens, tokens, rows, rows, PartitionSpec()),
-            (specs.keys, specs.values, tokens, tokens, specs.fetched),
-            old, keys, values, length, count, rotary,
-        )  # fmt: skip
-    keys, values, tail, strip, fetched = parts
-    return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
-
-
-def _with_tokens(
-    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, share: Share | None = None,
-) -> Any:  # fmt: skip
-    """Keys, values, tail, strip and copy of a layer after a call, of a device's own slots."""
-    policy = old.policy
-    if not policy.keys.before_rotary:
-        keys = apply_rotary(keys, positions_from(length, keys.shape[2]), rotary)
-    body = old.keys, old.values
-    if old.tail is None:
-        stored = policy.stored if share is None else shared(policy.stored, share)
-        runs = stored.runs(length, keys.shape[2])
-        body = _written(body, (policy.keys.encode(keys), policy.values.encode(values)), runs, count)
-        return *body, None, None, None
-    tail = old.tail if old.strip is None else old.strip.tail
-    body, tail, strip, fetched = append_behind(
-        policy, body, tail, length, count, keys, values, old.fetched, share
-    )
-    return *body, tail, strip, fetched
-
-
-def shared_by(spread: Spread) -> Share | None:
-    """The share of the slots that a device of a mesh has, on it; None for all."""
-    return Share(spread.index(SEQUENCE), spread.parts) if spread.parts > 1 else None
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -398,7 +345,3 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
             if jax.tree.leaves(held):
                 totals[place] = totals.get(place, 0) + tree_bytes(held)
     return totals
-
-
-def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:
-    return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), stores, encoded)

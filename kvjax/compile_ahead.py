@@ -110,9 +110,8 @@ class _Ready:
         self._stream = Stream(lm, request, watched=False, chunks=[])
         self._stream._prefill()
         self._rows = len(request.prompts)  # on a mesh perhaps more
-        self._logits = jax.device_put(
-            np.zeros((self._rows, lm.config.vocab_size), np.float32),
-            jax.tree.leaves(self._stream._context)[-1].sharding,
+        self._logits = request.put(
+            np.zeros((self._rows, lm.config.vocab_size), np.float32), self._stream._context
         )
         self._chunk, self._max_len = request.chunk, request.capacity
         self.programs = 1

@@ -81,6 +81,7 @@ class Architecture:
             )
         if cache is not None:
             self._check_cache(cache, tokens.shape[0])
+            _check_devices(params, cache)
         if cache is None or tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
             return self._run(params, tokens, cache, lengths, last_only, max_len)
         return self._in_pieces(params, tokens, cache, lengths, last_only, size)
@@ -176,6 +177,18 @@ class Architecture:
             return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
 
         return jax.jit(make)(jax.random.key(seed))
+
+
+def _check_devices(params: Params, cache: KVCache) -> None:
+    """Raise ``ValueError`` for a cache elsewhere, where that can be seen: not inside ``jit``."""
+    leaf = next(iter(jax.tree.leaves(params)), None)
+    if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
+        ours, theirs = leaf.sharding.device_set, cache.length.sharding.device_set
+        if ours != theirs:
+            raise ValueError(
+                f"the parameters are on {len(ours)} device(s), the cache on {len(theirs)}, not the "
+                "same ones: lm.on(mesh) and init_cache(..., mesh=mesh) put both on one mesh"
+            )
 
 
 def _piece(cache: KVCache, last_only: bool, new: int) -> int:

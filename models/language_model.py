@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.mesh import spread_over
 from kvjax.placement import Device
 
 from .architecture import Architecture, Params
@@ -77,7 +78,13 @@ class LanguageModel:
         tokens = np.full((len(ids), int(lengths.max())), self._padding(), np.int32)
         for number, row in enumerate(ids):
             tokens[number, : len(row)] = row
-        return Device().put((jnp.asarray(tokens), jnp.asarray(lengths)))
+        found = jnp.asarray(tokens), jnp.asarray(lengths)
+        if self.mesh is None:
+            return Device().put(found)
+        spread = spread_over(self.mesh, self.config.num_key_value_heads)
+        # Rows that come out uneven are everywhere.
+        shares = spread.of_rows() if len(ids) % spread.rows == 0 else PartitionSpec()
+        return spread.put(found, lambda shape: shares)
 
     def _row(self, number: int, row: str | Sequence[int]) -> list[int]:
         ids = self._need_tokenizer().encode(row) if isinstance(row, str) else _ints(row)

@@ -64,6 +64,16 @@ def forget_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def forget_programs_of_meshes(request: pytest.FixtureRequest):
+    """The same after every test on a mesh, whose programs have many times the maps of others."""
+    yield
+    if request.path.stem.startswith("test_mesh"):
+        import jax
+
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def full() -> bool:
     """Whether ``.ci/run --full`` runs: larger sizes of the same laws."""

@@ -19,14 +19,6 @@ from tests.meshes import (
     model_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def forget_each():
-    """Forget a test's programs: a mesh has many times the memory maps of one device."""
-    yield
-    jax.clear_caches()
-
-
 LENGTHS = (0, 1, 5, 9, 16, 17, 23, 24)
 """Tokens of each row's prompt."""
 STEPS = 12

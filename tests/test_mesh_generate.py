@@ -1,6 +1,8 @@
 """Generation on a mesh."""
 
 import functools
+import importlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,7 @@ from kvjax.limits import auto_mesh
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from tests.matrix import tiny_config
-from tests.meshes import SHAPES, close, mesh
-
-
-@pytest.fixture(autouse=True)
-def forget_each():
-    """Forget a test's programs: a mesh has many times the memory maps of one device."""
-    yield
-    jax.clear_caches()
-
+from tests.meshes import SHAPES, close, mesh, model_of
 
 # Generation.
 
@@ -108,12 +102,71 @@ def test_a_model_that_one_device_does_not_hold_is_spread():
 def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, tiny_llama_dir):
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny_llama.params))
     small = functools.partial(auto_mesh, memory=int(weights / 1.5))
-    monkeypatch.setattr("kvjax.models.load.auto_mesh", small)
+    monkeypatch.setattr(importlib.import_module("kvjax.models.load"), "auto_mesh", small)
     lm = models.load(tiny_llama_dir, dtype="float32")
     assert lm.mesh is not None and lm.mesh.shape["tensor"] == 2
     found = kvjax.generate(lm, PROMPTS, max_new_tokens=9)
     assert found.tokens == kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=9).tokens
     assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
+
+
+def test_the_documented_loop_runs():
+    text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    _, *blocks = text.split("```python\n")[1:]
+    over = kvjax.make_mesh(data=2, tensor=2, sequence=2)
+    names = dict(vars(importlib.import_module("builtins")))
+    names |= {"kvjax": kvjax, "models": models, "jax": jax, "jnp": jnp, "mesh": over}
+    names |= {"functools": functools, "flax": importlib.import_module("flax")}
+    importlib.import_module("flax.jax_utils")
+    exec("\n".join(block.partition("```")[0] for block in blocks), names)
+    assert names["logits"].shape == (2, 1, names["lm"].config.vocab_size)
+    devices = len(jax.devices())
+    lm, tokens = names["lm"].on(kvjax.make_mesh()), np.ones((devices, 2, 1), np.int32)
+    token, _ = names["decode_step"](jax.device_get(lm.params), tokens, names["caches"])
+    assert token.shape == (devices, 2, 1)
+
+
+def test_a_model_and_a_cache_apart_are_refused(tiny_llama):
+    over = mesh("2-2-2")
+    lm = tiny_llama.on(over)
+    for model, place in ((tiny_llama, over), (lm, None)):
+        cache = kvjax.init_cache(lm.config, "static", batch=2, max_len=16, mesh=place)
+        with pytest.raises(ValueError, match="put both on one mesh"):
+            lm.apply(model.params, np.ones((2, 3), np.int32), cache)
+    tokens, lengths = lm.encode(["abc", "d", "ef"])  # three rows, on data=2
+    assert tokens.sharding.device_set == lengths.sharding.device_set == set(over.devices.flat)
+
+
+def test_gradients_and_odd_ends_on_a_mesh():
+    model, params = model_of("grouped")
+    over = mesh("2-2-2")
+    placed = jax.device_put(params, model.param_shardings(over))
+    tokens = np.random.default_rng(0).integers(0, 61, (8, 12)).astype(np.int32)
+
+    def gradients(params, over):
+        cache = kvjax.init_cache(model.config, "static", batch=8, max_len=16, mesh=over)
+
+        def loss(params):
+            first, filled = model.apply(params, tokens[:, :6], cache)
+            second, _ = model.apply(params, tokens[:, 6:], filled)
+            return jnp.mean(first**2) + jnp.mean(second**2)
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
+
+    close(gradients(placed, over), gradients(params, None))
+    cache = kvjax.init_cache(model.config, "static", batch=8, max_len=13, mesh=over)
+    for _ in range(2):
+        _, cache = jax.jit(model.apply)(placed, tokens, cache)
+    with pytest.raises(kvjax.CacheOverflowError, match="the cache holds 13 tokens a row"):
+        kvjax.check(cache)
+
+
+def test_bench_on_a_mesh(tiny_llama):
+    lm, settings = tiny_llama.on(mesh("2-2-2")), dict(prompts=[16], steps=4, repeats=1)
+    found = kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, batches=[2], **settings)
+    assert len(found.cells) == 1
+    with pytest.raises(ValueError, match="1 rows can't be divided among data=2"):
+        kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, **settings)
 
 
 def test_pmap_of_a_decode_step(embedded):

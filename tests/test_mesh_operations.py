@@ -21,14 +21,6 @@ from tests.meshes import (
     model_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def forget_each():
-    """Forget a test's programs: a mesh has many times the memory maps of one device."""
-    yield
-    jax.clear_caches()
-
-
 # Meshes as users have them.
 
 

@@ -26,14 +26,6 @@ from tests.meshes import (
     model_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def forget_each():
-    """Forget a test's programs: a mesh has many times the memory maps of one device."""
-    yield
-    jax.clear_caches()
-
-
 # Every collective of a step that is not of the model as a whole, by hand: see docs/sharding.md.
 A_LAYER = {
     "8-1-1": {},

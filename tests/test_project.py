@@ -49,6 +49,7 @@ FLOORS = {
     "layer": 2.6,
     "cache": 3,
     "_call": 2.7,
+    "_append": 2.8,
     "_segments": 3.4,  # the parts of attention.py, in their order
     "_walk": 3.6,
     "_buckets": 3.7,
