@@ -153,13 +153,20 @@ def load_shares(
         if is_transposed(name, names):
             values = values.T
 
-        def share(index: Any, values: np.ndarray = values) -> np.ndarray:
-            # A copy: a view would keep the whole tensor.
-            return np.array(values[index], jnp.dtype(dtype), order="C")
+        shares: dict[Any, np.ndarray] = {}
+
+        def share(
+            index: Any, values: np.ndarray = values, shares: dict[Any, np.ndarray] = shares
+        ) -> np.ndarray:
+            # One for all devices that have the same, and a copy: a view would keep the whole.
+            place = tuple((each.start, each.stop) for each in index)
+            if place not in shares:
+                shares[place] = np.array(values[index], jnp.dtype(dtype), order="C")
+            return shares[place]
 
         array = jax.make_array_from_callback(shape, shardings[name], share)
         _enter(params, name, jax.block_until_ready(array))
-        del values, share  # before the next is read
+        del values, shares, share  # before the next is read
     return params
 
 

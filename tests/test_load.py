@@ -425,7 +425,7 @@ def resident():
     return int(fields["VmHWM"].split()[0]) * 1024
 
 jax.block_until_ready(jax.device_put(0))
-over = kvjax.make_mesh(tensor=8)
+over = kvjax.make_mesh(**json.loads(sys.argv[2]))
 before = resident()
 lm = models.load(sys.argv[1], dtype="float32", mesh=over)
 leaves = jax.tree.leaves(lm.params)
@@ -440,20 +440,24 @@ print(json.dumps({"grown": resident() - before, "each": each}))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the most resident is read from /proc")
-def test_a_checkpoint_is_loaded_straight_to_its_shares(tmp_path):
+@pytest.mark.parametrize("mesh", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+def test_a_checkpoint_is_loaded_straight_to_its_shares(tmp_path, mesh):
     folder = write_llama(
         tmp_path / "large", hidden_size=512, intermediate_size=4096, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=8, head_dim=64, vocab_size=65536,
     )  # fmt: skip
     run = subprocess.run(
-        [sys.executable, "-c", _LOADED, str(folder)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _LOADED, str(folder), json.dumps(mesh)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(run.stdout)
     whole = sum(tensor.count for tensor in find_tensors(folder).values())
     largest = max(tensor.count for tensor in find_tensors(folder).values())
     # All devices are of this process: beside what they have there was one tensor, and no more. A
-    # device has its eighth, and whole what is not divided: the norms.
+    # device has its share, and whole what is not divided: the norms.
     assert found["grown"] < sum(found["each"].values()) + 1.25 * largest
     for size in found["each"].values():
-        assert size == pytest.approx(whole / 8, rel=0.01)
+        assert size == pytest.approx(whole / mesh["tensor"], rel=0.01)
         assert size < largest
