@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax import _loop
 from kvjax._chunks import Chunk, prompt_chunks
+from kvjax._context import outside
 from kvjax._device import fetch
 from kvjax._errors import NonFiniteError
 from kvjax._model import LanguageModel
@@ -100,6 +101,7 @@ class Stream(Iterator[Piece]):
         self._result: GenerationResult | None = None
         self._pieces = self._run()
 
+    @outside
     def __next__(self) -> Piece:
         return next(self._pieces)
 

@@ -82,6 +82,8 @@ def attend(
     """
     place = cache.place(layer)
     held = cache.layers[place]
+    if cache.spread is not None:
+        cache.spread.check_context()
     _check_queries(queries, held, cache.batch)
     new = queries.shape[2]
     way = path_of(path, held.policy, new)

@@ -11,6 +11,7 @@ import jax
 
 from kvjax._checks import USED_UP, refuse_used_up
 from kvjax._chunks import Chunk, prompt_chunks
+from kvjax._context import outside
 from kvjax._model import LanguageModel
 from kvjax._request import Options, Prompts, Request, prepare
 from kvjax._stream import GenerationResult, Stream
@@ -184,6 +185,7 @@ def _first_layers(
     return moved(cache, placement, range(min(count, len(cache.layers))), keep=True)
 
 
+@outside
 def _result(
     lm: LanguageModel, present: _Waiting, placement: Device | None, park: Device | None
 ) -> GenerationResult:

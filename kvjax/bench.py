@@ -43,6 +43,7 @@ from kvjax._bandwidth import (
     peak_memory,
 )
 from kvjax._checks import whole_number
+from kvjax._context import outside
 from kvjax._counted import cache_bytes_read, weight_bytes_read
 from kvjax._loop import CHUNK
 from kvjax._model import LanguageModel
@@ -115,6 +116,7 @@ class Bench:
     peak_of: str
 
 
+@outside
 def measure(
     lm: LanguageModel,
     policies: Mapping[str, PolicyChoice],

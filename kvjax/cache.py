@@ -246,6 +246,8 @@ def append(
     old = cache.layers[place]
     if cache.sources is not None and place in cache.sources[:layer]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
+    if cache.spread is not None:
+        cache.spread.check_context()
     check_new(cache, old, keys, "keys")
     check_new(cache, old, values, "values")
     if keys.shape != values.shape:

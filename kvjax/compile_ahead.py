@@ -11,6 +11,7 @@ import numpy as np
 from kvjax import _loop
 from kvjax._checks import whole_number
 from kvjax._chunks import prompt_chunks
+from kvjax._context import outside
 from kvjax._model import LanguageModel
 from kvjax._request import Options, Request, capacity_bucket, prepare
 from kvjax._stats import Meter
@@ -38,6 +39,7 @@ class Compiled:
     temporaries: int | None
 
 
+@outside
 def compile(
     lm: LanguageModel,
     policy: PolicyChoice = "static",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import whole_number
+from kvjax._context import outside
 from kvjax._model import LanguageModel
 from kvjax._tree import tree_bytes
 from kvjax._typing import Array
@@ -74,6 +75,7 @@ class Quality:
     step_ms: float | None = None
 
 
+@outside
 def evaluate(
     lm: LanguageModel,
     text: str | Sequence[int],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from kvjax._context import outside
 from kvjax._model import LanguageModel
 from kvjax._request import CacheChoice, Options, Prompts, prepare
 from kvjax._stream import GenerationResult, Piece, Stream
@@ -12,6 +13,7 @@ from kvjax.limits import InferenceLimits
 __all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]
 
 
+@outside
 def generate(
     lm: LanguageModel,
     prompts: Prompts,
@@ -87,6 +89,7 @@ def generate(
     return running.result
 
 
+@outside
 def stream(
     lm: LanguageModel,
     prompts: Prompts,

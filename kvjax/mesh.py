@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax._checks import whole_number
+from kvjax._context import check_context
 from kvjax._device import default_device
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
@@ -167,6 +168,11 @@ class Spread:
         everywhere."""
         return self.spec(DATA, TENSOR if shape[1] > 1 else None, SEQUENCE)
 
+    def check_context(self) -> None:
+        """Raise ``ValueError`` where ``jax.set_mesh`` has set another mesh than the user's."""
+        sizes = {name: size for name, size in self.mesh.shape.items() if name != COPIES}
+        check_context(sizes | {TENSOR: self.heads * self.copies} if TENSOR in sizes else sizes)
+
     def check_rows(self, rows: int) -> None:
         """Raise ``ValueError`` for rows that can't be divided."""
         if rows % self.rows:
@@ -178,6 +184,7 @@ class Spread:
         self, tree: _T, spec: Callable[[tuple[int, ...]], PartitionSpec], kind: Any = None
     ) -> _T:
         """A pytree's arrays, spread by their shapes; inside ``jit`` too."""
+        self.check_context()
         return jax.tree.map(
             lambda x: jax.device_put(x, self.sharding(spec(np.shape(x)), kind)), tree
         )
@@ -188,11 +195,19 @@ class Spread:
         mapped = jax.shard_map(
             call, mesh=self.mesh, in_specs=given, out_specs=found, check_vma=False
         )
-        return mapped(*args)
+        if jax.sharding.get_abstract_mesh().empty:
+            return mapped(*args)
+        self.check_context()
+        with jax.sharding.use_abstract_mesh(self._abstract):  # its axes are those of the specs
+            return mapped(*args)
 
     def index(self, axis: str) -> Any:
         """Which share of an axis a device has, in ``run``; 0 where it is not divided."""
         return jax.lax.axis_index(axis) if self._size(axis) > 1 else 0
+
+    @property
+    def _abstract(self) -> AbstractMesh:
+        return self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
 
     @property
     def _device(self) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax._checks import refuse_traced, refuse_used_up, whole_number
+from kvjax._context import outside
 from kvjax._tree import tree_bytes
 from kvjax.cache import KVCache
 from kvjax.convert import converted
@@ -34,6 +35,7 @@ KEEP: Any = object()
 """Of ``migrate``: the devices where the cache is."""
 
 
+@outside
 def migrate(
     cache: KVCache,
     placement: Device | None = None,

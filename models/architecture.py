@@ -70,6 +70,8 @@ class Architecture:
         """
         if is_traced(last_only):
             raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
+        if cache is not None and cache.spread is not None:
+            cache.spread.check_context()
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax._context import outside
 from kvjax.mesh import spread_over
 from kvjax.placement import Device
 
@@ -39,6 +40,7 @@ class LanguageModel:
     source: str
     mesh: Mesh | None = None
 
+    @outside
     def on(self, mesh: Mesh) -> "LanguageModel":
         """The same model with its parameters spread over a mesh; itself, if they are.
 
@@ -55,6 +57,7 @@ class LanguageModel:
         """``apply(params, tokens, cache=None, ...)``; see ``Architecture.apply``."""
         return self.architecture.apply
 
+    @outside
     def encode(
         self, texts: str | Sequence[str] | Sequence[Sequence[int]]
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:

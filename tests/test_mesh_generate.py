@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.jax_utils import replicate
+from jax.sharding import AxisType
 
 import kvjax
 from kvjax import models
@@ -49,6 +50,83 @@ def test_nothing_compiles_twice_on_a_mesh(tiny_llama):
     kvjax.generate(lm, PROMPTS, max_new_tokens=20)
     again = kvjax.generate(lm, PROMPTS[::-1], max_new_tokens=11)
     assert again.stats.compilations == 0
+
+
+def _set(shape, kind, names=("data", "tensor", "sequence")):
+    """``jax.set_mesh`` of a mesh with axes of a kind."""
+    return jax.set_mesh(jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)))
+
+
+def test_generation_inside_a_mesh_that_is_set(tiny_llama):
+    wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=8).tokens
+    lm = tiny_llama.on(mesh("2-2-2"))
+    outer = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    for kind, names in ((AxisType.Auto, None), (AxisType.Explicit, None), (None, "x")):
+        context = jax.set_mesh(outer) if names else _set((2, 2, 2), kind)
+        with context:
+            set_mesh = jax.sharding.get_abstract_mesh()
+            assert kvjax.generate(lm, PROMPTS, max_new_tokens=8).tokens == wanted
+            assert kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=8).tokens == wanted
+            running = kvjax.stream(lm, PROMPTS, max_new_tokens=8)
+            for _ in running:
+                assert jax.sharding.get_abstract_mesh() == set_mesh
+            assert running.result.tokens == wanted
+            found = kvjax.generate_batches(tiny_llama, [PROMPTS], max_new_tokens=8, mesh=lm.mesh)
+            assert [result.tokens for result in found] == [wanted]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_of_ones_own_inside_the_mesh_that_is_set(tiny_llama, shape):
+    over, lm = mesh(shape), tiny_llama.on(mesh(shape))
+    texts = (PROMPTS * 3)[:8]
+
+    def logits_of(lm, over, policy):
+        @functools.partial(jax.jit, donate_argnums=1)
+        def step(params, cache, token, lengths=None):
+            logits, cache = lm.apply(params, token, cache, lengths=lengths, last_only=True)
+            return cache, logits
+
+        cache = kvjax.init_cache(lm.config, policy, batch=8, max_len=64, mesh=over)
+        tokens, lengths = lm.encode(texts)
+        cache, logits = step(lm.params, cache, tokens, lengths)
+        placed = [leaf.sharding for leaf in jax.tree.leaves(cache)]
+        for _ in range(4):
+            before = cache
+            cache, logits = step(lm.params, cache, jnp.argmax(logits, -1))
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+        assert step._cache_size() == 2
+        assert [leaf.sharding for leaf in jax.tree.leaves(cache)] == placed
+        return np.asarray(logits)
+
+    for policy, tolerance in (("static", 1e-5), (kvjax.policy("static", bits=8), 1e-3)):
+        wanted = logits_of(tiny_llama, None, policy)
+        with jax.set_mesh(over):
+            found = logits_of(lm, over, policy)
+        close([found], [wanted], tolerance)
+
+
+def test_another_mesh_that_is_set_is_refused(tiny_llama):
+    lm = tiny_llama.on(mesh("2-2-2"))
+    cache = kvjax.init_cache(lm.config, batch=2, max_len=16, mesh=lm.mesh)
+    tokens = lm.encode([[1, 2], [3, 4]])[0]
+    keys = jnp.zeros((2, lm.config.num_key_value_heads, 2, lm.config.head_dim))
+    others = [
+        ((2, 2, 2), AxisType.Explicit, ("data", "tensor", "sequence")),
+        ((8,), AxisType.Auto, ("x",)),
+        ((1, 4, 2), AxisType.Auto, ("data", "tensor", "sequence")),
+    ]
+    for shape, kind, names in others:
+        with _set(shape, kind, names):
+            for call in (
+                lambda: lm.apply(lm.params, tokens, cache),
+                lambda: jax.jit(lm.apply)(lm.params, tokens, cache),
+                lambda: jax.jit(kvjax.append, static_argnums=1)(cache, 0, keys, keys),
+                lambda: kvjax.init_cache(lm.config, batch=2, max_len=16, mesh=lm.mesh),
+            ):
+                with pytest.raises(
+                    ValueError, match=r"the one that kvjax\.make_mesh gave, or none"
+                ):
+                    call()
 
 
 def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
