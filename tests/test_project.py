@@ -26,6 +26,7 @@ FLOORS = {
     "_checks": 0,
     "_errors": 0,
     "_device": 0,
+    "_context": 0,
     "mesh": 0.5,
     "_tree": 0,
     "_stats": 0,
