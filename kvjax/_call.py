@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import is_traced
+from kvjax._device import fetch
 from kvjax._typing import Counts, KeysValues, Positions, Rows
 from kvjax.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
 
@@ -79,7 +80,7 @@ def _real(cache: Cache, new: int, lengths: Counts | None) -> Rows:
     if jnp.shape(lengths) != (cache.batch,):
         raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
     if not is_traced(lengths):
-        lengths = np.asarray(lengths)
+        lengths = np.asarray(fetch(lengths))
         for row in np.flatnonzero((lengths < 0) | (lengths > new)):
             raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):

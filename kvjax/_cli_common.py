@@ -64,7 +64,14 @@ def given_mesh(words: str) -> Any:
 
     if words == "auto":
         return words if jax.process_count() == 1 else make_mesh(tensor=jax.device_count())
-    return make_mesh(**parse_mesh(words))
+    mesh = make_mesh(**parse_mesh(words))
+    taking_part = {device.process_index for device in mesh.devices.flat}
+    if len(taking_part) < jax.process_count():
+        raise ValueError(
+            f"--mesh {words} takes {mesh.size} of {jax.device_count()} devices, all of them of "
+            f"{len(taking_part)} of the {jax.process_count()} processes: each must have some"
+        )
+    return mesh
 
 
 def read(file: Path) -> str:

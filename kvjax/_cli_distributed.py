@@ -70,12 +70,14 @@ def joined(
         raise ValueError(
             f"--process-id is {process_id}, but there are {processes} processes, 0 the first"
         )
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+    host, _, port = (coordinator or "host:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"--coordinator is {coordinator!r}: give host and port, as 10.0.0.1:1234")
     _own_output()
     missing = (
         f"not all of {processes or 'the'} processes came together within {start_timeout} seconds: "
-        f"are there so many, with ids from 0 on, and does the first listen at {coordinator}?"
+        "are there so many, with ids from 0 on, and does the first listen at "
+        f"{coordinator or 'the address that the cluster says'}?"
     )
     # JAX itself would end with a trace of its own functions.
     alarm = threading.Timer(start_timeout, _leave, [missing])

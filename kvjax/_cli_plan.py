@@ -117,6 +117,10 @@ def _abstract(words: str) -> Any:
 
     from kvjax.mesh import AXES, parse_mesh
 
+    if words == "auto":
+        raise ValueError(
+            "--mesh auto goes by the devices that are here: plan for so many, tensor=4"
+        )
     sizes = parse_mesh(words)
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 

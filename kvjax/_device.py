@@ -4,7 +4,10 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax._checks import is_traced
 
 
 def default_device() -> Any:
@@ -29,6 +32,17 @@ def fetch(tree: Any) -> Any:
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     whole = NamedSharding(meshes[0], PartitionSpec())
     return jax.device_get(_gathered(whole)(tree))
+
+
+def put_over(x: Any, sharding: NamedSharding) -> Any:
+    """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
+    gives its own what they are to have of an array that all have."""
+    if is_traced(x) or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:
+        return jax.device_put(x, sharding)
+    host = np.asarray(fetch(x))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 @functools.lru_cache(maxsize=64)

@@ -120,8 +120,12 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
     start = np.zeros(len(rows), np.int64)
     if given is not None:
+        # Behind the rows of prompts may stand those that a mesh is filled up with: empty ones.
         if given.batch != len(rows):
             raise ValueError(f"the cache has {given.batch} rows, but there are {asked} prompts")
+        if any(held[asked:]):
+            texts = 1 + max(row for row, tokens in enumerate(held) if tokens)
+            raise ValueError(f"the cache has texts in {texts} rows, but there are {asked} prompts")
         check(given)
         start = np.asarray(held, np.int64)
     longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
@@ -132,7 +136,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         check_room(given, min(capacity_bucket(longest + limit), given.grows_to or given.max_len))
     if options.limits is not None:
         made = chosen if options.use_cache else None
-        options.limits.check(lm, made, batch=len(rows), need=longest + limit, capacity=capacity)
+        options.limits.check(
+            lm, made, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
+        )
     alike = _same_rotary(lm.config)
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)

@@ -48,9 +48,9 @@ def generate_batches(
     """Continue batch after batch of prompts, each as ``generate`` does.
 
     While one decodes, a second thread gets the next ``limits.prefetch_steps`` batches ready (1 by
-    default): their texts are encoded and checked, their tokens are on their way to the device, and
-    of the very next one's cache the first ``prefetch_steps`` layers, where ``placement`` asks for
-    them to be moved.
+    default; 0 where there are many processes): their texts are encoded and checked, their tokens
+    are on their way to the device, and of the very next one's cache the first ``prefetch_steps``
+    layers, where ``placement`` asks for them to be moved.
 
     Args:
       lm: a model from ``kvjax.models.load``.
@@ -85,6 +85,8 @@ def generate_batches(
     lm = lm if mesh is None else lm.on(mesh)
     options = Options(**{k: v for k, v in found.arguments.items() if k not in ("lm", "prompts")})
     ahead = 1 if limits is None else limits.prefetch_steps
+    if jax.process_count() > 1:
+        ahead = 0  # two threads would meet the other processes' in any order
     return _run(lm, iter(batches), options, placement, park, ahead)
 
 

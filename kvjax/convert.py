@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import is_traced, whole_number
+from kvjax._device import fetch
 from kvjax._tail import Tail
 from kvjax._typing import Array, Rows
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, with_rows
 from kvjax.codecs import tokens_of
 from kvjax.layer import LayerCache, within
 from kvjax.layouts import UNLIMITED, Layout
@@ -71,21 +72,21 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     for place, new in enumerate(resolved):
         old, marks = cache.layers[place], cache.written[:, place]
         layer, mark, long, lost = converted(old, cache.length, marks, new)
-        if not is_traced(long) and np.any(long):
-            row = int(np.argmax(long))
+        if not is_traced(long) and np.any(fetch(long)):
+            row = int(np.argmax(fetch(long)))
             raise ValueError(
-                f"row {row} has {int(cache.length[row])} tokens, {new.layout} of layer {place} "
-                f"holds {new.layout.limit}"
+                f"row {row} has {int(fetch(cache.length)[row])} tokens, {new.layout} of layer "
+                f"{place} holds {new.layout.limit}"
             )
-        if not is_traced(lost) and np.any(lost):
+        if not is_traced(lost) and np.any(fetch(lost)):
             raise ValueError(
-                f"layer {place} does not hold all tokens of row {int(np.argmax(lost))} that "
+                f"layer {place} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
                 f"{new.layout} is to keep"
             )
         layers.append(layer.placed())
         written.append(mark)
         status |= jnp.where(long | lost, LOST, 0)
-    return replace(
+    return with_rows(
         cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status, budget=budget
     )
 
@@ -103,7 +104,7 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
     if is_traced(cache.length):
         tokens = min(cache.max_len, layout.grows_to or cache.max_len)
     else:
-        tokens = int(np.max(cache.length))
+        tokens = int(np.max(fetch(cache.length)))
     to = layout.slots
     while to < tokens:
         to *= 2

@@ -22,6 +22,7 @@ from kvjax._model import LanguageModel
 from kvjax._tree import tree_bytes
 from kvjax._typing import Array
 from kvjax.cache import KVCache, init_cache
+from kvjax.mesh import DATA
 from kvjax.operations import grow, rewind, rewindable
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice
@@ -124,6 +125,10 @@ def evaluate(
     for window in cut:
         # Logits are larger than caches: they are compared chunk by chunk.
         mesh = getattr(lm, "mesh", None)
+        if mesh is not None and mesh.shape.get(DATA, 1) > 1:
+            raise ValueError(
+                "one text is evaluated, which a mesh can't divide along data: use tensor"
+            )
         full = init_cache(lm.config, CachePolicy(), max_len=context, mesh=mesh)
         caches = {
             name: init_cache(lm.config, policy, max_len=context, mesh=mesh)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax._checks import whole_number
+from kvjax._device import default_device
 from kvjax.cache import nbytes
 from kvjax.layouts import UNLIMITED
 from kvjax.memory import (
@@ -21,7 +22,7 @@ from kvjax.memory import (
     estimated_temporaries,
     weight_bytes,
 )
-from kvjax.mesh import make_mesh, spread_over
+from kvjax.mesh import TENSOR, make_mesh, spread_over
 from kvjax.presets import PolicyChoice, budget_of, policy
 
 
@@ -31,7 +32,7 @@ def device_memory() -> int:
     Raises:
       ValueError: if the device does not say (a CPU does not).
     """
-    device = jax.local_devices()[0]
+    device = default_device()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
@@ -44,33 +45,37 @@ AUTO_FRACTION = 0.8
 """Of a device's memory, what weights may take before ``auto_mesh`` takes another device."""
 
 
-def auto_mesh(weights: int, heads: int, *, memory: int | None = None) -> Mesh | None:
-    """The smallest mesh of local devices, sharing heads, that has room for a model's weights; None
-    where one device has, or does not say how much memory it has.
+def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
+    """The smallest mesh of local devices, along ``tensor``, of which each has room for its share of
+    a model's weights; None where one device has, or does not say how much memory it has.
 
     Args:
-      weights: bytes.
-      heads: of queries.
-      memory: bytes of a device; by default what the first says.
+      model: an ``Architecture``.
+      memory: bytes of a device; by default what the default device says.
 
     Raises:
-      ValueError: if all of them together have not enough.
+      ValueError: if no number of them has.
     """
-    devices = jax.local_devices()
+    default = default_device()
     if memory is None:
-        stats = devices[0].memory_stats() or {}
+        stats = default.memory_stats() or {}
         if "bytes_limit" not in stats:
             return None
         memory = int(stats["bytes_limit"])
-    room = AUTO_FRACTION * memory
-    counts = [n for n in range(1, len(devices) + 1) if heads % n == 0]
-    for count in counts:
-        if weights <= count * room:
-            return None if count == 1 else make_mesh(tensor=count, devices=devices[:count])
+    room = int(AUTO_FRACTION * memory)
+    if weight_bytes(model) <= room:
+        return None
+    devices = jax.local_devices(backend=default.platform)
+    least = weight_bytes(model)
+    for count in range(2, len(devices) + 1):
+        share = weight_bytes(model, AbstractMesh((count,), (TENSOR,)))
+        if share <= room:
+            return make_mesh(tensor=count, devices=devices[:count])
+        least = min(least, share)
     raise ValueError(
-        f"the weights take {weights:,} bytes, and {counts[-1]} of the {len(devices)} local "
-        f"devices, which share {heads} heads evenly, have {int(counts[-1] * room):,} for them: "
-        "load fewer bits, or give a mesh of more devices"
+        f"the weights take {weight_bytes(model):,} bytes, and spread over the {len(devices)} local "
+        f"device(s) at least {least:,} on each, which has {room:,} for them: load fewer bits, or "
+        "give a mesh of more devices"
     )
 
 
@@ -234,19 +239,22 @@ class InferenceLimits:
             raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
 
     def check(
-        self, lm: Any, choice: PolicyChoice | None, *, batch: int, need: int, capacity: int
-    ) -> None:
+        self, lm: Any, choice: PolicyChoice | None, *, batch: int, need: int, capacity: int,
+        prompts: int | None = None,
+    ) -> None:  # fmt: skip
         """Raise ``ValueError`` for a request that is beyond the limits.
 
         Args:
           lm: the model, whose weights are on the device.
           choice: the policy of the cache to make, None where none is made.
-          batch: rows.
+          batch: rows, of which the last may be empty, to fill a mesh up.
           need: tokens of prompt and new text, at most.
           capacity: tokens a row of the cache.
+          prompts: rows that are not empty; by default all.
         """
-        if self.max_batch_size is not None and batch > self.max_batch_size:
-            raise ValueError(f"{batch} prompts, but max_batch_size is {self.max_batch_size}")
+        prompts = batch if prompts is None else prompts
+        if self.max_batch_size is not None and prompts > self.max_batch_size:
+            raise ValueError(f"{prompts} prompts, but max_batch_size is {self.max_batch_size}")
         if self.max_seq_len is not None and need > self.max_seq_len:
             raise ValueError(
                 f"prompt and new text come to {need} tokens, but max_seq_len is {self.max_seq_len}"
@@ -281,8 +289,9 @@ def memory_left(lm: Any, *, batch: int, capacity: int, memory: int | None = None
     """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
-    mesh = getattr(lm, "mesh", None)
+    mesh, spread = getattr(lm, "mesh", None), None
     if mesh is not None:
-        batch //= spread_over(mesh, lm.config.num_key_value_heads).rows
-    temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity))
+        spread = spread_over(mesh, lm.config.num_key_value_heads)
+        batch //= spread.rows
+    temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity), spread)
     return max(memory - device_share(lm.params) - temporaries, 0)

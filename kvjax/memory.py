@@ -21,7 +21,7 @@ from kvjax.budget import ahead_bytes
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
 from kvjax.layer import share_of
 from kvjax.layouts import Growing
-from kvjax.mesh import spread_over
+from kvjax.mesh import Spread, spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import Auto, PolicyChoice, budget_of, per_layer
 from kvjax.shape import CacheShape
@@ -120,8 +120,8 @@ def plan(
     spread = None if mesh is None else spread_over(mesh, model.config.num_key_value_heads)
     if spread is not None:
         spread.check_rows(batch)
-        temporaries = estimated_temporaries(model.config, batch // spread.rows, chunk)
-        temporaries += -(-bytes_ahead(cache) // spread.devices)
+        temporaries = estimated_temporaries(model.config, batch // spread.rows, chunk, spread)
+        temporaries += bytes_ahead(cache, spread)
     elif compiled and on_device and hasattr(model, "apply"):
         found = [_compiled(model, cache, new) for new in {1, chunk}]
         known = [size for size in found if size is not None]
@@ -178,12 +178,12 @@ def cache_nbytes(
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
-def bytes_ahead(cache: KVCache) -> int:
+def bytes_ahead(cache: KVCache, spread: Spread | None = None) -> int:
     """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
-    fetched ahead, at most."""
-    own = cache.layers
-    if cache.spread is not None:
-        own = [share_of(layer, cache.spread) for layer in cache.layers]
+    fetched ahead, at most. ``spread``: by default the cache's."""
+    own, spread = cache.layers, spread or cache.spread
+    if spread is not None:
+        own = [share_of(layer, spread) for layer in cache.layers]
     return ahead_bytes(
         [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
     )
@@ -225,18 +225,25 @@ def memory_report(cache: KVCache) -> list[dict[str, Any]]:
     return rows
 
 
-def estimated_temporaries(config: Any, batch: int, new: int) -> int:
+def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | None = None) -> int:
     """Bytes that a call of ``new`` tokens needs besides weights and cache, from shapes alone: what
-    the widest part of a layer keeps, a block of attention, and the logits of the last token."""
+    the widest part of a layer keeps, a block of attention, and the logits of the last token; with
+    ``spread`` those of one device, ``batch`` being its rows."""
     size = jnp.dtype(config.dtype).itemsize
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    vocabulary = config.vocab_size
+    if spread is not None:
+        tensor = spread.heads * spread.copies
+        wide, vocabulary = -(-wide // tensor), -(-vocabulary // tensor)
+        heads //= tensor if spread.divides(heads) else spread.heads
+        kv_heads //= spread.heads
     attended = (heads + 2 * kv_heads) * config.head_dim
     activations = batch * new * (2 * config.hidden_size + max(3 * wide, 2 * attended)) * size
     block = min(1024, 3 * 2**17 // (batch * kv_heads * config.head_dim) or 1)
     scores = batch * heads * min(new, 256) * block * 4 * 2
     blocks = batch * kv_heads * block * config.head_dim * 4 * 2
-    return activations + scores + blocks + batch * config.vocab_size * 4
+    return activations + scores + blocks + batch * vocabulary * 4
 
 
 def abstract_cache(

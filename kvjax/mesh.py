@@ -7,7 +7,7 @@ has (``jax.shard_map``), by the same code as on one device.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,14 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax._checks import whole_number
+from kvjax._checks import is_traced, whole_number
 from kvjax._context import check_context
-from kvjax._device import default_device
+from kvjax._device import default_device, put_over
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
 COPIES = "copies"
 """The axis of a ``Spread`` of devices that share their key-value heads with one another."""
-_STAGES = ("stage", "stages", "pipe", "pipeline")
+_STAGES = ("stage", "stages", "pipe", "pipeline", "pp")
 
 _T = TypeVar("_T")
 
@@ -38,13 +38,16 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
       devices: which; by default the first of all, of every process.
 
     Raises:
-      ValueError: if a number is not whole and positive, or there are fewer devices.
+      ValueError: if a number is not whole and positive, there are fewer devices, or ``devices``
+        is no list of different ones.
     """
     sizes = [
         whole_number(name, size, 1)
         for name, size in zip(AXES, (data, tensor, sequence), strict=True)
     ]
-    devices = jax.devices() if devices is None else list(devices)
+    if devices is not None and not _are_devices(devices):
+        raise ValueError(f"devices must be a list of different jax.Device, got {devices!r:.80}")
+    devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
     count = math.prod(sizes)
     if count > len(devices):
         asked = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
@@ -52,6 +55,13 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
     return jax.make_mesh(
         tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:count]
     )
+
+
+def _are_devices(given: Any) -> bool:
+    if not isinstance(given, Sequence | np.ndarray):
+        return False
+    found = list(np.ravel(np.asarray(given, object)))
+    return all(isinstance(each, jax.Device) for each in found) and len(set(found)) == len(found)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -62,9 +72,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = part.strip().partition("=")
-        refuse_axis(name)
-        if not equals or not size.strip().isdecimal() or name in found:
+        name, equals, size = (words.strip() for words in part.partition("="))
+        if equals:
+            refuse_axis(name)
+        if not equals or not size.isdecimal() or name in found:
             raise ValueError(
                 f"a mesh is written as data=2,tensor=4,sequence=1, each once, or auto; got {text!r}"
             )
@@ -185,9 +196,16 @@ class Spread:
     ) -> _T:
         """A pytree's arrays, spread by their shapes; inside ``jit`` too."""
         self.check_context()
-        return jax.tree.map(
-            lambda x: jax.device_put(x, self.sharding(spec(np.shape(x)), kind)), tree
-        )
+
+        def one(x: Any) -> Any:
+            found = spec(np.shape(x))
+            near = put_over(x, self.sharding(found)) if kind is None or is_traced(x) else x
+            if is_traced(near) and isinstance(self.mesh, Mesh):
+                # A move to the memory where it is already says nothing to the compiler.
+                near = jax.lax.with_sharding_constraint(near, self.sharding(found))
+            return near if kind is None else put_over(near, self.sharding(found, kind))
+
+        return jax.tree.map(one, tree)
 
     def run(self, call: Callable[..., _T], given: Any, found: Any, *args: Any) -> _T:
         """``call`` on every device, with what it has of ``args``. ``given``, ``found``: specs of
@@ -217,15 +235,25 @@ class Spread:
         return self.mesh.shape.get(axis, 1)
 
 
-@functools.lru_cache(maxsize=256)
 def spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
     """How a model of so many key-value heads is spread over a mesh.
 
     Raises:
-      ValueError: if the mesh has axes other than ``data``, ``tensor`` and ``sequence``.
+      ValueError: if it is none, has axes other than ``data``, ``tensor`` and ``sequence``, or no
+        device of this process.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"a mesh is a jax.sharding.Mesh, as of kvjax.make_mesh, got {mesh!r:.80}")
+    return _spread_over(mesh, kv_heads)
+
+
+@functools.lru_cache(maxsize=256)
+def _spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
+    if isinstance(mesh, Mesh) and not mesh.local_devices:
+        raise ValueError(
+            f"the mesh has {mesh.size} devices, and none of process {jax.process_index()}: every "
+            "process that takes part must have some"
+        )
     names: list[str] = []
     shape: list[int] = []
     for name, size in mesh.shape.items():

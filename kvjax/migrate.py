@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from kvjax._checks import refuse_traced, refuse_used_up, whole_number
 from kvjax._context import outside
 from kvjax._tree import tree_bytes
+from kvjax._typing import Array
 from kvjax.cache import KVCache
 from kvjax.convert import converted
 from kvjax.layer import LayerCache, layer_sizes
@@ -174,7 +175,7 @@ def moved(
     cache: KVCache, placement: Device, places: Iterable[int], *, keep: bool = False
 ) -> KVCache:
     """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
-    held, marks, status = list(cache.layers), list(cache.written.T), cache.status
+    held, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
     with beside(cache.length):
         for place in places:
@@ -203,11 +204,20 @@ def moved(
         return replace(cache, layers=tuple(held), written=written, status=status)
 
 
+def _columns(array: Array) -> list[Array]:
+    """What iterating over the columns gives, also where other processes have some of it."""
+    return [array[:, n] for n in range(array.shape[1])]
+
+
 def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
     """A cache on the devices of another mesh, or on the default one; the one given is used up."""
     if spread is not None:
         spread.check_rows(cache.batch)
-    layers, marks, status = [], list(cache.written.T), cache.status
+    elif not cache.length.is_fully_addressable:
+        raise ValueError(
+            "the cache is on devices of several processes, and mesh=None is one device: give a mesh"
+        )
+    layers, marks, status = [], _columns(cache.written), cache.status
     for place, old in enumerate(cache.layers):
         policy = replace(old.policy, placement=old.policy.placement.over(spread))
         anew = replace(old, policy=policy)

@@ -97,4 +97,7 @@ def check(cache: Checked) -> None:
 
 def clear_status(cache: _Cache) -> _Cache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
-    return replace(cache, status=jnp.zeros_like(cache.status))
+    status = jnp.zeros_like(cache.status)
+    if cache.spread is not None:
+        status = cache.spread.put(status, cache.spread.of_rows)
+    return replace(cache, status=status)

@@ -185,6 +185,8 @@ def _check_devices(params: Params, cache: KVCache) -> None:
     """Raise ``ValueError`` for a cache elsewhere, where that can be seen: not inside ``jit``."""
     leaf = next(iter(jax.tree.leaves(params)), None)
     if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
+        if not leaf.committed:  # JAX puts it where the rest is
+            return
         ours, theirs = leaf.sharding.device_set, cache.length.sharding.device_set
         if ours != theirs:
             raise ValueError(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax._context import outside
+from kvjax._device import put_over
 from kvjax.mesh import spread_over
 from kvjax.placement import Device
 
@@ -49,7 +50,7 @@ class LanguageModel:
         """
         if mesh == self.mesh:
             return self
-        params = jax.device_put(self.params, self.architecture.param_shardings(mesh))
+        params = jax.tree.map(put_over, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
     @property

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from kvjax._errors import CheckpointError
 from kvjax.limits import auto_mesh
-from kvjax.memory import weight_bytes
 from kvjax.placement import Device
 
 from . import weights
@@ -74,7 +73,7 @@ def load(
     )
     config, matched = _matched(config, stored)
     if mesh == "auto":
-        mesh = auto_mesh(weight_bytes(Architecture(config)), config.num_attention_heads)
+        mesh = auto_mesh(Architecture(config))
     params = _read_params(config, matched, device, mesh)
     return LanguageModel(
         config=config,

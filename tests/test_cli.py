@@ -400,6 +400,8 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
     assert one["weights"] / 2 < many["weights"] < 0.51 * one["weights"]
     assert_refused(run(*plan, "--mesh", "data=3"), "4 rows can't be divided among data=3")
     assert_refused(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "without --memory")
+    assert_refused(run(*plan, "--mesh", "auto"), "plan for so many, tensor=4")
+    assert one["temporaries"] / 5 < many["temporaries"] < one["temporaries"] / 3
     assert_refused(
         run("plan", "--shape", "gpt2", "--mesh", "tensor=2"), "for a model that kvjax runs"
     )

@@ -24,20 +24,23 @@ def free_port() -> int:
 
 
 class Processes:
-    """Some processes of ``kvjax generate --distributed``, ended with the test."""
+    """Some processes of ``kvjax generate --distributed``, or of a script, ended with the test."""
 
     def __init__(self) -> None:
         self._all: list[subprocess.Popen] = []
 
-    def __call__(self, *arguments: str, process_id: int, count: int, port: int) -> Any:
+    def __call__(
+        self, *arguments: str, process_id: int, count: int, port: int, script: str | None = None
+    ) -> Any:
         flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
         flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
+        command = [
+            "-m", "kvjax", "generate", PROMPT, "--distributed",
+            "--coordinator", f"127.0.0.1:{port}", "--processes", str(count),
+            "--process-id", str(process_id),
+        ]  # fmt: skip
         process = subprocess.Popen(
-            [
-                sys.executable, "-m", "kvjax", "generate", PROMPT, "--distributed",
-                "--coordinator", f"127.0.0.1:{port}", "--processes", str(count),
-                "--process-id", str(process_id), *arguments,
-            ],
+            [sys.executable, *(command if script is None else ["-c", script]), *arguments],
             env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -78,6 +81,77 @@ def test_two_processes_give_the_tokens_of_one(start, tiny_llama, tiny_llama_dir,
     else:
         assert outputs[0][0].decode() == wanted.text[0] + "\n"
     assert outputs[1][0] == b""
+
+
+_SCRIPT = """
+import sys, jax, numpy as np
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=20)
+import kvjax
+from kvjax import models
+
+texts = ["Once upon a time", "Hi"]
+alone = models.load(sys.argv[3], dtype="float32", mesh=None)
+wanted = kvjax.generate(alone, texts, max_new_tokens=8).tokens
+mesh = kvjax.make_mesh(data=2, tensor=2, sequence=2)
+lm = alone.on(mesh)
+assert kvjax.generate(alone, texts, max_new_tokens=8, mesh=mesh).tokens == wanted
+found = kvjax.generate_batches(lm, [texts] * 5, max_new_tokens=8)
+assert [result.tokens for result in found] == [wanted] * 5
+
+# A loop of one's own, on a cache that moves.
+cache = kvjax.init_cache(lm.config, "static", batch=2, max_len=64, mesh=mesh)
+tokens, lengths = lm.encode(texts)
+logits, cache = lm.apply(lm.params, tokens, cache, lengths=lengths, last_only=True)
+step = jax.jit(lm.apply, static_argnames="last_only", donate_argnums=2)
+drawn = []
+other = alone.on(kvjax.make_mesh(tensor=4, sequence=2))
+for number in range(8):
+    token = np.argmax(jax.experimental.multihost_utils.process_allgather(logits, tiled=True), -1)
+    drawn.append(token)
+    if number == 3:
+        cache = kvjax.migrate(cache, kvjax.Host())
+    if number == 5:
+        cache, lm = kvjax.migrate(kvjax.convert(cache, "static"), mesh=other.mesh), other
+    logits, cache = step(lm.params, token, cache)
+assert np.concatenate(drawn, 1).tolist() == wanted
+for call, words in (
+    (lambda: kvjax.migrate(cache, mesh=None), "mesh=None is one device"),
+    (lambda: kvjax.init_cache(lm.config, max_len=8, mesh=kvjax.make_mesh(
+        devices=[d for d in jax.devices() if d.process_index != jax.process_index()]
+    )), "none of process"),
+):
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+print("as one device")
+"""
+
+
+def test_a_script_in_two_processes(start, tiny_llama_dir):
+    port = free_port()
+    both = [
+        start(
+            f"127.0.0.1:{port}", str(n), str(tiny_llama_dir),
+            process_id=n, count=2, port=port, script=_SCRIPT,
+        )
+        for n in (0, 1)
+    ]  # fmt: skip
+    for process in both:
+        out, error = process.communicate(timeout=240)
+        assert process.returncode == 0, error.decode()
+        assert "as one device" in out.decode()
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(start):
+    port = free_port()
+    for process in [start("--mesh", "tensor=2", process_id=n, count=2, port=port) for n in (0, 1)]:
+        error = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == 2
+        assert "all of them of 1 of the 2 processes: each must have some" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -124,6 +198,8 @@ def test_a_wrong_number_of_processes_is_an_error(start):
     [
         (("--process-id", "2"), "--process-id is 2, but there are 2 processes, 0 the first"),
         (("--coordinator", "here"), "--coordinator is 'here': give host and port"),
+        (("--coordinator", "1234"), "--coordinator is '1234': give host and port"),
+        (("--coordinator", "here:99999"), "--coordinator is 'here:99999': give host and port"),
         (("--start-timeout", "0"), "--start-timeout must be a whole number, at least 1, got 0"),
     ],
 )

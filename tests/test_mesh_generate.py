@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import kvjax
 from kvjax import models
 from kvjax.limits import auto_mesh
+from kvjax.memory import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from tests.matrix import tiny_config
@@ -161,6 +162,29 @@ def test_a_cache_elsewhere_is_refused(tiny_llama):
     assert found.tokens == wanted.tokens
 
 
+def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
+    lm = tiny_llama.on(kvjax.make_mesh(data=4))
+    one = kvjax.InferenceLimits(max_batch_size=3)
+    made = kvjax.generate(lm, PROMPTS, max_new_tokens=2, limits=one)
+    with pytest.raises(ValueError, match="3 prompts, but max_batch_size is 2"):
+        kvjax.generate(lm, PROMPTS, limits=kvjax.InferenceLimits(max_batch_size=2))
+    # A text must not be taken for such a row.
+    with pytest.raises(ValueError, match="the cache has texts in 3 rows, but there are 2 prompts"):
+        kvjax.generate(lm, made.unfed[:2], cache=made.cache, max_new_tokens=2)
+    assert kvjax.generate(lm, made.unfed, cache=made.cache, max_new_tokens=2).cache.batch == 4
+
+
+def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
+    policies = {"8": kvjax.policy(bits=8, block=8)}
+    text = list(range(40))
+    wanted = kvjax.evaluate(tiny_llama, text, policies, context=32)["8"].overall
+    lm = tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=2))
+    found = kvjax.evaluate(lm, text, policies, context=32)["8"].overall
+    assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-4)
+    with pytest.raises(ValueError, match="one text is evaluated, which a mesh can't divide"):
+        kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), text, policies, context=32)
+
+
 def test_batches_on_a_mesh(tiny_llama):
     wanted = [r.tokens for r in kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]])]
     over = kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]], mesh=mesh("2-2-2"))
@@ -168,13 +192,24 @@ def test_batches_on_a_mesh(tiny_llama):
 
 
 def test_a_model_that_one_device_does_not_hold_is_spread():
-    assert auto_mesh(100, 8, memory=125) is None
-    assert dict(auto_mesh(101, 8, memory=125).shape) == {"data": 1, "tensor": 2, "sequence": 1}
-    assert auto_mesh(301, 8, memory=125).shape["tensor"] == 4
-    assert auto_mesh(201, 6, memory=125).shape["tensor"] == 3
-    assert auto_mesh(10**15, 8) is None  # a CPU does not say what it has
-    with pytest.raises(ValueError, match="take 5,000 bytes, and 8 of the 8 local devices"):
-        auto_mesh(5000, 8, memory=125)
+    def spread(heads, kv_heads, part):
+        """How many devices hold a model whose weights take 1 / part of one's memory, and theirs."""
+        width = dict(hidden_size=heads * 8, intermediate_size=heads * 32, head_dim=8)
+        config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, **width)
+        model = Architecture(config)
+        memory = int(weight_bytes(model) * part / 0.8) + 1
+        over = auto_mesh(model, memory=memory)
+        assert weight_bytes(model, over) <= 0.8 * memory
+        return 1 if over is None else over.shape["tensor"]
+
+    assert spread(8, 8, 1) == 1
+    assert spread(8, 8, 0.9) == spread(8, 2, 0.6) == 2
+    assert spread(8, 8, 0.3) == 4
+    # Seven devices could share 28 heads, but not the weights of 4 key-value heads.
+    assert spread(28, 4, 0.4) == 4
+    assert auto_mesh(Architecture(tiny_config())) is None  # a CPU does not say what it has
+    with pytest.raises(ValueError, match=r"spread over the 8 local device\(s\) at least"):
+        spread(8, 8, 0.05)
 
 
 def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, tiny_llama_dir):

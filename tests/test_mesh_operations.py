@@ -36,13 +36,21 @@ def test_wrong_meshes_are_refused():
         make(mesh=Mesh(devices, ("data",)), batch=7)
     with pytest.raises(ValueError, match=r"a mesh is a jax.sharding.Mesh"):
         make(mesh="tensor=2")
+    for wrong in ({"tensor": 2}, [2]):
+        with pytest.raises(ValueError, match=r"a mesh is a jax.sharding.Mesh"):
+            make(mesh=wrong)
+    for wrong in (4, [jax.devices()[0]] * 2, "cpu"):
+        with pytest.raises(ValueError, match=r"devices must be a list of different jax\.Device"):
+            kvjax.make_mesh(tensor=2, devices=wrong)
+    assert kvjax.make_mesh(tensor=2, devices=devices.reshape(1, 2)).size == 2
     with pytest.raises(ValueError, match="is of 16 devices: there are 8"):
         kvjax.make_mesh(tensor=16)
     with pytest.raises(ValueError, match="tensor must be a whole number, at least 1, got 0"):
         kvjax.make_mesh(tensor=0)
-    for wrong in ("tensor", "tensor=2,tensor=2", "tensor=two", "tensor=-1"):
+    for wrong in ("tensor", "tensor=2,tensor=2", "tensor=two", "tensor=-1", "data=2,", ""):
         with pytest.raises(ValueError, match="a mesh is written as data=2,tensor=4"):
             parse_mesh(wrong)
+    assert parse_mesh("tensor =2") == {"tensor": 2}
     assert parse_mesh("tensor=2, data=4") == {"tensor": 2, "data": 4}
 
 
@@ -168,6 +176,34 @@ def test_operations_are_those_of_one_device(name, shape):
         assert np.array_equal(wanted.length, found.length)
         close([np.asarray(x) for x in seen(found)], [np.asarray(x) for x in seen(wanted)])
         kvjax.check(found)
+
+
+INSIDE = {
+    "select": lambda c: kvjax.select(c, [3, 1, 7, 0, 0, 2, 5, 4]),
+    "repeat": lambda c: kvjax.repeat(c, 2),
+    "concatenate": lambda c: kvjax.concatenate([c, c]),
+    "rewind": lambda c: kvjax.rewind(c, 1),
+    "reset": kvjax.reset,
+    "clear_status": kvjax.clear_status,
+    "convert": lambda c: kvjax.convert(
+        c, kvjax.CachePolicy(kvjax.Ring(7), kvjax.Raw("float32"), kvjax.Raw("float32"))
+    ),
+    "init_cache": lambda c: kvjax.init_cache(
+        model_of("grouped")[0].config, "static", batch=8, max_len=32, mesh=mesh("2-2-2")
+    ),
+}
+"""What may stand inside ``jit``, where the compiler has a say in where results are."""
+
+
+@pytest.mark.parametrize("name", ["dense", "int4", "ring-host"])
+@pytest.mark.parametrize("operation", INSIDE)
+def test_an_operation_inside_jit_leaves_each_device_its_share(name, operation):
+    cache = filled(SOME[name], mesh("2-2-2"))
+    change = INSIDE[operation]
+    wanted, found = change(cache), jax.jit(change)(cache)
+    for alone, inside in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert inside.sharding == alone.sharding
+        assert np.array_equal(np.asarray(inside), np.asarray(alone))
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -25,7 +25,7 @@ FLOORS = {
     "_typing": 0,
     "_checks": 0,
     "_errors": 0,
-    "_device": 0,
+    "_device": 0.25,
     "_context": 0,
     "mesh": 0.5,
     "_tree": 0,
