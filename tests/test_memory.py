@@ -333,10 +333,10 @@ def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 12345}
 
-    monkeypatch.setattr(jax, "local_devices", lambda: [Silent()])
+    monkeypatch.setattr("kvjax.limits.default_device", Silent)
     with pytest.raises(ValueError, match="cpu does not say how much memory it has"):
         device_memory()
-    monkeypatch.setattr(jax, "local_devices", lambda: [Saying()])
+    monkeypatch.setattr("kvjax.limits.default_device", Saying)
     assert device_memory() == 12345
 
 

@@ -3,6 +3,8 @@
 import functools
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax.sharding import AxisType
 
 import kvjax
 from kvjax import models
-from kvjax.limits import auto_mesh
+from kvjax.limits import auto_mesh, device_memory
 from kvjax.memory import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
@@ -212,6 +214,14 @@ def test_a_model_that_one_device_does_not_hold_is_spread():
         spread(8, 8, 0.05)
 
 
+def test_the_default_device_is_asked_how_much_memory_it_has(monkeypatch, tiny_llama):
+    size = weight_bytes(tiny_llama.architecture)
+    small = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": size})
+    monkeypatch.setattr("kvjax.limits.default_device", lambda: small)
+    assert auto_mesh(tiny_llama.architecture).shape["tensor"] == 2
+    assert device_memory() == size
+
+
 def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, tiny_llama_dir):
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny_llama.params))
     small = functools.partial(auto_mesh, memory=int(weights / 1.5))
@@ -223,20 +233,17 @@ def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, 
     assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
 
 
-def test_the_documented_loop_runs():
+def test_the_documented_scripts_run():
+    """One after the other, word by word, but for the path of the model."""
     text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
-    _, *blocks = text.split("```python\n")[1:]
-    over = kvjax.make_mesh(data=2, tensor=2, sequence=2)
-    names = dict(vars(importlib.import_module("builtins")))
-    names |= {"kvjax": kvjax, "models": models, "jax": jax, "jnp": jnp, "mesh": over}
-    names |= {"functools": functools, "flax": importlib.import_module("flax")}
-    importlib.import_module("flax.jax_utils")
-    exec("\n".join(block.partition("```")[0] for block in blocks), names)
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec("\n".join(blocks).replace('"path/or/hub-id"', "None"), names)
+    assert all(names["result"].text)
     assert names["logits"].shape == (2, 1, names["lm"].config.vocab_size)
-    devices = len(jax.devices())
-    lm, tokens = names["lm"].on(kvjax.make_mesh()), np.ones((devices, 2, 1), np.int32)
-    token, _ = names["decode_step"](jax.device_get(lm.params), tokens, names["caches"])
-    assert token.shape == (devices, 2, 1)
+    tokens = np.ones((len(jax.devices()), 2, 1), np.int32)
+    token, _ = names["decode_step"](names["lm"].params, tokens, names["caches"])
+    assert token.shape == tokens.shape
 
 
 def test_a_model_and_a_cache_apart_are_refused(tiny_llama):
