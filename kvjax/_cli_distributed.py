@@ -3,9 +3,11 @@
 import os
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,8 +49,10 @@ def joined(
     process_id: int | None,
     start_timeout: int,
     heartbeat_timeout: int,
+    told: Any,
 ) -> Iterator[bool]:
-    """One of many processes, if this is; whether it is the one to print.
+    """One of many processes, if this is; whether it is the one to print. ``told``: what all of them
+    must have been told alike.
 
     A process that fails ends at once: at its end Python would wait for the others, and these for
     it.
@@ -102,6 +106,7 @@ def joined(
     if processes not in (None, count):
         _leave(f"--processes is {processes}, but process 0 was told of {count}")
     try:
+        _agree(told)
         yield jax.process_index() == 0
     except RuntimeError as error:
         if not _is_of_another(error):
@@ -110,6 +115,22 @@ def joined(
     except (Exception, KeyboardInterrupt) as error:
         _leave(_short(error))
     jax.distributed.shutdown()
+
+
+def _agree(told: Any) -> None:
+    """End all processes if some were told something else: they would wait for one another."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    mine = np.uint32(zlib.crc32(repr(told).encode()))
+    every = np.ravel(multihost_utils.process_allgather(mine))
+    others = np.flatnonzero(every != every[0])
+    if others.size:
+        time.sleep(1)  # the others are to see it too, not this process's end
+        _leave(
+            f"process {others[0]} was given another prompt, mesh or setting than process 0: all "
+            "must be given the same, but for --process-id"
+        )
 
 
 def _own_output() -> None:

@@ -154,8 +154,9 @@ def generate(
         use_cache=not no_cache,
     )
     with joined(
-        distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout
-    ) as speaks:
+        distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
+        (words, chat, dtype, revision, mesh, as_json, settings),
+    ) as speaks:  # fmt: skip
         lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         if as_json:

@@ -154,6 +154,21 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(start):
         assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    "told", [("--max-new-tokens", "3"), ("--mesh", "tensor=4,data=2"), ("--kv-bits", "8")]
+)
+def test_processes_that_were_told_different_things_end(start, told):
+    port = free_port()
+    usual = ["--max-new-tokens", "5", "--mesh", "data=2,tensor=4"]
+    for process in [
+        start(*usual, process_id=0, count=2, port=port),
+        start(*usual, *told, process_id=1, count=2, port=port),
+    ]:
+        error = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == 2
+        assert "process 1 was given another prompt, mesh or setting than process 0" in error
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_ends_the_others(start, killed):
     port = free_port()
