@@ -13,8 +13,9 @@ from kvjax._typing import Array, Rows
 from kvjax._write import write_rows
 from kvjax.layer import LayerCache
 from kvjax.layouts import Run, Share, shared
-from kvjax.mesh import SEQUENCE, Spread
+from kvjax.mesh import SEQUENCE
 from kvjax.rotary import RotaryTable, apply_rotary
+from kvjax.spread import Spread
 
 
 @functools.partial(jax.jit, static_argnames="device")

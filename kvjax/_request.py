@@ -14,10 +14,10 @@ from kvjax.cache import KVCache
 from kvjax.layouts import UNLIMITED
 from kvjax.limits import InferenceLimits, memory_left
 from kvjax.memory import abstract_cache
-from kvjax.mesh import Spread, spread_over
 from kvjax.migrate import check_room
 from kvjax.presets import Auto, PolicyChoice, policy
 from kvjax.sampling import Filters, Settings, make_settings
+from kvjax.spread import Spread, spread_over
 from kvjax.status import check
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]

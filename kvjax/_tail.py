@@ -12,8 +12,9 @@ from kvjax._typing import Array, KeysValues, Rows, SlotPositions
 from kvjax._write import write_far, write_rows
 from kvjax.codecs import Codec, Store, tokens_of
 from kvjax.layouts import Share
-from kvjax.mesh import TENSOR, Spread
+from kvjax.mesh import TENSOR
 from kvjax.policy import CachePolicy
+from kvjax.spread import Spread
 
 
 @state

@@ -28,9 +28,10 @@ from kvjax._walk import blockwise
 from kvjax.cache import KVCache, LayerCache
 from kvjax.codecs import Raw
 from kvjax.layouts import UNLIMITED, Dense
-from kvjax.mesh import COPIES, SEQUENCE, TENSOR, Spread
+from kvjax.mesh import SEQUENCE, TENSOR
 from kvjax.policy import CachePolicy
 from kvjax.rotary import RotaryTable, apply_rotary
+from kvjax.spread import COPIES, Spread
 
 
 def attend(

@@ -38,11 +38,11 @@ from kvjax._typing import (
 from kvjax.budget import Budget
 from kvjax.layer import LayerCache, fetched_ahead, new_layer, share_of, within
 from kvjax.layouts import UNLIMITED
-from kvjax.mesh import Spread, spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import PolicyChoice, budget_of, per_layer
 from kvjax.rotary import RotaryTable, apply_rotary
 from kvjax.shape import CacheShape, layer_sources, layer_windows, model_dtype, rotary_length
+from kvjax.spread import Spread, spread_over
 
 
 @state

@@ -12,9 +12,9 @@ from kvjax._tail import Body, Strip, Tail
 from kvjax._tree import state, static_field, tree_bytes
 from kvjax._typing import KeysValues, Rows
 from kvjax.budget import Budget, Sizes
-from kvjax.mesh import Spread
 from kvjax.placement import Device
 from kvjax.policy import CachePolicy
+from kvjax.spread import Spread
 
 
 @state

@@ -22,8 +22,9 @@ from kvjax.memory import (
     estimated_temporaries,
     weight_bytes,
 )
-from kvjax.mesh import TENSOR, make_mesh, spread_over
+from kvjax.mesh import TENSOR, make_mesh
 from kvjax.presets import PolicyChoice, budget_of, policy
+from kvjax.spread import spread_over
 
 
 def device_memory() -> int:

@@ -21,10 +21,10 @@ from kvjax.budget import ahead_bytes
 from kvjax.cache import KVCache, LayerCache, init_cache, nbytes
 from kvjax.layer import share_of
 from kvjax.layouts import Growing
-from kvjax.mesh import Spread, spread_over
 from kvjax.policy import CachePolicy
 from kvjax.presets import Auto, PolicyChoice, budget_of, per_layer
 from kvjax.shape import CacheShape
+from kvjax.spread import Spread, spread_over
 
 PREFILL = 512
 """Tokens of a prompt that a call takes, where nothing else is said."""

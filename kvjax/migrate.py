@@ -15,9 +15,9 @@ from kvjax._typing import Array
 from kvjax.cache import KVCache
 from kvjax.convert import converted
 from kvjax.layer import LayerCache, layer_sizes
-from kvjax.mesh import Spread, spread_over
 from kvjax.operations import enlarged, grow
 from kvjax.placement import Device, beside, check_placement
+from kvjax.spread import Spread, spread_over
 from kvjax.status import LOST
 
 

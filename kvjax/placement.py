@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from kvjax._checks import is_traced, whole_number
 from kvjax._device import default_device
-from kvjax.mesh import Spread
+from kvjax.spread import Spread
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 
 from kvjax._context import outside
 from kvjax._device import put_over
-from kvjax.mesh import spread_over
 from kvjax.placement import Device
+from kvjax.spread import spread_over
 
 from .architecture import Architecture, Params
 from .chat import Message

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.mesh import COPIES, TENSOR, Spread, spread_over
+from kvjax.mesh import TENSOR
+from kvjax.spread import COPIES, Spread, spread_over
 
 
 class Divided(Enum):

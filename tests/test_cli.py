@@ -379,7 +379,7 @@ def test_a_mesh(run, tiny_llama_dir, tiny_llama):
         "tensor": "a mesh is written as data=2,tensor=4,sequence=1, each once, or auto",
         "model=2": "the mesh has an axis 'model': there are data, tensor, sequence",
         "stage=2": "not divided into stages",
-        "tensor=64": "tensor=64 x sequence=1 is of 64 devices: there are 8",
+        "tensor=64": "tensor=64 x sequence=1 is of 64 devices: there are 8 (XLA_FLAGS=",
     }.items():
         assert_refused(run("generate", "abc", *arguments, "--mesh", wrong), message)
 

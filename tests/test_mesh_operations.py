@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.mesh import parse_mesh, spread_over
+from kvjax.mesh import parse_mesh
+from kvjax.spread import spread_over
 from tests.matrix import CODECS
 from tests.meshes import (
     HEADS,

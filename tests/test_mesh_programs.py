@@ -12,7 +12,7 @@ import kvjax
 from benchmarks.programs import collectives, counted, operations
 from kvjax._tree import tree_bytes
 from kvjax.memory import plan
-from kvjax.mesh import spread_over
+from kvjax.spread import spread_over
 from tests.copies import assert_no_copy
 from tests.matrix import CODECS, tiny_model
 from tests.meshes import (

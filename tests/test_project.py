@@ -28,6 +28,7 @@ FLOORS = {
     "_device": 0.25,
     "_context": 0,
     "mesh": 0.5,
+    "spread": 0.75,
     "_tree": 0,
     "_stats": 0,
     "_text": 0,
