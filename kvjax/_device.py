@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -37,7 +38,8 @@ def fetch(tree: Any) -> Any:
 def put_over(x: Any, sharding: NamedSharding) -> Any:
     """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
     gives its own what they are to have of an array that all have."""
-    if is_traced(x) or sharding.is_fully_addressable:
+    # Inside ``jit`` zeros are traced, though a number that is given need not be.
+    if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:
         return jax.device_put(x, sharding)

@@ -99,7 +99,9 @@ found = kvjax.generate_batches(lm, [texts] * 5, max_new_tokens=8)
 assert [result.tokens for result in found] == [wanted] * 5
 
 # A loop of one's own, on a cache that moves.
-cache = kvjax.init_cache(lm.config, "static", batch=2, max_len=64, mesh=mesh)
+cache = jax.jit(
+    lambda: kvjax.init_cache(lm.config, "static", batch=2, max_len=64, mesh=mesh)
+)()
 tokens, lengths = lm.encode(texts)
 logits, cache = lm.apply(lm.params, tokens, cache, lengths=lengths, last_only=True)
 step = jax.jit(lm.apply, static_argnames="last_only", donate_argnums=2)
