@@ -21,9 +21,10 @@ import numpy as np
 from scipy.special import log_softmax
 
 import kvjax
-from kvjax import _report, models
-from kvjax.evaluate import CacheBytes, Quality, evaluate, quality_of
+from kvjax import models
 from kvjax.models.tiny.data import part_tokens
+from kvjax.quality import reports
+from kvjax.quality.evaluation import CacheBytes, Quality, evaluate, quality_of
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TRANSFORMERS = {
@@ -54,7 +55,7 @@ FIRST = 64
 def candidates() -> dict[str, Any]:
     """The policies that are compared, by name."""
     policies: dict[str, Any] = {
-        name: _report.parse_policy(name) for name in _report.DEFAULT_POLICIES
+        name: reports.parse_policy(name) for name in reports.DEFAULT_POLICIES
     }
     textbook = kvjax.Int8(per="tensor")
     rotated = kvjax.Rotated(textbook)
@@ -191,17 +192,17 @@ def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> N
     """A table on the screen, and beside it JSON and a plot in a folder."""
     table = "\n\n".join(
         [
-            _report.columns(_report.quality_rows(found)),
-            _report.columns(_report.range_rows(found)),
+            reports.columns(reports.quality_rows(found)),
+            reports.columns(reports.range_rows(found)),
         ]
     )
     print(table, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_report.as_figures(found), indent=1)
+    text = json.dumps(reports.as_figures(found), indent=1)
     (folder / f"{part}-{name}.json").write_text(text + "\n", encoding="utf-8")
     (folder / f"{part}-{name}.txt").write_text(table + "\n", encoding="utf-8")
     title = f"the embedded model, {part.replace('_', '-')} text"
-    _report.plot_quality(found, folder / f"{part}-{name}.png", title=title)
+    reports.plot_quality(found, folder / f"{part}-{name}.png", title=title)
 
 
 if __name__ == "__main__":

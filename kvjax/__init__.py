@@ -6,18 +6,9 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 """
 
 from kvjax import bench
-from kvjax._errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
-from kvjax.attention import attend, self_attend
-from kvjax.batches import Batch, generate_batches
-from kvjax.cache import (
-    KVCache,
-    LayerCache,
-    advance,
-    append,
-    init_cache,
-    nbytes,
-    read,
-)
+from kvjax.attention.attending import attend, self_attend
+from kvjax.cache.state import KVCache, LayerCache, advance, append, init_cache, nbytes, read
+from kvjax.cache.status import check, clear_status
 from kvjax.codecs import (
     Centred,
     Float8,
@@ -32,32 +23,24 @@ from kvjax.codecs import (
     Rotated,
     Unrotated,
 )
-from kvjax.compile_ahead import Compiled, compile
-from kvjax.convert import convert
-from kvjax.evaluate import evaluate
-from kvjax.generate import GenerationResult, generate, stream
+from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv
+from kvjax.core.errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
+from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
+from kvjax.generation.ahead import Compiled, compile
+from kvjax.generation.batches import Batch, generate_batches
+from kvjax.generation.generator import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
-from kvjax.limits import InferenceLimits, what_fits
-from kvjax.memory import Plan, cache_nbytes, memory_report, plan
-from kvjax.mesh import make_mesh
-from kvjax.migrate import make_room, migrate
-from kvjax.model_shape import ModelShape
-from kvjax.operations import (
-    concatenate,
-    fork,
-    grow,
-    repeat,
-    reset,
-    rewind,
-    rewindable,
-    select,
-)
-from kvjax.placement import Device, Host
-from kvjax.policy import CachePolicy, Hybrid
-from kvjax.presets import Auto, Edges, policy, quantized_codec, transformers_policy
-from kvjax.quantize import Quantized, dequantize_kv, quantize_kv
-from kvjax.rotary import RotaryTable, apply_rotary, rotary_table
-from kvjax.status import check, clear_status
+from kvjax.memory.limits import InferenceLimits, what_fits
+from kvjax.memory.planning import Plan, cache_nbytes, memory_report, plan
+from kvjax.memory.shapes import ModelShape
+from kvjax.operations.conversion import convert
+from kvjax.operations.migration import make_room, migrate
+from kvjax.operations.rows import concatenate, fork, grow, repeat, reset, rewind, rewindable, select
+from kvjax.placement.device import Device, Host
+from kvjax.placement.mesh import make_mesh
+from kvjax.policies.cache_policy import CachePolicy, Hybrid
+from kvjax.policies.presets import Auto, Edges, policy, quantized_codec, transformers_policy
+from kvjax.quality.evaluation import evaluate
 
 __version__ = "0.1.0"
 

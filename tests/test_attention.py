@@ -10,8 +10,8 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
-from kvjax import _walk
-from kvjax._walk import COARSE, FINE, _block_sizes
+from kvjax.attention import blocks
+from kvjax.attention.blocks import COARSE, FINE, _block_sizes
 
 HEADS, KV, DIM = 6, 2, 8
 PATHS = ("blocks", "reference")
@@ -120,8 +120,8 @@ def test_every_length_is_walked_to_its_end(heads, policy):
         short = replace(cache, length=length[None])
         return [kvjax.attend(queries, short, 0, causal=False, path=p) for p in PATHS]
 
-    for blocks in range(0, 2400 // 64, fine):
-        found, wanted = both(jnp.int32(blocks * 64 + 65))
+    for block in range(0, 2400 // 64, fine):
+        found, wanted = both(jnp.int32(block * 64 + 65))
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
@@ -129,13 +129,13 @@ def test_every_length_is_walked_to_its_end(heads, policy):
 def walked(monkeypatch):
     """The layers that are walked block by block, while nothing is compiled."""
     calls = []
-    walk = _walk._by_blocks
+    walk = blocks._by_blocks
 
     def recorded(*call):
         calls.append(call)
         return walk(*call)
 
-    monkeypatch.setattr(_walk, "_by_blocks", recorded)
+    monkeypatch.setattr(blocks, "_by_blocks", recorded)
     with jax.disable_jit():
         yield calls
 

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _cli_bench, _timed, bench, cli, model_shape, models
-from kvjax._bench_report import decode_rows, part_rows
+from kvjax import bench, cli, models
+from kvjax.bench import timing
+from kvjax.bench.tables import decode_rows, part_rows
+from kvjax.cli import bench_command
+from kvjax.memory import shapes
 from tests.checkpoints import write_llama
 
 BANDWIDTH = bench.Bandwidth(1e9, 5e8, {}, 4096)
@@ -83,9 +86,9 @@ def test_rows_that_are_looked_up(tmp_path):
 
 
 def test_a_difference_below_nothing_is_shown_beyond_the_noise():
-    assert _timed.difference([3.0, 5.0, 4.0], [1.0, 1.0, 1.0]) == 3000
-    assert _timed.difference([1.0, 1.4, 1.0], [1.2, 1.2, 1.2]) == 0
-    assert _timed.difference([1.0, 1.1, 1.0], [2.0, 2.0, 2.0]) == -1000
+    assert timing.difference([3.0, 5.0, 4.0], [1.0, 1.0, 1.0]) == 3000
+    assert timing.difference([1.0, 1.4, 1.0], [1.2, 1.2, 1.2]) == 0
+    assert timing.difference([1.0, 1.1, 1.0], [2.0, 2.0, 2.0]) == -1000
 
 
 def test_programs_are_compiled_in_the_first_round_alone(tiny_llama):
@@ -208,22 +211,22 @@ def test_the_command(run, tiny_llama_dir, tmp_path):
 
 
 def test_a_shape_with_random_weights(run, monkeypatch):
-    small = model_shape.ModelShape(2, 64, 96, 4, 2, 16, 300, context=128)
-    monkeypatch.setitem(model_shape.SHAPES, "small", small)
+    small = shapes.ModelShape(2, 64, 96, 4, 2, 16, 300, context=128)
+    monkeypatch.setitem(shapes.SHAPES, "small", small)
     code, out, _ = run("--shape", "small", "--prompt", "9", "--dtype", "float32", "--json")
     assert code == 0
     (cell,) = json.loads(out)["cells"]
     layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96 + 2 * 64
     # The embedding is not the head, so of it there is one row.
     assert cell["weight_bytes"] == 4 * (2 * layer + 64 + 300 * 64 + 64)
-    monkeypatch.setattr(_cli_bench, "_memory", lambda: 10**5)
+    monkeypatch.setattr(bench_command, "_memory", lambda: 10**5)
     assert "but there are only 100 kB of memory" in run("--shape", "small")[2]
 
 
 def test_policies_in_words():
-    assert _cli_bench._policies(None) == ["static"]
+    assert bench_command._policies(None) == ["static"]
     words = ["static,quantized", "bits=2", "sliding_window,window=128,bits=8,dynamic"]
-    assert _cli_bench._policies(words) == [
+    assert bench_command._policies(words) == [
         "static", "quantized", "bits=2", "sliding_window,window=128,bits=8", "dynamic",
     ]  # fmt: skip
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _loop
-from kvjax._stats import Meter
-from kvjax.generate import generate, stream
+from kvjax.generation import programs
+from kvjax.generation.generator import generate, stream
+from kvjax.generation.statistics import Meter
 
 SAMPLED: dict[str, Any] = {
     "temperature": 1.0,
@@ -35,8 +35,8 @@ LENGTHS = [
 ]
 
 
-def programs():
-    functions: Any = (_loop.prefill, _loop.begin, _loop.decode)
+def sizes():
+    functions: Any = (programs.prefill, programs.begin, programs.decode)
     return [function._cache_size() for function in functions]
 
 
@@ -49,7 +49,7 @@ def test_ten_lengths_and_counts_compile_nothing(tiny_llama, settings):
     settings = {"prefill_chunk": 32, "eos_token_ids": ()} | settings
     for length in (16, 32):
         generate(tiny_llama, [prompt(length)] * 2, max_new_tokens=66 - length, **settings)
-    before = programs()
+    before = sizes()
     for n, (length, count) in enumerate(LENGTHS):
         prompts = [prompt(length), prompt(1 + length // 2)]
         result = generate(tiny_llama, prompts, max_new_tokens=count, seed=n, **settings)
@@ -57,7 +57,7 @@ def test_ten_lengths_and_counts_compile_nothing(tiny_llama, settings):
         assert [len(tokens) for tokens in result.tokens] == [count, count]
         assert result.stats.compilations == 0
         assert result.stats.compile_seconds == 0
-    assert programs() == before
+    assert sizes() == before
 
 
 def test_new_numbers_compile_nothing(tiny_llama):

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import _loop
-from kvjax.generate import generate, stream
+from kvjax.generation import programs
+from kvjax.generation.generator import generate, stream
 
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),
@@ -83,7 +83,7 @@ def test_the_model_is_not_run(tiny_llama, monkeypatch):
     """Its programs are lowered and compiled, and never called."""
     called = []
     for name in ("prefill", "decode"):
-        monkeypatch.setattr(_loop, name, _Watched(getattr(_loop, name), called))
+        monkeypatch.setattr(programs, name, _Watched(getattr(programs, name), called))
     kvjax.compile(tiny_llama, max_len=20)
     assert called == []
 

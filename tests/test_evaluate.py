@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _report
-from kvjax.evaluate import cache_bytes, evaluate, pareto_front
 from kvjax.models.tiny.data import part_tokens
+from kvjax.quality import reports
+from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
 
 CONTEXT = 320
 
@@ -95,12 +95,12 @@ def test_the_front_is_what_no_other_beats(found):
 
 
 def test_tables_plots_and_json(found, tmp_path):
-    rows = _report.quality_rows(found)
+    rows = reports.quality_rows(found)
     assert all(len(row) == len(rows[0]) for row in rows)
-    assert "51.6 %" in _report.columns(rows) and "100.00 %" in _report.columns(rows)
-    assert len(_report.range_rows(found)) == len(found) + 1
-    assert json.loads(json.dumps(_report.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
-    _report.plot_quality(found, tmp_path / "plot.png")
+    assert "51.6 %" in reports.columns(rows) and "100.00 %" in reports.columns(rows)
+    assert len(reports.range_rows(found)) == len(found) + 1
+    assert json.loads(json.dumps(reports.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
+    reports.plot_quality(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
@@ -112,12 +112,12 @@ def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):
 
 
 def test_policies_in_words():
-    assert _report.parse_policy("bits=4") == kvjax.policy(bits=4)
-    assert _report.parse_policy("sliding_window, window=64,key_bits=8") == kvjax.policy(
+    assert reports.parse_policy("bits=4") == kvjax.policy(bits=4)
+    assert reports.parse_policy("sliding_window, window=64,key_bits=8") == kvjax.policy(
         "sliding_window", window=64, key_bits=8
     )
     with pytest.raises(ValueError, match="the policy 'width=4': settings are "):
-        _report.parse_policy("width=4")
+        reports.parse_policy("width=4")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax import _loop
-from kvjax._request import capacity_bucket, chunk_bucket
-from kvjax.generate import generate, stream
+from kvjax.generation import programs
+from kvjax.generation.generator import generate, stream
+from kvjax.generation.request import capacity_bucket, chunk_bucket
+from kvjax.generation.sampling import make_settings
 from kvjax.models.text import Tokenizer
-from kvjax.sampling import make_settings
 from tests.copies import assert_no_copy
 from tests.scripted import scripted
 
@@ -422,12 +422,12 @@ def test_the_loop_moves_no_cache(tiny_llama, settings):
         cache = jax.eval_shape(
             lambda config=config, n=max_len: kvjax.init_cache(config, batch=2, max_len=n)
         )
-        program: Any = _loop.decode.lower(
+        program: Any = programs.decode.lower(
             architecture,
             filters,
             architecture.abstract_params(),
-            _loop.Cached(cache),
-            _loop.Progress(rows, rows, flags, flags),
+            programs.Cached(cache),
+            programs.Progress(rows, rows, flags, flags),
             None,
             flags,
             numbers,

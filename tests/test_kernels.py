@@ -15,10 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config
 
 import kvjax
-from kvjax import _buckets
-from kvjax._paths import by_table, path_of
-from kvjax._tree import tree_bytes
-from kvjax.kernels.flash_decoding import TILE, decode
+from kvjax.attention import buckets
+from kvjax.attention.kernels.flash_decoding import TILE, decode
+from kvjax.attention.paths import by_table, path_of
+from kvjax.core.trees import tree_bytes
 
 HEADS, KV, DIM = 4, 2, 16
 CALLS = ("jit", "pjit")
@@ -30,7 +30,7 @@ LENGTHS = (0, 9, 61)
 def small(monkeypatch):
     """Buckets and pieces so small that short texts have many."""
     for name, value in (("LEAST", 16), ("TILE", 8), ("PIECE", 16)):
-        monkeypatch.setattr(_buckets, name, value)
+        monkeypatch.setattr(buckets, name, value)
     jax.clear_caches()  # a layer's trace is kept, and knows other sizes
     yield
     jax.clear_caches()
@@ -142,7 +142,7 @@ def test_gradients_through_buckets():
 
 @pytest.mark.parametrize("tokens", [1, 200, 256, 5000, 131072, 2**20])
 def test_sizes_of_buckets(tokens):
-    sizes = _buckets.bucket_sizes([1, tokens])
+    sizes = buckets.bucket_sizes([1, tokens])
     assert len(sizes) <= 8 and sizes == sorted({*sizes}) and sizes[-1] == tokens
     assert sizes[0] == tokens or all(b <= 2 * a for a, b in pairwise(sizes))
 
@@ -258,7 +258,7 @@ def test_splash_walks_where_a_text_goes_on():
 
 def test_cudnn_by_xla(monkeypatch):
     """The same arguments, with what computes them elsewhere."""
-    from kvjax.kernels import cudnn
+    from kvjax.attention.kernels import cudnn
 
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
     jax.clear_caches()

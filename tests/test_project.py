@@ -1,7 +1,9 @@
 """The house itself: floors, archives, the README, and what may be imported."""
 
 import ast
+import graphlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -18,80 +20,16 @@ import kvjax
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# docs/design.md, Floors. A name stands for a file or a folder of kvjax/; the facade, __init__.py,
-# is above all but the command line.
-FACADE = 6
-FLOORS = {
-    "_typing": 0,
-    "_checks": 0,
-    "_errors": 0,
-    "_device": 0.25,
-    "_context": 0,
-    "mesh": 0.5,
-    "spread": 0.75,
-    "_tree": 0,
-    "_stats": 0,
-    "_text": 0,
-    "_figures": 0,
-    "_bandwidth": 0.5,
-    "codecs": 1,
-    "layouts": 1,
-    "rotary": 1,
-    "shape": 1,
-    "status": 1,
-    "placement": 1,
-    "budget": 1.5,
-    "policy": 2,
-    "presets": 2.5,
-    "_across": 2,
-    "_sight": 2,
-    "_write": 2,
-    "quantize": 2,
-    "_tail": 2.5,
-    "layer": 2.6,
-    "cache": 3,
-    "_call": 2.7,
-    "_append": 2.8,
-    "_segments": 3.4,  # the parts of attention.py, in their order
-    "_walk": 3.6,
-    "_buckets": 3.7,
-    "kernels": 3.8,
-    "_paths": 3.9,
-    "operations": 3.9,
-    "convert": 3.9,
-    "migrate": 4,
-    "attention": 4,
-    "sampling": 4,
-    "_model": 4,
-    "model_shape": 1,
-    "memory": 4.1,
-    "limits": 4.15,
-    "_loop": 4.2,  # the parts of generate.py, in their order
-    "_request": 4.4,
-    "_chunks": 4.5,
-    "_stream": 4.6,
-    "generate": 5,
-    "batches": 5.2,
-    "speculative": 5,
-    "beam": 5,
-    "paging": 5,
-    "engine": 5,
-    "compile_ahead": 5,
-    "_counted": 4.2,
-    "_timed": 4.8,
-    "bench": 5,
-    "evaluate": 5,
-    "_report": 5.5,
-    "_bench_report": 5.5,
-    "checkpoint": 5,
-    "_cli_common": 6.5,
-    "_cli_eval": 6.7,
-    "_cli_distributed": 6.5,
-    "_cli_plan": 6.7,
-    "_cli_bench": 6.7,
-    "cli": 7,
-    "__main__": 8,
-}
+
+def rooms() -> list[str]:
+    """The folders of kvjax/, from the ground up, as docs/design.md lists them."""
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    listed = design.split("\n## Rooms\n")[1].split("```")[1]
+    return re.findall(r"^  (\w+)/ ", listed, re.MULTILINE)
+
+
+ROOMS = rooms()
+TOPS = ("__init__", "__main__", "models")  # above all rooms; of these only commands import models
 
 
 def python_files(folder: str) -> list[Path]:
@@ -121,8 +59,8 @@ def imports(path: Path, package: str) -> set[str]:
                 parts = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parts, base] if base else parts)
             # `from kvjax import cache` may name a module or something of the facade's.
-            submodules = base == "kvjax" and {a.name for a in node.names} & {*FLOORS, "models"}
-            names |= {f"kvjax.{name}" for name in submodules} if submodules else {base}
+            known = {a.name for a in node.names if (base, a.name) in SUBMODULES}
+            names |= {f"{base}.{name}" for name in known} if known else {base}
     return names
 
 
@@ -130,25 +68,46 @@ def package_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).parent.parts)
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+SUBMODULES = {tuple(module_of(path).rpartition(".")[::2]) for path in python_files("kvjax")}
+SUBMODULES |= {("kvjax", "models")}
+
+
+def test_the_rooms_are_those_of_the_design():
+    folders = {path.relative_to(ROOT / "kvjax").parts[0] for path in python_files("kvjax")}
+    assert {name for name in folders if not name.endswith(".py")} == set(ROOMS)
+
+
 @pytest.mark.parametrize("path", python_files("kvjax"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_imports_only_from_floors_below(path):
-    place = path.relative_to(ROOT / "kvjax").parts[0].removesuffix(".py")
-    if place == "__init__":
-        floor = FACADE
-    else:
-        assert place in FLOORS, (
-            f"{place} stands on no floor: add it to the table and docs/design.md"
-        )
-        floor = FLOORS[place]
+def test_a_file_imports_from_its_room_and_those_above(path):
+    room = path.relative_to(ROOT / "kvjax").parts[0].removesuffix(".py")
     for name in imports(path, package_of(path)):
         top, *rest = name.split(".")
-        if top != "kvjax" or rest[:1] == [place]:
+        if top != "kvjax" or room in TOPS:
             continue
-        if rest[:1] == ["models"]:
-            assert "cli" in place, f"{path.name} imports {name}; of kvjax only commands may"
+        if rest[:1] == ["models"] or not rest:
+            assert room == "cli", f"{path.name} imports {name}; of kvjax only commands may"
         else:
-            below = FLOORS[rest[0]] if rest else FACADE
-            assert below < floor, f"{path.name} (floor {floor}) imports {name} (floor {below})"
+            above = ROOMS[: ROOMS.index(room) + 1]
+            assert rest[0] in above, f"{path.name} (in {room}/) imports {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_files_of_a_room_import_each_other_without_a_circle(room):
+    files = python_files(f"kvjax/{room}")
+    needs = {module_of(path): imports(path, package_of(path)) for path in files}
+    # A room that hands its names on is left through its files alone.
+    graph = {name: (found & set(needs)) - {f"kvjax.{room}"} for name, found in needs.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_module_is_named_as_a_function_that_kvjax_exports():
+    functions = {name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))}
+    for path in python_files("kvjax"):
+        assert module_of(path).rpartition(".")[2] not in functions, path
 
 
 @pytest.mark.parametrize("path", python_files(MODELS), ids=lambda p: str(p.relative_to(ROOT)))

@@ -11,7 +11,7 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
-from kvjax import shape
+from kvjax.policies import model_config
 
 CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
 
@@ -89,8 +89,8 @@ def peers(**more):
 )
 def test_configs_with_the_names_of_transformers(special, windows, sources):
     config = peers(**special)
-    assert shape.layer_windows(config) == windows
-    assert shape.layer_sources(config) == sources
+    assert model_config.layer_windows(config) == windows
+    assert model_config.layer_sources(config) == sources
     cache = kvjax.init_cache(config, kvjax.policy("hybrid", slack=0), max_len=64)
     slots = [cache.layer(number).keys.shape[2] for number in range(4)]
     assert slots == [window or 64 for window in windows]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax._checks import whole_number
+from kvjax.core.checks import whole_number
 
 PER = ("token", "channel", "head", "tensor")
 DEFAULT_GROUP = 64

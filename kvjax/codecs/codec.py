@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax._device import on_cpu
+from kvjax.core.device import on_cpu
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""

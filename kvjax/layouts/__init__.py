@@ -1,6 +1,6 @@
 """Layouts: which slot of a cache holds which position. Pure integer maths."""
 
-from kvjax._checks import UNLIMITED
+from kvjax.core.checks import UNLIMITED
 from kvjax.layouts.dense import Dense, Growing
 from kvjax.layouts.layout import Layout, Region, Run
 from kvjax.layouts.part import Part, Share, divided, shared

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax._checks import UNLIMITED, whole_number
+from kvjax.core.checks import UNLIMITED, whole_number
 from kvjax.layouts.layout import Layout, Region, Run
 
 Counts = Int[Array, " batch"]

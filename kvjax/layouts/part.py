@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax._checks import UNLIMITED
+from kvjax.core.checks import UNLIMITED
 from kvjax.layouts.layout import Layout, Region, Run
 
 Counts = Int[Array, " batch"]

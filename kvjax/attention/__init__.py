@@ -1,0 +1,1 @@
+"""Queries against a cache: what they see, one softmax, and the paths it takes."""

@@ -1,0 +1,239 @@
+"""Queries against a cache: causal by position, with cost that follows the filled length.
+
+``attend`` walks the cache in blocks and merges them by the online softmax (Milakov and
+Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135), so no score matrix and no decoded copy
+of a layer exist. Blocks that hold nothing to see are skipped by ``lax.cond`` inside a ``scan`` of
+static length: as cheap as a loop of dynamic length, and differentiable. That is the path
+``blocks``; ``paths.py`` has the table of where another is taken, and ``reference``, the same in
+one piece, for tests and for reading.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from kvjax.attention.blocks import blockwise
+from kvjax.attention.mask import Bias, Sight
+from kvjax.attention.paths import Path, path_of
+from kvjax.attention.segments import segments
+from kvjax.cache.admission import accepted, positions_from
+from kvjax.cache.appending import shared_by
+from kvjax.cache.state import KVCache, LayerCache
+from kvjax.codecs import Raw
+from kvjax.core.device import default_device
+from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries, Rows
+from kvjax.layouts import UNLIMITED, Dense
+from kvjax.placement.mesh import SEQUENCE, TENSOR
+from kvjax.placement.spread import COPIES, Spread
+from kvjax.policies.cache_policy import CachePolicy
+
+
+def attend(
+    queries: Queries,
+    cache: KVCache,
+    layer: int,
+    *,
+    rotary: RotaryTable | None = None,
+    lengths: Counts | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    bias: Bias | None = None,
+    causal: bool = True,
+    path: str | None = None,
+) -> Mixed:
+    """Attention of a call's queries to all that their rows hold: after ``append``, before
+    ``advance``.
+
+    What the layout forgets (``Ring``), no query sees, whatever ``window`` says.
+
+    Args:
+      queries: [batch, heads, new, head_dim], unrotated; ``heads`` is a multiple of the cache's
+        ``kv_heads``, and consecutive heads share one.
+      cache: the cache that this call's keys and values were appended to.
+      layer: which layer.
+      rotary: the table that ``append`` was given.
+      lengths: int32[batch], as ``append`` was given.
+      scale: what scores are multiplied by; by default ``head_dim ** -0.5``.
+      window: the query at ``p`` sees positions above ``p - window`` only.
+      sinks: positions below ``sinks`` stay visible in spite of ``window``.
+      chunk: the query at ``p`` sees positions from ``p // chunk * chunk`` on only (Llama 4's
+        ``attention_chunk_size``).
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
+      bias: added to the scores, see ``Bias``.
+      causal: False lets every query see what a query at the row's last token would, wherever it
+        stands itself: cross-attention to a cache that was filled once. Nothing is appended for it.
+      path: how it is computed, by name, see ``kvjax.attention.paths``; None goes by its table. The
+        mixture is the same.
+
+    Returns:
+      [batch, heads, new, head_dim] in the queries' dtype. A query that sees nothing gets zeros.
+
+    Raises:
+      ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive,
+        ``sinks`` are more than a ring keeps, or ``path`` is not known or can't serve the call.
+    """
+    place = cache.place(layer)
+    held = cache.layers[place]
+    if cache.spread is not None:
+        cache.spread.check_context()
+    _check_queries(queries, held, cache.batch)
+    new = queries.shape[2]
+    way = path_of(path, held.policy, new)
+    layout = held.policy.layout
+    if layout.window is not None and sinks > layout.sinks:
+        raise ValueError(f"sinks={sinks}, but the layer's ring keeps {layout.sinks} for ever")
+    windows = [w for w in (window, layout.window) if w is not None]
+    at, length = positions_from(cache.length, new), cache.length
+    if causal:
+        length = length + accepted(cache, new, lengths)
+    else:
+        at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)
+    # A window of the model's own may be narrower than the ring.
+    cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED
+    sight = Sight(
+        at, _scale(queries, scale), min(windows, default=None), max(sinks, layout.sinks), chunk,
+        cap, soft_cap, bias,
+    )  # fmt: skip
+    capped = turned = apply_rotary(queries, at, rotary)
+    if layout.sinks and rotary is not None:
+        capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
+    if held.tail is not None:
+        exact = held.policy.prefill == "exact"
+        sight = replace(sight, split=held.policy.split, call=cache.length if exact else None)
+    kinds = (turned,) if capped is turned else (turned, capped)
+    marks = cache.written[:, place]
+    return _mixture(way, kinds, held, cache.length, length, marks, rotary, sight)
+
+
+def _mixture(way: Path, *call: Any) -> Mixed:
+    """``_walked``, by a trace that layers which are alike share: tracing each would be half of what
+    a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
+    """
+    sight = call[-1]
+    return _walked(way, *call) if sight.bias else _traced_once(default_device(), way, *call)
+
+
+@functools.partial(jax.jit, static_argnames=("device", "way"))
+def _traced_once(device: Any, way: Path, *call: Any) -> Mixed:
+    """``_walked`` as it is traced for a device."""
+    return _walked(way, *call)
+
+
+def _walked(
+    way: Path, kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows,
+    marks: Rows, rotary: RotaryTable | None, sight: Sight,
+) -> Mixed:  # fmt: skip
+    """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
+    is something else. The rest: see ``segments``."""
+    spread = held.policy.placement.spread
+    if spread is None:
+        parts = segments(held, before, length, marks, rotary)
+        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, sight)
+    heads = kinds[0].shape[1]
+    rows, queries = spread.of_rows(), spread.of_queries(heads, held.kv_heads)
+    bias = sight.bias
+
+    def on_each(
+        kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows, marks: Rows,
+        rotary: RotaryTable | None, at: Sight,
+    ) -> Mixed:  # fmt: skip
+        held = held.on_one()
+        parts = segments(held, before, length, marks, rotary, shared_by(spread))
+        axis = SEQUENCE if spread.parts > 1 else None
+        own = replace(
+            at, axis=axis, bias=bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
+        )
+        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, own)
+
+    at = replace(sight, bias=None)
+    specs = replace(at, queries=rows, call=None if at.call is None else rows)
+    return spread.run(
+        on_each, (queries, held.specs(), rows, rows, rows, PartitionSpec(), specs), queries,
+        kinds, held, before, length, marks, rotary, at,
+    )  # fmt: skip
+
+
+def _of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
+    """A bias of a device's heads alone, from one of all."""
+
+    def own(queries: Array, keys: Array) -> Array:
+        every = jnp.asarray(bias(queries, keys))
+        if every.ndim > 3 and every.shape[0] not in (1, queries.shape[0]):
+            raise ValueError(
+                f"the bias is of {every.shape[0]} rows, and a device of the mesh has "
+                f"{queries.shape[0]}: go by the positions that it is given"
+            )
+        if every.ndim < 3 or every.shape[-3] == 1 or count == heads:
+            return every
+        first = count * spread.index(TENSOR)
+        if count * spread.heads < heads:  # devices with the same keys divide their queries
+            first = count * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
+        return lax.dynamic_slice_in_dim(every, first, count, axis=-3)
+
+    return own
+
+
+def self_attend(
+    queries: Queries,
+    keys: KeysValues,
+    values: KeysValues,
+    *,
+    rotary: RotaryTable | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    bias: Bias | None = None,
+) -> Mixed:
+    """Causal attention of a text to itself, without a cache: the training pass.
+
+    Args:
+      queries: [batch, heads, new, head_dim], unrotated, at positions 0 to ``new - 1``.
+      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
+      rotary, scale, window, sinks, chunk, soft_cap, bias: as in ``attend``.
+
+    Returns:
+      [batch, heads, new, head_dim] in the queries' dtype; differentiable.
+
+    Raises:
+      ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
+    """
+    policy = CachePolicy(Dense(keys.shape[2]), Raw(keys.dtype.name), Raw(values.dtype.name))
+    held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
+    _check_queries(queries, held, keys.shape[0])
+    batch, _, new, _ = queries.shape
+    positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (batch, new))
+    queries = apply_rotary(queries, positions, rotary)
+    keys = apply_rotary(keys, positions, rotary)
+    held = replace(held, keys=keys)
+    sight = Sight(
+        positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
+    )
+    length = jnp.full((batch,), new, jnp.int32)
+    return _mixture(blockwise, (queries,), held, length, length, length, None, sight)
+
+
+def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
+    shape = jnp.shape(queries)
+    fits = len(shape) == 4 and shape[0] == batch and shape[3] == held.head_dim
+    if not fits or shape[1] % held.kv_heads or 0 in shape[1:3]:
+        raise ValueError(
+            f"queries [batch, heads, new, head_dim] {list(shape)} do not fit keys with "
+            f"batch={batch}, kv_heads={held.kv_heads}, head_dim={held.head_dim}"
+        )
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise ValueError(f"queries must be floating-point numbers, got {queries.dtype}")
+
+
+def _scale(queries: Queries, scale: float | None) -> float:
+    return queries.shape[3] ** -0.5 if scale is None else scale

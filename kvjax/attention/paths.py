@@ -1,0 +1,84 @@
+"""Which way attention goes: a table, and the ways."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvjax.attention.blocks import Turned, at_once, blockwise
+from kvjax.attention.buckets import SHORT, bucketed
+from kvjax.attention.mask import Sight
+from kvjax.attention.segments import Segment
+from kvjax.core.typing import Mixed, Rows
+from kvjax.policies.cache_policy import CachePolicy
+
+Path = Callable[[Turned, int, list[Segment], Rows, Sight], Mixed]
+"""``path(both, kv_heads, segments, length, sight)``: the mixture that queries, at their positions
+and capped, see of a layer whose rows hold ``length``. All give the same; one that can't serve a
+call raises ``ValueError`` when it is traced."""
+
+
+class Rule(NamedTuple):
+    """A line of the table: what it is for, None for all, and the path."""
+
+    platform: str | None
+    place: str | None
+    queries: int | None
+    path: str
+
+
+TABLE = (
+    # platform, where the body lives, queries a call at most
+    Rule("cpu", None, None, "blocks"),
+    Rule(None, "host", None, "blocks"),  # fetches what is filled, and no more
+    Rule(None, None, SHORT, "buckets"),
+    Rule(None, None, None, "blocks"),
+)
+"""The first line that fits counts. What stands in no line is asked for by name: none of it has been
+measured on a device."""
+
+
+def _kernel(name: str) -> Path:
+    """A path of ``kvjax.attention.kernels``, whose libraries are loaded when it is first asked for:
+    they take up to a second, and most programs need none."""
+
+    def attend(*call: Any) -> Mixed:
+        return importlib.import_module(f"kvjax.attention.kernels.{name}").attend(*call)
+
+    return attend
+
+
+PATHS: dict[str, Path] = {
+    "blocks": blockwise, "reference": at_once, "buckets": bucketed,
+    **{name: _kernel(name) for name in ("pallas", "cudnn", "splash", "paged")},
+}  # fmt: skip
+
+_FOR = {"pallas": "gpu", "cudnn": "gpu", "splash": "tpu", "paged": "tpu"}
+"""What is written for one platform; on a CPU it is at most tried out."""
+
+
+def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
+    """The path of a name, or by the table for calls of so many queries a row.
+
+    Raises:
+      ValueError: if there is no such path, or it is written for another platform.
+    """
+    platform = policy.placement.platform()
+    if name is None:
+        name = by_table(platform, policy.placement.place, queries)
+    if name not in PATHS:
+        raise ValueError(f"unknown attention path {name!r}: there are {', '.join(PATHS)}")
+    if platform not in ("cpu", _FOR.get(name, platform)):
+        raise ValueError(f"the attention path {name!r} is for a {_FOR[name]}, not for a {platform}")
+    return PATHS[name]
+
+
+def by_table(platform: str, place: str, queries: int) -> str:
+    """The name of the path for a platform (cpu, gpu, tpu), a placement's place, and so many
+    queries."""
+    return next(
+        rule.path
+        for rule in TABLE
+        if rule.platform in (None, platform)
+        and rule.place in (None, place)
+        and (rule.queries is None or queries <= rule.queries)
+    )

@@ -1,0 +1,1 @@
+"""The state of a cache, and what creates, fills and reads it."""

@@ -1,0 +1,88 @@
+"""What a call may append: how many of its tokens each row takes, and what it is refused for."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
+from kvjax.core.checks import is_traced
+from kvjax.core.device import fetch
+from kvjax.core.typing import Counts, KeysValues, Positions, Rows
+
+Cache = Any
+"""A ``KVCache``: ``kvjax.cache`` is built on this file."""
+Layer = Any
+"""A ``LayerCache`` of it."""
+
+
+def accepted(cache: Cache, new: int, lengths: Counts | None) -> Rows:
+    """int32[batch]: how many of a call's tokens each row takes: all, or none when they would not
+    fit."""
+    asked = _real(cache, new, lengths)
+    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
+
+
+def positions_from(length: Rows, new: int) -> Positions:
+    """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
+    return length[:, None] + jnp.arange(new, dtype=jnp.int32)
+
+
+def admit(cache: Cache, new: int, lengths: Counts | None) -> tuple[Cache, Rows]:
+    """How many of a call's tokens each row takes, and the cache with the status of those that take
+    none because they can't hold them, or because ``lengths`` is wrong.
+
+    Raises:
+      ValueError: if ``lengths`` is wrong and not traced, naming the row.
+    """
+    count, asked = accepted(cache, new, lengths), _real(cache, new, lengths)
+    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
+    if lengths is None:
+        return replace(cache, status=status), count
+    status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    return replace(cache, status=status), count
+
+
+def note_numbers(cache: Cache, numbers: Any, count: Rows) -> Cache:
+    """Record the rows that are given what is no number: a codec of blocks would hide it."""
+    real = jnp.arange(numbers[0].shape[2]) < count[:, None]
+    bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
+    wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
+    return replace(cache, status=cache.status | jnp.where(wrong, BAD_NUMBERS, 0))
+
+
+def check_new(cache: Cache, held: Layer, x: KeysValues, name: str) -> None:
+    """Raise ``ValueError`` for new keys or values that do not fit a layer."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
+    expected = (cache.batch, held.kv_heads, held.head_dim)
+    if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
+        raise ValueError(
+            f"{name} must be [batch={cache.batch}, kv_heads={held.kv_heads}, new, "
+            f"head_dim={held.head_dim}], got {list(x.shape)}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
+    chunk = held.policy.layout.chunk
+    if chunk is not None and x.shape[2] > chunk:
+        raise ValueError(
+            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
+            "parts (a model's apply does so), or give the ring more slack"
+        )
+
+
+def _real(cache: Cache, new: int, lengths: Counts | None) -> Rows:
+    """int32[batch]: real tokens of a call, a row."""
+    if lengths is None:
+        return jnp.full_like(cache.length, new)
+    if jnp.shape(lengths) != (cache.batch,):
+        raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
+    if not is_traced(lengths):
+        lengths = np.asarray(fetch(lengths))
+        for row in np.flatnonzero((lengths < 0) | (lengths > new)):
+            raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}")
+    return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)

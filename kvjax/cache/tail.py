@@ -1,0 +1,184 @@
+"""Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.writing import write_far, write_rows
+from kvjax.codecs import Codec, Store, tokens_of
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, KeysValues, Rows, SlotPositions
+from kvjax.layouts import Share
+from kvjax.placement.mesh import TENSOR
+from kvjax.placement.spread import Spread
+from kvjax.policies.cache_policy import CachePolicy
+
+
+@state
+class Tail:
+    """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
+
+    Keys are rotated, or not, as the body's codec wants them.
+    """
+
+    keys: Array
+    values: Array
+
+
+@state
+class Strip:
+    """What queries of a call that is longer than a block see raw, between ``append`` and
+    ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
+    them."""
+
+    tail: Tail
+    keys: Array
+    values: Array
+
+
+Body = tuple[Store, Store]
+"""What the codecs keep of the body's keys and values."""
+
+
+def append_behind(
+    policy: CachePolicy,
+    body: Body,
+    tail: Tail,
+    length: Rows,
+    count: Rows,
+    keys: KeysValues,
+    values: KeysValues,
+    fetched: Body | None = None,
+    share: Share | None = None,
+) -> tuple[Body, Tail, Strip | None, Body | None]:
+    """The body, the tail, the strip and the body's copy on the device, after a call.
+
+    Args:
+      policy: the layer's, resolved, with a tail.
+      body, tail: before the call.
+      length: int32[batch], tokens before the call.
+      count: int32[batch], how many of ``new`` each row takes.
+      keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
+      fetched: the copy before the call, or None.
+      share: of the body's blocks, where devices divide them; None for all.
+    """
+    split, raw = replace(policy.split, share=share), policy.raw
+    assert raw is not None
+    new, batch = keys.shape[2], count.shape[0]
+    fresh = Tail(raw[0].encode(jnp.asarray(keys)), raw[1].encode(jnp.asarray(values)))
+    short = new <= split.block
+    if short:
+        runs = split.tail.runs(length, new)
+        after = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), tail, fresh)
+    else:
+        after = _last_of(split.tail, tail, fresh, length, count)
+
+    start, stop = split.flushed(length), split.flushed(length + count)
+    leaving = -(-new // split.block)
+    ids = start[:, None] + jnp.arange(leaving, dtype=jnp.int32)
+    positions = ids[:, :, None] * split.block + jnp.arange(split.block, dtype=jnp.int32)
+    positions = positions.reshape(batch, -1)
+
+    def encoded() -> Body:
+        slots = split.tail.slot_of(positions)
+        if short:
+            whole = jax.tree.map(lambda x: _taken(x, slots), after)
+        else:
+            index = jnp.where(positions < length[:, None], slots, _behind(tail, positions, length))
+            whole = jax.tree.map(lambda a, b: _taken(_joined(a, b), index), tail, fresh)
+        shape = (*keys.shape[:2], leaving, split.block, keys.shape[3])
+        numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
+        spread = policy.placement.spread
+        return (
+            _encoded(policy.keys, numbers[0].reshape(shape), spread),
+            _encoded(policy.values, numbers[1].reshape(shape), spread),
+        )
+
+    if short:
+        # Without the axis of the one block: where it stands among axes of length 1 is open to the
+        # compiler, which in a loop would order the whole body so, in a copy.
+        def one() -> Body:
+            return jax.tree.map(lambda x: x[:, :, 0], encoded())
+
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
+        block = lax.cond(jnp.any(stop > start), one, lambda: nothing)
+        blocks = jax.tree.map(lambda x: x[:, :, None], block)
+    else:
+        blocks = encoded()
+    runs, place = split.body.runs(start, leaving), policy.placement
+    if place.behind_tail:
+        stores, kind = jax.tree.flatten(body)
+        copies = [None] * len(stores) if fetched is None else jax.tree.leaves(fetched)
+        both = [
+            write_far(place, into, near, x, runs, stop - start)
+            for into, near, x in zip(stores, copies, jax.tree.leaves(blocks), strict=True)
+        ]
+        body = kind.unflatten([into for into, _ in both])
+        fetched = None if fetched is None else kind.unflatten([near for _, near in both])
+    else:
+        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
+    return body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
+
+
+def decoded(
+    held: Any, policy: CachePolicy, length: Rows, written: Rows
+) -> tuple[Array, Array, SlotPositions]:
+    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
+    their slots, each once, as the query at the row's newest token sees it."""
+    split = policy.split
+    assert policy.raw is not None
+    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
+    in_body = split.body_positions(length, written, blocks)
+    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
+    raw_from = split.raw_from(length - 1)[:, None]
+    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
+    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
+    positions = jnp.concatenate(
+        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
+    )
+    if held.low is not None:  # a conversion had nothing for these
+        there = (positions >= held.low[:, None]) | (positions < split.tail.sinks)
+        positions = jnp.where(there, positions, -1)
+    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
+    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
+    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
+
+
+def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
+    """Blocks as the codec stores them; of heads that share a scale, those of this device."""
+    if spread is None or spread.heads == 1 or not codec.joins_heads:
+        return codec.encode(numbers)
+    heads = numbers.shape[1]
+    every = codec.encode(lax.all_gather(numbers, TENSOR, axis=1, tiled=True))
+    first = heads * spread.index(TENSOR)
+    return jax.tree.map(
+        lambda x: x if x.shape[1] == 1 else lax.dynamic_slice_in_dim(x, first, heads, 1), every
+    )
+
+
+def _last_of(ring: Any, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:
+    """The tail after a call that is longer than it may be: each slot's last token."""
+    end = length + count
+    held = ring.positions(end, end, jnp.arange(ring.slots, dtype=jnp.int32))
+    mine = held >= length[:, None]
+    index = jnp.clip(held - length[:, None], 0, fresh.keys.shape[2] - 1)
+    return jax.tree.map(
+        lambda old, x: jnp.where(mine[:, None, :, None], _taken(x, index), old), tail, fresh
+    )
+
+
+def _behind(tail: Tail, positions: Array, length: Rows) -> Array:
+    """Where a call's own tokens stand when its tail stands before them."""
+    return tail.keys.shape[2] + positions - length[:, None]
+
+
+def _joined(a: Array, b: Array) -> Array:
+    return jnp.concatenate([a, b], axis=2)
+
+
+def _taken(x: Array, index: Array) -> Array:
+    """[batch, kv_heads, n, head_dim] of ``x`` at int[batch, n], each row's own."""
+    return jnp.take_along_axis(x, index[:, None, :, None], axis=2, mode="clip")

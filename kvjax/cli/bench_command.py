@@ -1,0 +1,215 @@
+"""``kvjax bench``: how fast a model decodes here, and where the time goes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvjax.cli.common import (
+    BitsOption,
+    DtypeOption,
+    GroupOption,
+    KeyBitsOption,
+    ModelOption,
+    RevisionOption,
+    ValueBitsOption,
+    use_compilation_cache,
+)
+from kvjax.cli.figures import to_json
+from kvjax.core.sizes import readable_bytes
+from kvjax.memory.shapes import SHAPES, ModelShape
+
+
+def bench(
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"A well-known shape, with random weights: {', '.join(SHAPES)}."),
+    ] = None,
+    dtype: DtypeOption = None,
+    batch: Annotated[str, typer.Option("--batch", "-b", help="Rows: 1,8.")] = "1",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Tokens: 64,512.")] = "64,512,2048",
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache",
+            help="A policy, NAME or NAME,SETTING=VALUE,...; several with commas, or repeated.",
+        ),
+    ] = None,
+    kv_bits: BitsOption = None,
+    key_bits: KeyBitsOption = None,
+    value_bits: ValueBitsOption = None,
+    group_size: GroupOption = None,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are timed together, at most 128.")] = 32,
+    repeats: Annotated[int, typer.Option(help="How often; medians are shown.")] = 5,
+    prefill: Annotated[bool, typer.Option(help="Time prefill too.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth (png, svg).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time decoding and prefill on this device: by batch, length of the prompt, and policy."""
+    use_compilation_cache()
+    from kvjax import models
+    from kvjax.bench import measure, tables
+    from kvjax.quality import reports
+
+    if shape is not None and (model is not None or revision is not None):
+        raise ValueError("give one of --model (with its --revision) and --shape")
+    bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size}
+    given = "".join(f",{name}={n}" for name, n in bits.items() if n is not None)
+    named = {words + given: reports.parse_policy(words + given) for words in _policies(cache)}
+    batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
+    if shape is None:
+        lm: Any = models.load(model, dtype=dtype, revision=revision)
+    else:
+        lm = _random(shape, dtype)
+    found = measure(
+        lm, named, prompts=prompts, batches=batches, steps=steps, repeats=repeats, prefill=prefill,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        told=lambda words: typer.echo(words, err=True),
+    )  # fmt: skip
+    name = model or shape or "the embedded model"
+    if plot is not None:
+        tables.plot(found, plot, title=name)
+    if as_json:
+        typer.echo(to_json({"model": name} | dataclasses.asdict(found)))
+        return
+    typer.echo(f"{name} in {found.dtype} on {found.device}, JAX {found.jax}\n")
+    typer.echo(reports.columns(tables.decode_rows(found)))
+    typer.echo("\nmilliseconds of a step by difference; a prompt's, all rows together\n")
+    typer.echo(reports.columns(tables.part_rows(found)))
+    typer.echo(f"\n{tables.device_line(found)}")
+    for words in found.left_out:
+        typer.echo(words)
+
+
+def _policies(given: list[str] | None) -> list[str]:
+    """Policies in words, one each: a piece without a value begins another."""
+    found: list[str] = []
+    for words in given or ["static"]:
+        begun = False
+        for piece in words.split(","):
+            if "=" in piece and begun:
+                found[-1] += f",{piece.strip()}"
+            else:
+                found.append(piece.strip())
+            begun = True
+    return found
+
+
+def _numbers(option: str, words: str) -> list[int]:
+    try:
+        return [int(piece) for piece in words.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} is {words!r}: give whole numbers with commas") from None
+
+
+def _random(name: str, dtype: str | None) -> Any:
+    """A model of a well-known shape with random weights.
+
+    Raises:
+      ValueError: if there is no such shape, kvjax runs no model of it, or it is more than memory.
+    """
+    from kvjax.memory.planning import weight_bytes
+    from kvjax.models.architecture import Architecture
+    from kvjax.models.config import DTYPES
+    from kvjax.models.generation import GenerationDefaults
+    from kvjax.models.language_model import LanguageModel
+    from kvjax.placement.device import Device
+
+    if name not in SHAPES:
+        raise ValueError(f"no shape {name!r} is known: there are {', '.join(SHAPES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+    on_cpu = Device().platform() == "cpu"
+    shape = dataclasses.replace(
+        SHAPES[name], dtype=dtype or ("float32" if on_cpu else SHAPES[name].dtype)
+    )
+    architecture = Architecture(_config(name, shape))
+    weights, memory = weight_bytes(architecture), _memory()
+    if memory is not None and weights > memory:
+        raise ValueError(
+            f"the weights of {name} take {readable_bytes(weights)}, but there are only "
+            f"{readable_bytes(memory)} of memory"
+        )
+    return LanguageModel(
+        config=architecture.config,
+        params=_weights(architecture.abstract_params()),
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        architecture=architecture,
+        source=name,
+    )
+
+
+def _config(name: str, shape: ModelShape) -> Any:
+    """The config of the family that has such a shape."""
+    from kvjax.models.config import LlamaConfig, RopeConfig
+
+    if not shape.gated or shape.learned_positions:
+        raise ValueError(
+            f"kvjax runs no {name} with random weights: of these shapes it runs those that are "
+            "like Llama (gated, with rotary positions)"
+        )
+    return LlamaConfig(
+        model_type="llama",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context or 2**20,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        tie_word_embeddings=shape.tied,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=RopeConfig(),
+        windows=(None,) * shape.num_hidden_layers,
+        dtype=shape.dtype,
+    )
+
+
+def _weights(shapes: Any) -> Any:
+    """Small random numbers, an array at a time: all of them as one program would be there twice."""
+    import functools
+
+    import jax
+
+    from kvjax.placement.device import Device
+
+    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+    def drawn(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return 0.02 * jax.random.normal(key, shape, dtype)
+
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [
+        Device().put(drawn(key, leaf.shape, leaf.dtype))
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
+def _memory() -> int | None:
+    """Bytes of the device's memory, or of the machine's where it is that; None if not told."""
+    import os
+
+    from kvjax.memory.limits import device_memory
+
+    try:
+        return device_memory()
+    except ValueError:
+        names = getattr(os, "sysconf_names", {})
+        if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
+            return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

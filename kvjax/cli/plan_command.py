@@ -1,0 +1,189 @@
+"""``kvjax plan``: what a model and its cache take, and what fits, before anything is loaded."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvjax.cli.common import (
+    BitsOption,
+    CacheOption,
+    DtypeOption,
+    GroupOption,
+    KeyBitsOption,
+    ModelOption,
+    RevisionOption,
+    ValueBitsOption,
+    use_compilation_cache,
+)
+from kvjax.cli.figures import to_json
+from kvjax.core.sizes import parse_bytes, readable_bytes
+from kvjax.memory.shapes import SHAPES, ModelShape
+
+
+def plan(
+    model: ModelOption = None,
+    revision: RevisionOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A config.json of any decoder, instead of a model that kvjax runs."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"A well-known shape: {', '.join(SHAPES)}.")
+    ] = None,
+    dtype: DtypeOption = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Rows.")] = 1,
+    max_len: Annotated[
+        int | None, typer.Option(help="Tokens a row; by default what the model was trained for.")
+    ] = None,
+    cache: CacheOption = "static",
+    kv_bits: BitsOption = None,
+    key_bits: KeyBitsOption = None,
+    value_bits: ValueBitsOption = None,
+    group_size: GroupOption = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a device: 80GiB, 40GB. Shows what fits into it.")
+    ] = None,
+    memory_fraction: Annotated[
+        float, typer.Option(help="What the cache may take of what weights and temporaries leave.")
+    ] = 1.0,
+    devices: Annotated[int, typer.Option(help="How many share weights and heads evenly.")] = 1,
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", help="Plan for devices that share the work: data=2,tensor=4."),
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Estimate temporaries instead of compiling a step.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a model and its cache take, from the config alone, and what fits into a memory."""
+    use_compilation_cache()
+    import kvjax
+    from kvjax.memory.planning import plan
+    from kvjax.quality import reports
+
+    if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
+        raise ValueError("give one of --model (with its --revision), --config and --shape")
+    planned, trained, name = _planned(model, revision, config, shape, dtype)
+    max_len = trained if max_len is None else max_len
+    if max_len is None:
+        raise ValueError("the config does not say how long a text may be: give --max-len")
+    room = None
+    if cache == "auto":
+        if memory is None:
+            raise ValueError("--cache auto keeps to a memory: give --memory, that of the device")
+        room = devices * kvjax.what_fits(
+            planned, batch=batch, max_len=max_len, memory=parse_bytes(memory),
+            fraction=memory_fraction, devices=devices,
+        )[0].allowed  # fmt: skip
+    chosen = kvjax.policy(
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size, memory=room
+    )
+    shared = None if mesh is None else _abstract(mesh)
+    if shared is not None and (memory is not None or devices != 1):
+        raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
+    found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate, mesh=shared)
+    named: dict[str, Any] | None = None
+    special = cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits))
+    if special and cache != "auto":  # that one fits whatever it is given
+        named = {"this one": chosen}
+    rooms = None
+    if memory is not None:
+        rooms = kvjax.what_fits(
+            planned, batch=batch, max_len=max_len, memory=parse_bytes(memory),
+            fraction=memory_fraction, devices=devices, choices=named,
+        )  # fmt: skip
+    elif devices != 1 or memory_fraction != 1.0:
+        raise ValueError("--devices and --memory-fraction are for --memory: give it")
+    if as_json:
+        report: dict[str, Any] = {"model": name, "plan": dataclasses.asdict(found)}
+        if rooms is not None:
+            report["fits"] = [dataclasses.asdict(room) | {"fits": room.fits} for room in rooms]
+        typer.echo(to_json(report))
+        return
+    each = "" if mesh is None else f", on each of {found.devices} devices ({mesh})"
+    typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens{each}\n")
+    typer.echo(reports.columns(_plan_rows(found)))
+    if rooms is not None:
+        each = f" on each of {devices} devices" if devices > 1 else ""
+        typer.echo(f"\n{memory} of memory{each}:\n")
+        typer.echo(reports.columns(_room_rows(rooms)))
+
+
+def _abstract(words: str) -> Any:
+    """A mesh of devices that need not be here."""
+    from jax.sharding import AbstractMesh
+
+    from kvjax.placement.mesh import AXES, parse_mesh
+
+    if words == "auto":
+        raise ValueError(
+            "--mesh auto goes by the devices that are here: plan for so many, tensor=4"
+        )
+    sizes = parse_mesh(words)
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+
+
+def _planned(
+    model: str | None,
+    revision: str | None,
+    config: Path | None,
+    shape: str | None,
+    dtype: str | None,
+) -> tuple[Any, int | None, str]:
+    """What is planned for, the length that it was trained for, and its name."""
+    from kvjax.models.architecture import Architecture
+    from kvjax.models.config import DTYPES
+    from kvjax.models.config_json import read_config
+    from kvjax.models.fields import read_json
+    from kvjax.models.hub import locate
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+    if config is None and shape is None:
+        found = read_config(locate(model, revision, weights=False))
+        found = dataclasses.replace(found, dtype=dtype or found.dtype or "bfloat16")
+        name = model or "the embedded model"
+        return Architecture(found), found.max_position_embeddings, name
+    if config is not None:
+        alone = ModelShape.from_config(read_json(config))
+    elif shape in SHAPES:
+        alone = SHAPES[shape]
+    else:
+        raise ValueError(f"no shape {shape!r} is known: there are {', '.join(SHAPES)}")
+    alone = alone if dtype is None else dataclasses.replace(alone, dtype=dtype)
+    return alone, alone.context, str(config or shape)
+
+
+def _plan_rows(found: Any) -> list[list[str]]:
+    places = [f"{readable_bytes(size)} {place}" for place, size in found.cache.items()]
+    token = [f"{readable_bytes(size)} {place}" for place, size in found.token.items()]
+    return [
+        ["weights", readable_bytes(found.weights)],
+        ["cache", ", ".join(places)],
+        ["  a token of a row", ", ".join(token)],
+        [f"temporaries ({found.source})", readable_bytes(found.temporaries)],
+        ["device, in all", readable_bytes(found.device)],
+        [f"a step behind {found.length:,} tokens", ""],
+        ["  operations", f"{found.operations:.3g}"],
+        ["  without a cache", f"{found.operations_uncached:.3g}"],
+        ["  bytes read", readable_bytes(found.moved)],
+    ]
+
+
+def _room_rows(rooms: list[Any]) -> list[list[str]]:
+    def number(value: int | None) -> str:
+        return "no end" if value is None else f"{value:,}"
+
+    head = ["cache", "takes", "may take", "", "largest batch", "longest text", "and of the host"]
+    body = [
+        [
+            room.name, readable_bytes(room.cache), readable_bytes(room.allowed),
+            "fits" if room.fits else "too large", number(room.largest_batch),
+            number(room.largest_len), readable_bytes(room.host) if room.host else "-",
+        ]
+        for room in rooms
+    ]  # fmt: skip
+    return [head, *body]

@@ -1,0 +1,163 @@
+"""``--distributed``: many processes as one, with JAX's own machinery."""
+
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+DistributedOption = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="One of many processes that run the same command, each with its own devices; only the "
+        "first prints. Who is who comes from the next three, or from the cluster, where JAX knows "
+        "it (Slurm, Open MPI, Kubernetes, TPU).",
+    ),
+]
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="JAX_COORDINATOR_ADDRESS",
+        help="Host and port where process 0 listens: 10.0.0.1:1234.",
+    ),
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="How many there are.")
+]
+ProcessIdOption = Annotated[
+    int | None, typer.Option(envvar="JAX_PROCESS_ID", help="Which this one is, 0 the first.")
+]
+StartTimeoutOption = Annotated[
+    int, typer.Option(help="Seconds to wait for the other processes at the start.")
+]
+HeartbeatOption = Annotated[
+    int, typer.Option(help="Seconds of silence after which a process counts as ended.")
+]
+
+
+@contextmanager
+def joined(
+    distributed: bool,
+    coordinator: str | None,
+    processes: int | None,
+    process_id: int | None,
+    start_timeout: int,
+    heartbeat_timeout: int,
+    told: Any,
+) -> Iterator[bool]:
+    """One of many processes, if this is; whether it is the one to print. ``told``: what all of them
+    must have been told alike.
+
+    A process that fails ends at once: at its end Python would wait for the others, and these for
+    it.
+    """
+    if not distributed:
+        yield True
+        return
+    import jax
+
+    from kvjax.core.checks import whole_number
+
+    for name, value, least in (
+        ("--processes", processes, 1), ("--process-id", process_id, 0),
+        ("--start-timeout", start_timeout, 1), ("--heartbeat-timeout", heartbeat_timeout, 1),
+    ):  # fmt: skip
+        if value is not None:
+            whole_number(name, value, least)
+    if processes is not None and process_id is not None and process_id >= processes:
+        raise ValueError(
+            f"--process-id is {process_id}, but there are {processes} processes, 0 the first"
+        )
+    host, _, port = (coordinator or "host:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator is {coordinator!r}: give host and port, as 10.0.0.1:1234")
+    _own_output()
+    missing = (
+        f"not all of {processes or 'the'} processes came together within {start_timeout} seconds: "
+        "are there so many, with ids from 0 on, and does the first listen at "
+        f"{coordinator or 'the address that the cluster says'}?"
+    )
+    # JAX itself would end with a trace of its own functions.
+    alarm = threading.Timer(start_timeout, _leave, [missing])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process_id, initialization_timeout=start_timeout + 60,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            shutdown_timeout_seconds=heartbeat_timeout,
+        )  # fmt: skip
+        count = jax.process_count()
+    except ValueError as error:
+        raise ValueError(
+            "--distributed: give --coordinator, --processes and --process-id, for no cluster was "
+            f"found that says them ({error})"
+        ) from error
+    except RuntimeError as error:
+        _leave(f"{missing} ({_short(error)})")
+    finally:
+        alarm.cancel()
+    if processes not in (None, count):
+        _leave(f"--processes is {processes}, but process 0 was told of {count}")
+    try:
+        _agree(told)
+        yield jax.process_index() == 0
+    except RuntimeError as error:
+        if not _is_of_another(error):
+            _leave(_short(error))
+        _leave(f"another process of this run has ended, so this one can't go on ({_short(error)})")
+    except (Exception, KeyboardInterrupt) as error:
+        _leave(_short(error))
+    jax.distributed.shutdown()
+
+
+def _agree(told: Any) -> None:
+    """End all processes if some were told something else: they would wait for one another."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    mine = np.uint32(zlib.crc32(repr(told).encode()))
+    every = np.ravel(multihost_utils.process_allgather(mine))
+    others = np.flatnonzero(every != every[0])
+    if others.size:
+        time.sleep(1)  # the others are to see it too, not this process's end
+        _leave(
+            f"process {others[0]} was given another prompt, mesh or setting than process 0: all "
+            "must be given the same, but for --process-id"
+        )
+
+
+def _own_output() -> None:
+    """Standard output for what is printed here alone: libraries below write their reports of
+    connections there, and are led to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding, buffering=1)
+
+
+_OF_ANOTHER = ("gloo", "connection", "peer", "unavailable", "distributed", "nccl", "aborted")
+
+
+def _is_of_another(error: Exception) -> bool:
+    """Whether it is the end of a process that was waited for: JAX has no class for it."""
+    words = str(error).lower()
+    return any(word in words for word in _OF_ANOTHER)
+
+
+def _short(error: BaseException) -> str:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) < 300 else words[:300] + " ..."
+
+
+def _leave(message: str) -> None:
+    """End at once: what Python does at its end would wait for processes that are gone."""
+    print(f"kvjax: error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)

@@ -1,0 +1,1 @@
+"""What everything stands on: shapes, errors, pytrees, checks, devices, rotary tables."""

@@ -1,0 +1,52 @@
+"""The device that everything is on unless somebody says otherwise."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.core.checks import is_traced
+
+
+def default_device() -> Any:
+    """JAX's default device: the first of its platform, where only a platform was named."""
+    chosen = jax.config.values["jax_default_device"]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
+
+
+def on_cpu() -> bool:
+    """Whether that is a CPU."""
+    return default_device().platform == "cpu"
+
+
+def fetch(tree: Any) -> Any:
+    """A pytree's numbers on the host, though other processes have some of the devices: then all
+    processes must ask for them."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+        return jax.device_get(tree)
+    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    return jax.device_get(_gathered(whole)(tree))
+
+
+def put_over(x: Any, sharding: NamedSharding) -> Any:
+    """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
+    gives its own what they are to have of an array that all have."""
+    # Inside ``jit`` zeros are traced, though a number that is given need not be.
+    if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:
+        return jax.device_put(x, sharding)
+    host = np.asarray(fetch(x))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+@functools.lru_cache(maxsize=64)
+def _gathered(whole: NamedSharding) -> Any:
+    return jax.jit(lambda found: found, out_shardings=whole)

@@ -1,0 +1,31 @@
+"""Bytes as text: read from it, and written as it."""
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kMGT", 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in decimal units: ``1.5 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def parse_bytes(words: str) -> int:
+    """Bytes from ``80GiB``, ``40 GB`` or a plain number.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", words)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if not found or found[2].lower() not in units:
+        raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(found[1]) * units[found[2].lower()])

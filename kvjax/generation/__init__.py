@@ -1,0 +1,1 @@
+"""Text from prompts: requests, programs, sessions, sampling, batches."""

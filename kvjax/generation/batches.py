@@ -1,0 +1,212 @@
+"""Generation over a stream of batches: the next one is got ready while the present one runs."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+
+from kvjax.cache.state import KVCache, nbytes
+from kvjax.core.checks import USED_UP, refuse_used_up
+from kvjax.core.context import outside
+from kvjax.generation.generator import generate
+from kvjax.generation.model import LanguageModel
+from kvjax.generation.prompts import Chunk, prompt_chunks
+from kvjax.generation.request import Options, Prompts, Request, prepare
+from kvjax.generation.session import GenerationResult, Stream
+from kvjax.memory.limits import InferenceLimits
+from kvjax.operations.migration import let_go, migrate, moved
+from kvjax.placement.device import Device, check_placement
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one batch, and the cache that they go on from, or None for a new one."""
+
+    prompts: Prompts
+    cache: KVCache | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, KVCache | None):
+            raise ValueError(f"the cache of a Batch is a KVCache to go on from, got {self.cache!r}")
+
+
+def generate_batches(
+    lm: LanguageModel,
+    batches: Iterable[Prompts | Batch],
+    *,
+    placement: Device | None = None,
+    park: Device | None = None,
+    limits: InferenceLimits | None = None,
+    **settings: Any,
+) -> Iterator[GenerationResult]:
+    """Continue batch after batch of prompts, each as ``generate`` does.
+
+    While one decodes, a second thread gets the next ``limits.prefetch_steps`` batches ready (1 by
+    default; 0 where there are many processes): their texts are encoded and checked, their tokens
+    are on their way to the device, and of the very next one's cache the first ``prefetch_steps``
+    layers, where ``placement`` asks for them to be moved.
+
+    Args:
+      lm: a model from ``kvjax.models.load``.
+      batches: prompts as of ``generate``, or a ``Batch`` with a cache to go on from, which is used
+        up. So many are taken from the iterator before they run: one that goes on from an earlier
+        result must come that much later, or ``prefetch_steps`` be 0.
+      placement: where caches that are given are to be while their batch runs: ``Device()`` takes up
+        those that were parked on the host. By default they stay where they are.
+      park: where the caches of results are moved to: ``Host()`` makes room for the next batch. By
+        default they stay where they are.
+      limits: as of ``generate``, and ``prefetch_steps``.
+      settings: the other arguments of ``generate``, the same for all batches.
+
+    Returns:
+      An iterator over results, in order.
+
+    Raises:
+      ValueError: as of ``generate``, and whatever ``batches`` raises: from the iteration, when the
+        turn of that batch comes. A placement that is none, at once.
+      TypeError: if ``generate`` does not know a setting.
+    """
+    if isinstance(batches, str):
+        raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")
+    for place in (placement, park):
+        if place is not None:
+            check_placement(place)
+    if not isinstance(limits, InferenceLimits | None):
+        raise ValueError(f"limits must be InferenceLimits, got {limits!r:.80}")
+    found = inspect.signature(generate).bind(lm, None, limits=limits, **settings)
+    found.apply_defaults()
+    mesh = found.arguments.pop("mesh")
+    lm = lm if mesh is None else lm.on(mesh)
+    options = Options(**{k: v for k, v in found.arguments.items() if k not in ("lm", "prompts")})
+    ahead = 1 if limits is None else limits.prefetch_steps
+    if jax.process_count() > 1:
+        ahead = 0  # two threads would meet the other processes' in any order
+    return _run(lm, iter(batches), options, placement, park, ahead)
+
+
+@dataclass
+class _Waiting:
+    """A batch that is got ready in the second thread: ``ready``, and, when it is the next one,
+    ``begun``: its cache with the first layers moved, the one given being whole as well."""
+
+    ready: Future[tuple[Request, list[Chunk]]]
+    begun: Future[KVCache | None] | None = None
+
+
+class _Second:
+    """The second thread, in which the caller's default device is the default too."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "kvjax-batches")
+        self._device = jax.config.values["jax_default_device"]
+
+    def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
+        def inside() -> _T:
+            with jax.default_device(self._device):
+                return call(*args)
+
+        return self._pool.submit(inside)
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run(
+    lm: LanguageModel,
+    batches: Iterator[Prompts | Batch],
+    options: Options,
+    placement: Device | None,
+    park: Device | None,
+    ahead: int,
+) -> Iterator[GenerationResult]:
+    waiting: deque[_Waiting] = deque()
+    second, more = _Second(), True
+    taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
+    try:
+        while True:
+            while more and len(waiting) <= ahead:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    more = False
+                except Exception as error:  # told when its turn comes, behind those before it
+                    waiting.append(_Waiting(_failed(error)))
+                    more = False
+                else:
+                    given = batch.cache if isinstance(batch, Batch) else None
+                    given = options.cache if given is None else given
+                    # Told here: the second thread would look at it while it is being used up.
+                    if id(given) in taken:
+                        waiting.append(_Waiting(_failed(ValueError(USED_UP))))
+                        continue
+                    if isinstance(given, KVCache):
+                        taken[id(given)] = given
+                    waiting.append(_Waiting(second.submit(_ready, lm, batch, options)))
+            if not waiting:
+                return
+            present = waiting.popleft()
+            if waiting and placement is not None:
+                following = waiting[0]
+                following.begun = second.submit(_first_layers, following.ready, placement, ahead)
+            yield _result(lm, present, placement, park)
+    finally:
+        second.stop()
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _ready(
+    lm: LanguageModel, batch: Prompts | Batch, options: Options
+) -> tuple[Request, list[Chunk]]:
+    given = batch if isinstance(batch, Batch) else Batch(batch)
+    if given.cache is not None:
+        options = replace(options, cache=given.cache)
+    request = prepare(lm, given.prompts, options)
+    return request, prompt_chunks(request)
+
+
+def _first_layers(
+    ready: Future[tuple[Request, list[Chunk]]], placement: Device, count: int
+) -> KVCache | None:
+    """The cache with so many layers moved, which are held twice until its turn: if that never
+    comes, the cache given is still whole."""
+    cache = ready.result()[0].cache
+    if cache is None:
+        return None
+    refuse_used_up(cache)
+    return moved(cache, placement, range(min(count, len(cache.layers))), keep=True)
+
+
+@outside
+def _result(
+    lm: LanguageModel, present: _Waiting, placement: Device | None, park: Device | None
+) -> GenerationResult:
+    request, chunks = present.ready.result()
+    given = request.cache
+    if given is not None:
+        refuse_used_up(given)
+        begun = None if present.begun is None else present.begun.result()
+        if begun is not None:
+            for old, new in zip(given.layers, begun.layers, strict=True):
+                let_go(old, new)
+            given = begun
+        given = given if placement is None else migrate(given, placement)
+        request = replace(request, cache=given)
+    running = Stream(lm, request, watched=False, chunks=chunks)
+    for _ in running:
+        pass
+    result = running.result
+    if park is None or result.cache is None:
+        return result
+    cache = migrate(result.cache, park)
+    return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))

@@ -1,0 +1,127 @@
+"""Text from prompts: all at once, or as it comes."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from kvjax.core.context import outside
+from kvjax.generation.model import LanguageModel
+from kvjax.generation.request import CacheChoice, Options, Prompts, prepare
+from kvjax.generation.session import GenerationResult, Piece, Stream
+from kvjax.memory.limits import InferenceLimits
+
+__all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]
+
+
+@outside
+def generate(
+    lm: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    cache: CacheChoice = "static",
+    max_len: int | None = None,
+    seed: int | Sequence[int] = 0,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    min_new_tokens: int = 0,
+    stop: str | Sequence[str] | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
+    use_cache: bool = True,
+    prefill_chunk: int = 512,
+    limits: InferenceLimits | None = None,
+    mesh: Mesh | None = None,
+) -> GenerationResult:
+    """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
+
+    Args:
+      lm: a model from ``kvjax.models.load``.
+      prompts: a text, a list of texts, or a list of lists of token ids, of any lengths. A text
+        alone is a batch of one.
+      max_new_tokens: a row ends after so many.
+      cache: a policy, its name, a list of one policy a layer, or a ``KVCache`` of an earlier
+        result, to which the prompts are appended: as it holds no row's last new token,
+        ``result.unfed``, a prompt should begin with that. A cache given is donated: it can't be
+        used again, but a ``kvjax.fork`` of it can.
+      max_len: tokens a row of the cache can hold. By default what is needed, rounded up to 2**k
+        or 3 * 2**k, so that similar lengths share one compiled program; not rounded where that
+        would change the frequencies of a length-dependent rotary kind (dynamic, longrope); for
+        these a ``max_len`` beyond the trained length changes every logit, as in Transformers.
+      seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
+        nothing else: not on the other rows.
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k, top_p, min_p, repetition_penalty: see ``kvjax.generation.sampling.make_settings``; the
+        penalty is for tokens of these prompts and of the new text.
+      min_new_tokens: no end-of-text token before a row has so many new tokens.
+      stop: strings before which a row's text ends.
+      eos_token_ids: tokens after which a row ends; by default the checkpoint's, the one thing
+        that is taken from its ``generation_config.json``.
+      use_cache: False computes the whole text again for each token: the baseline.
+      prefill_chunk: prompts are fed in chunks of so many tokens, the last one padded to a power of
+        two.
+      limits: rows, tokens and bytes that a request may take; one beyond them is a ``ValueError``.
+      mesh: devices to spread the model and the cache over, see ``make_mesh``; by default those that
+        the model was loaded for. A model that is elsewhere is moved there first: one that is used
+        often is better loaded so. Rows that ``data`` does not divide are filled up with empty ones,
+        which ``result.cache`` has as well.
+
+    Returns:
+      Texts, tokens, figures and the cache.
+
+    Raises:
+      ValueError: before anything runs, if a prompt is empty or has a token that the model has
+        not, prompt and new tokens are more than ``max_len`` or the model's positions, or an
+        argument is out of its range.
+      CacheOverflowError: if the cache given has overflowed before.
+      NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
+    """
+    lm = lm if mesh is None else lm.on(mesh)
+    options = Options(
+        max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
+        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
+    )  # fmt: skip
+    running = Stream(lm, prepare(lm, prompts, options), watched=False)
+    for _ in running:
+        pass
+    return running.result
+
+
+@outside
+def stream(
+    lm: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    cache: CacheChoice = "static",
+    max_len: int | None = None,
+    seed: int | Sequence[int] = 0,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    min_new_tokens: int = 0,
+    stop: str | Sequence[str] | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
+    use_cache: bool = True,
+    prefill_chunk: int = 512,
+    limits: InferenceLimits | None = None,
+    mesh: Mesh | None = None,
+) -> Stream:
+    """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
+
+    Returns:
+      An iterator over pieces. An incomplete character, and what may be the beginning of a stop
+      string, is held back, so the pieces of a row, joined, are exactly its text and tokens. After
+      the last piece ``.result`` is what ``generate`` would have given. Arguments are checked
+      here; ``NonFiniteError`` comes from the iteration.
+    """
+    lm = lm if mesh is None else lm.on(mesh)
+    options = Options(
+        max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
+        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
+    )  # fmt: skip
+    return Stream(lm, prepare(lm, prompts, options), watched=True)

@@ -1,0 +1,208 @@
+"""The programs that generation runs on the device: a prefill chunk, and the decode loop.
+
+Both are compiled once for a model, a batch and a capacity; how many tokens are real, how many
+steps to run and every number of the sampling are traced. The cache is donated to both.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.state import KVCache
+from kvjax.core.trees import state
+from kvjax.generation.model import Model
+from kvjax.generation.sampling import Filters, Settings, sample
+
+CHUNK = 128
+"""The most steps that one dispatch of the decode loop can run."""
+
+Rows = Int[Array, " batch"]
+Tokens = Int[Array, "batch new"]
+Logits = Float[Array, "batch vocab"]
+
+
+@state
+class Cached:
+    """The text so far, as a cache."""
+
+    cache: KVCache
+
+    def whole(self, logits: Logits) -> Logits:
+        """Logits with the whole vocabulary of its rows on every device of a mesh: drawing looks at
+        them many times, and programs should not depend on how they were divided."""
+        spread = self.cache.spread
+        if spread is None:
+            return logits
+        return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
+
+    def feed(
+        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+    ) -> tuple[Logits, "Cached"]:
+        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
+        return logits[:, 0], Cached(cache)
+
+
+@state
+class Uncached:
+    """The text so far, as tokens, all of which every step computes again.
+
+    ``tokens``: int32[batch, capacity]; ``length``: int32[batch].
+    """
+
+    tokens: Array
+    length: Array
+
+    @property
+    def cache(self) -> None:
+        """There is none."""
+
+    def whole(self, logits: Logits) -> Logits:
+        """The same: without a cache they stay as they are divided."""
+        return logits
+
+    def feed(
+        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+    ) -> tuple[Logits, "Uncached"]:
+        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        capacity = self.tokens.shape[1]
+        index = jnp.arange(capacity) - self.length[:, None]
+        new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
+        text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
+        length = self.length + lengths
+        logits = model.apply(params, text, lengths=length, last_only=True, max_len=capacity)
+        return logits[:, 0], Uncached(text, length)
+
+
+Context = Cached | Uncached
+
+
+@state
+class Progress:
+    """Where each row stands.
+
+    ``token``: int32[batch], the newest, which the model has not seen yet; ``count``: int32[batch],
+    new tokens; ``done``, ``broken``: bool[batch], finished, and finished because its logits were
+    not finite numbers.
+    """
+
+    token: Rows
+    count: Rows
+    done: Bool[Array, " batch"]
+    broken: Bool[Array, " batch"]
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
+def prefill(
+    model: Model,
+    params: Any,
+    context: Context,
+    logits: Logits,
+    tokens: Tokens,
+    lengths: Rows,
+    ends: Bool[Array, " batch"],
+) -> tuple[Context, Logits]:
+    """Feed a chunk of the prompts.
+
+    Args:
+      model: a static argument.
+      params: its parameters.
+      context: the text before; donated.
+      logits: float32[batch, vocab], of the rows whose prompts ended in an earlier chunk; donated.
+      tokens: int32[batch, new], padded on the right.
+      lengths: int32[batch], real tokens of this chunk, a row.
+      ends: bool[batch], rows whose prompts end in this chunk.
+
+    Returns:
+      The context and the logits, with this chunk in them.
+    """
+    new, context = context.feed(model, params, tokens, lengths)
+    return context, context.whole(jnp.where(ends[:, None], new, logits))
+
+
+@functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
+def begin(
+    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Array | None
+) -> tuple[Progress, Array | None]:
+    """Choose the first new token of each row, from the logits after its prompt."""
+    zeros = jnp.zeros(logits.shape[0], jnp.int32)
+    progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
+    return _choose(progress, seen, logits, filters, settings, limit)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "filters"), donate_argnames=("context", "seen")
+)
+def decode(
+    model: Model,
+    filters: Filters,
+    params: Any,
+    context: Context,
+    progress: Progress,
+    seen: Array | None,
+    halt: Bool[Array, " batch"],
+    settings: Settings,
+    limit: Array,
+    steps: Array,
+) -> tuple[Context, Progress, Array | None, Int[Array, "batch chunk"]]:
+    """Decode until ``steps`` more tokens are chosen, or all rows are done.
+
+    Args:
+      model, filters: static arguments.
+      params: the model's parameters.
+      context: the text before; donated.
+      progress: where the rows stand.
+      seen: bool[batch, vocab], tokens of each row, or None; donated.
+      halt: bool[batch], rows to end now.
+      settings: the numbers of the sampling.
+      limit: int32, new tokens after which a row is done.
+      steps: int32, at most ``CHUNK``.
+
+    Returns:
+      Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
+      as its ``count`` has grown by.
+    """
+    progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
+    out = jnp.zeros((progress.token.shape[0], CHUNK), jnp.int32)
+
+    def go_on(carry: Any) -> Array:
+        step, _, progress, *_ = carry
+        return (step < steps) & ~jnp.all(progress.done) & ~jnp.any(progress.broken)
+
+    def one(carry: Any) -> Any:
+        step, context, progress, seen, out = carry
+        # A row that is done feeds nothing, so that its cache ends where its text does.
+        lengths = jnp.where(progress.done, 0, 1)
+        logits, context = context.feed(model, params, progress.token[:, None], lengths)
+        logits = logits if filters.greedy else context.whole(logits)
+        progress, seen = _choose(progress, seen, logits, filters, settings, limit)
+        out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
+        return step + 1, context, progress, seen, out
+
+    carry = lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))
+    return carry[1:]
+
+
+def _choose(
+    progress: Progress,
+    seen: Array | None,
+    logits: Logits,
+    filters: Filters,
+    settings: Settings,
+    limit: Array,
+) -> tuple[Progress, Array | None]:
+    """Choose the next token of the rows that are not done."""
+    token, finite = sample(logits, filters, settings, count=progress.count, seen=seen)
+    broken = progress.broken | (~progress.done & ~finite)
+    taken = ~progress.done & finite
+    token = jnp.where(taken, token, progress.token)
+    count = progress.count + taken
+    ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
+    done = progress.done | broken | ended | (count >= limit)
+    if seen is not None:
+        seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+    return Progress(token, count, done, broken), seen

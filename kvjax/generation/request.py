@@ -1,0 +1,330 @@
+"""What a generation was asked for, checked before anything runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.cache.state import KVCache
+from kvjax.cache.status import check
+from kvjax.core.checks import refuse_used_up, whole_number
+from kvjax.core.device import fetch
+from kvjax.generation.model import LanguageModel, ModelConfig
+from kvjax.generation.sampling import Filters, Settings, make_settings
+from kvjax.layouts import UNLIMITED
+from kvjax.memory.limits import InferenceLimits, memory_left
+from kvjax.memory.planning import abstract_cache
+from kvjax.operations.migration import check_room
+from kvjax.placement.spread import Spread, spread_over
+from kvjax.policies.presets import Auto, PolicyChoice, policy
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+CacheChoice = PolicyChoice | KVCache
+
+_SMALLEST_CAPACITY = 64
+_SMALLEST_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of ``generate``, as given."""
+
+    max_new_tokens: int
+    cache: CacheChoice
+    max_len: int | None
+    seed: int | Sequence[int]
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    min_new_tokens: int
+    stop: str | Sequence[str] | None
+    eos_token_ids: int | Sequence[int] | None
+    use_cache: bool
+    prefill_chunk: int
+    limits: InferenceLimits | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A generation that can run.
+
+    ``prompts``: token ids, a row; ``rows``: how many of them were asked for, the others are empty;
+    ``spread``: how the devices of a mesh share them, None for one device;
+    ``start``: tokens that a given cache holds already, a row;
+    ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
+    the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
+    None; ``need``: tokens that prompts and new text can come to.
+    """
+
+    prompts: list[list[int]]
+    rows: int
+    spread: Spread | None
+    start: np.ndarray
+    need: int
+    capacity: int
+    max_len: int | None
+    chunk: int
+    policy: PolicyChoice | None
+    cache: KVCache | None
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    limit: int
+    filters: Filters
+    settings: Settings
+
+    def put(self, tree: Any, beside: KVCache | Any) -> Any:
+        """Numbers, and arrays with one or more for each row, where the arrays of ``beside`` are:
+        committed, or each would compile anew beside them."""
+        if self.spread is None:
+            return jax.device_put(tree, jax.tree.leaves(beside)[-1].sharding)
+        spread, rows = self.spread, len(self.prompts)
+        return spread.put(tree, lambda shape: spread.of_batch(shape, rows))
+
+    def width(self, tokens: int) -> int:
+        """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
+        if self.policy is None and self.cache is None:
+            return self.capacity
+        return chunk_bucket(tokens, self.chunk)
+
+
+def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
+    """Check a request against the model, and fix what was left open.
+
+    Raises:
+      ValueError: naming what can't be, and its limit.
+    """
+    limit = whole_number("max_new_tokens", options.max_new_tokens, 1)
+    least = whole_number("min_new_tokens", options.min_new_tokens, 0)
+    chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
+    if least > limit:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
+    given, chosen = _cache_choice(options.cache)
+    if given is not None and not options.use_cache:
+        raise ValueError("a cache to continue was given together with use_cache=False")
+    if given is not None:
+        refuse_used_up(given)
+    if not isinstance(options.limits, InferenceLimits | None):
+        raise ValueError(f"limits must be InferenceLimits, got {options.limits!r:.80}")
+    mesh = getattr(lm, "mesh", None)
+    spread = None if mesh is None else spread_over(mesh, lm.config.num_key_value_heads)
+    if given is not None:
+        _check_place(given, spread)
+    held = [] if given is None else fetch(given.length).tolist()
+    rows = _token_ids(lm, prompts, held)
+    seeds, asked = _seeds(options.seed, len(rows)), len(rows)
+    more = 0 if spread is None else -len(rows) % spread.rows
+    rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
+    start = np.zeros(len(rows), np.int64)
+    if given is not None:
+        # Behind the rows of prompts may stand those that a mesh is filled up with: empty ones.
+        if given.batch != len(rows):
+            raise ValueError(f"the cache has {given.batch} rows, but there are {asked} prompts")
+        if any(held[asked:]):
+            texts = 1 + max(row for row, tokens in enumerate(held) if tokens)
+            raise ValueError(f"the cache has texts in {texts} rows, but there are {asked} prompts")
+        check(given)
+        start = np.asarray(held, np.int64)
+    longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
+    capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    if chosen is not None and options.use_cache:
+        chosen = _with_memory(lm, chosen, options.limits, len(rows), capacity)
+    if given is not None:
+        check_room(given, min(capacity_bucket(longest + limit), given.grows_to or given.max_len))
+    if options.limits is not None:
+        made = chosen if options.use_cache else None
+        options.limits.check(
+            lm, made, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
+        )
+    alike = _same_rotary(lm.config)
+    eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    eos = (eos,) if isinstance(eos, int) else tuple(eos)
+    if options.eos_token_ids is not None:
+        _check_ids(lm.config, eos, "eos_token_ids")
+    filters, settings = make_settings(
+        seeds=seeds,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        min_new_tokens=least,
+        eos_token_ids=eos,
+    )
+    return Request(
+        prompts=rows,
+        rows=asked,
+        spread=spread,
+        start=start,
+        need=longest + limit,
+        capacity=capacity,
+        # A text without end would have no frequencies where they depend on its length.
+        max_len=options.max_len if alike(1, UNLIMITED) else capacity,
+        # Without a cache every pass is over the whole capacity, so there is nothing to cut.
+        chunk=chunk if options.use_cache else capacity,
+        policy=chosen if options.use_cache else None,
+        cache=given,
+        eos=frozenset(eos),
+        stops=_stops(lm, options.stop),
+        limit=limit,
+        filters=filters,
+        settings=settings,
+    )
+
+
+def capacity_bucket(tokens: int) -> int:
+    """The smallest capacity 2**k or 3 * 2**k, from 64 up, that holds ``tokens``."""
+    power = max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
+    between = power // 4 * 3
+    return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
+
+
+def chunk_bucket(tokens: int, chunk: int) -> int:
+    """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
+    and at most ``chunk``."""
+    return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
+
+
+def _cache_choice(
+    choice: CacheChoice,
+) -> tuple[KVCache | None, PolicyChoice | None]:
+    if isinstance(choice, KVCache):
+        return choice, None
+    if choice is None or isinstance(choice, bool):
+        raise ValueError(
+            f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
+        )
+    return None, policy(choice) if isinstance(choice, str) else choice
+
+
+def _with_memory(
+    lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
+) -> PolicyChoice:
+    """A policy that keeps to a memory: to its own, or to what limits allow or the device has left.
+
+    Raises:
+      ValueError: if there is no room for so many tokens though all layers are on the host.
+    """
+    if not isinstance(choice, Auto):
+        return choice
+    memory = choice.memory
+    allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
+    if allowed is None and memory is None:
+        try:
+            allowed = memory_left(lm, batch=batch, capacity=tokens)
+        except ValueError as error:
+            raise ValueError(f"policy('auto') without memory=: {error}") from None
+    found = min(bytes for bytes in (memory, allowed) if bytes is not None)
+    if found < 1:
+        raise ValueError("weights and temporaries leave nothing of the device to the cache")
+    choice = replace(choice, memory=found)
+    # Where it can't be kept to, this raises.
+    abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=getattr(lm, "mesh", None))
+    return choice
+
+
+def _capacity(
+    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None
+) -> int:
+    need, positions = longest + limit, config.position_limit
+    asked = f"{longest} tokens of prompt and max_new_tokens={limit} make {need}"
+    if positions is not None and need > positions:
+        raise ValueError(f"{asked}, but the model has only {positions} positions")
+    if given is not None:
+        holds = given.max_len if given.grows_to is None else given.grows_to
+        if max_len not in (None, holds):
+            raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
+        max_len = holds
+    if max_len is None:
+        bucket = capacity_bucket(need)
+        # Rounding up must not change the frequencies of a length-dependent rotary kind.
+        if not _same_rotary(config)(need, bucket):
+            return need
+        return bucket if positions is None else min(bucket, positions)
+    whole_number("max_len", max_len, 1)
+    if positions is not None and positions < max_len < UNLIMITED:
+        raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
+    if need > max_len:
+        raise ValueError(f"{asked}, but max_len is {max_len}")
+    return max_len
+
+
+def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
+    """Whether texts of up to these two lengths have the same rotary frequencies."""
+    return getattr(config, "same_rotary", lambda length, other: True)
+
+
+def _check_place(cache: KVCache, spread: Spread | None) -> None:
+    """Raise ``ValueError`` for a cache that is not where the model is."""
+    if cache.spread != spread:
+        raise ValueError(
+            "the cache is not spread over the devices that the model is on: "
+            "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
+        )
+
+
+def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
+    try:
+        entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise ValueError(
+            f"prompts are a text, a list of texts, or a list of lists of token ids, got "
+            f"{prompts!r:.80}"
+        ) from None
+    if not entries:
+        raise ValueError("no prompts: the list is empty")
+    rows = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, str):
+            if lm.tokenizer is None:
+                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
+            # Where a row holds tokens already, a second BOS token would stand inside its text.
+            begun = number < len(held) and held[number] > 0
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
+        else:
+            ids = _ints(entry, number)
+        if not ids:
+            raise ValueError(f"prompt {number} is empty: there is no token to continue from")
+        _check_ids(lm.config, ids, f"prompt {number}")
+        rows.append(ids)
+    return rows
+
+
+def _ints(entry: Any, number: int) -> list[int]:
+    ids = np.asarray(entry)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"prompt {number} must be a text or a list of token ids, got {entry!r:.80}: "
+            "prompts are a text, a list of texts, or a list of lists of token ids"
+        )
+    return ids.tolist()
+
+
+def _check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise ValueError(
+                f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
+                f"tokens, 0 to {config.vocab_size - 1}"
+            )
+
+
+def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + row for row in range(rows)]
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
+    return list(seed)
+
+
+def _stops(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a stop string must have at least one character, got {text!r}")
+    if stops and lm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
+    return stops

@@ -1,0 +1,1 @@
+"""Knowing beforehand what fits: bytes, operations, limits, shapes of models."""

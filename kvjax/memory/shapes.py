@@ -1,0 +1,135 @@
+"""A decoder by its numbers alone: for planning, where kvjax does not run the model itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.core.checks import whole_number
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_OTHER_KINDS = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder by its numbers alone, for models that kvjax does not run.
+
+    ``gated``: whether the feed-forward part has three matrices and not two; ``tied``: whether the
+    head is the embedding; ``learned_positions``: rows of a position embedding, 0 for none;
+    ``context``: tokens of the texts that it was trained on, where known.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: str = "bfloat16"
+    gated: bool = True
+    tied: bool = False
+    learned_positions: int = 0
+    context: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """From a ``config.json`` of Transformers, of any family that has the usual names.
+
+        Raises:
+          ValueError: if a name is missing, a value is not what it should be, or the config is of a
+            kind whose bytes the usual names do not tell (mixtures of experts, latent attention,
+            layers that differ).
+        """
+        for name in _OTHER_KINDS:
+            if config.get(name) not in (None, 0, 1):
+                raise ValueError(
+                    f"the config has {name}: such a model can't be planned for by its shape"
+                )
+
+        def of(*names: str, default: int | None = None) -> int:
+            for name in names:
+                if config.get(name) is not None:
+                    return whole_number(name, config[name], 1)
+            if default is None:
+                raise ValueError(f"the config has no {' or '.join(names)}")
+            return default
+
+        hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
+        family = str(config.get("model_type", ""))
+        names = ("hidden_activation", "hidden_act", "activation_function")
+        activation = next((str(config[name]) for name in names if config.get(name)), "gelu")
+        gated = activation in ("silu", "swiglu") or family.startswith("gemma")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = dtype.removeprefix("torch.")
+        if dtype == "auto":
+            dtype = "bfloat16"
+        if dtype not in _DTYPES:
+            raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
+        # What a config leaves out is the family's default.
+        tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
+        positions = config.get("n_positions")
+        return cls(
+            num_hidden_layers=of("num_hidden_layers", "n_layer"),
+            hidden_size=hidden,
+            intermediate_size=of("intermediate_size", "n_inner", default=4 * hidden),
+            num_attention_heads=heads,
+            num_key_value_heads=of("num_key_value_heads", default=heads),
+            head_dim=of("head_dim", default=max(hidden // heads, 1)),
+            vocab_size=of("vocab_size"),
+            dtype=dtype,
+            gated=gated,
+            tied=bool(tied),
+            learned_positions=0 if positions is None else of("n_positions"),
+            context=of("max_position_embeddings", "n_positions", default=0) or None,
+        )
+
+    @property
+    def config(self) -> "ModelShape":
+        """Itself: it has what a cache asks of a config."""
+        return self
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model has."""
+        return self.learned_positions or None
+
+    def abstract_params(self) -> dict[str, Any]:
+        """The matrices; biases and norms are left out (less than a thousandth)."""
+        hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        layer = {
+            "qkv": (queries + 2 * keys, hidden),
+            "out": (hidden, queries),
+            "mlp": ((3 if self.gated else 2) * self.intermediate_size, hidden),
+        }
+        shapes: dict[str, Any] = {"embed_tokens": (self.vocab_size, hidden)}
+        if self.learned_positions:
+            shapes["wpe"] = (self.learned_positions, hidden)
+        if not self.tied:
+            shapes["lm_head"] = (self.vocab_size, hidden)
+        shapes |= {f"layer_{number}": dict(layer) for number in range(self.num_hidden_layers)}
+        return jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)),
+            shapes, is_leaf=lambda x: isinstance(x, tuple),
+        )  # fmt: skip
+
+
+SHAPES = {
+    "gpt2": ModelShape(
+        12, 768, 3072, 12, 12, 64, 50257,
+        gated=False, tied=True, learned_positions=1024, context=1024,
+    ),
+    "llama-3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, context=8192),
+    "llama-65b": ModelShape(80, 8192, 22016, 64, 64, 128, 32000, context=2048),
+    "gpt-neox-20b": ModelShape(44, 6144, 24576, 64, 64, 96, 50432, gated=False, context=2048),
+    "gpt-3-175b": ModelShape(
+        96, 12288, 49152, 96, 96, 128, 50257,
+        gated=False, tied=True, learned_positions=2048, context=2048,
+    ),
+}  # fmt: skip
+"""Well-known models (Radford et al., 2019; Grattafiori et al., arXiv:2407.21783; Touvron et al.,
+arXiv:2302.13971; Black et al., arXiv:2204.06745; Brown et al., arXiv:2005.14165), in 16 bits."""

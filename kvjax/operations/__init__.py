@@ -1,0 +1,1 @@
+"""What is done with a cache beside filling it: rows, rewind, growth, conversion, migration."""

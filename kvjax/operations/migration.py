@@ -1,0 +1,260 @@
+"""A cache's layers in other places: parked on the host, taken up again, or moved to make room."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kvjax.cache.layer import LayerCache, layer_sizes
+from kvjax.cache.state import KVCache
+from kvjax.cache.status import LOST
+from kvjax.core.checks import refuse_traced, refuse_used_up, whole_number
+from kvjax.core.context import outside
+from kvjax.core.trees import tree_bytes
+from kvjax.core.typing import Array
+from kvjax.operations.conversion import converted
+from kvjax.operations.rows import enlarged, grow
+from kvjax.placement.device import Device, beside, check_placement
+from kvjax.placement.spread import Spread, spread_over
+
+
+@dataclass(frozen=True)
+class Move:
+    """A layer that was moved: which of ``KVCache.layers``, the ``place`` where it is now, the
+    ``bytes`` of its body, and the ``tokens`` a row that room was made for."""
+
+    layer: int
+    place: str
+    bytes: int
+    tokens: int
+
+
+KEEP: Any = object()
+"""Of ``migrate``: the devices where the cache is."""
+
+
+@outside
+def migrate(
+    cache: KVCache,
+    placement: Device | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = KEEP,
+) -> KVCache:
+    """Move a cache, or some of its layers, to another place; numbers stay what they are.
+
+    It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
+    never more than one layer is held twice; a ``fork`` of it survives. The last layer may still be
+    on its way when this returns. A raw layer has a tail on the host alone, and is laid out anew
+    when it moves; others move as they are. There and back, a text goes on bit for bit.
+
+    Args:
+      cache: the cache; the arrays of what moves are deleted.
+      placement: where to: ``Device()``, ``Host()``; by default each layer stays in its kind of
+        memory.
+      layers: which layers of the model; by default all.
+      mesh: the devices to spread the whole cache over, see ``make_mesh``, or None for the default
+        one; if it is not given, those where it is.
+
+    Raises:
+      ValueError: if there is no such layer, the placement is none, the cache has been used up, the
+        mesh does not divide the rows, or some layers alone are to be on another mesh; inside
+        ``jit``.
+    """
+    _refuse("kvjax.migrate", cache)
+    if mesh is not KEEP:
+        if layers is not None:
+            raise ValueError("all layers are on the same devices: give layers or mesh, not both")
+        spread = None if mesh is None else spread_over(mesh, cache.layers[0].kv_heads)
+        cache = cache if spread == cache.spread else _respread(cache, spread)
+    if placement is None and mesh is not KEEP:
+        return cache
+    check_placement(placement)
+    assert placement is not None
+    places = range(len(cache.layers))
+    if layers is not None:
+        if not isinstance(layers, Iterable):
+            raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
+        places = sorted({cache.place(whole_number("layer", number, 0)) for number in layers})
+    return moved(cache, placement, places)
+
+
+def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
+    """Grow a cache until rows hold so many tokens, where it can grow, and keep to its memory.
+
+    A cache of ``policy("auto")`` first moves layers to the host, the last ones first, where the
+    device would not hold them all; one comes back only where that leaves a quarter of the memory
+    free, so that none goes to and fro. It is done outside ``jit``, and the cache given is used up.
+
+    Args:
+      cache: the cache.
+      tokens: what each row is to hold.
+
+    Returns:
+      The cache, and what was moved.
+
+    Raises:
+      ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
+        tokens, takes more than the memory.
+    """
+    _refuse("kvjax.make_room", cache)
+    tokens = whole_number("tokens", tokens, 1)
+    grows = cache.grows_to is not None and tokens > cache.max_len
+    moves = []
+    if cache.budget is not None:
+        out, away = _out(cache), _away(cache, tokens if grows else cache.max_len)
+        cache, moves = _rearranged(cache, away - out, out - away, tokens)
+    return (grow(cache, tokens) if grows else cache), moves
+
+
+def settled(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
+    """A cache that keeps to its memory as it is, with those layers back on the device that there is
+    room for even when rows hold so many tokens; and what was moved. The cache given is used up.
+
+    Raises:
+      ValueError: if the memory has no room for so many tokens though all layers are on the host.
+    """
+    if cache.budget is None:
+        return cache, []
+    out = _out(cache)
+    leave = _away(cache, cache.max_len) - out
+    back = frozenset() if leave else out - _away(cache, max(tokens, cache.max_len))
+    return _rearranged(cache, leave, back, tokens)
+
+
+def check_room(cache: KVCache, tokens: int) -> None:
+    """Raise ``ValueError`` if a cache's memory has no room for so many tokens a row."""
+    if cache.budget is not None:
+        _away(cache, max(tokens, cache.max_len))
+
+
+def _refuse(what: str, cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{what} takes a KVCache, got {cache!r:.80}")
+    refuse_traced(what, cache.length)
+    refuse_used_up(cache)
+
+
+def _out(cache: KVCache) -> frozenset[int]:
+    """Layers that are on the host."""
+    away = [layer.policy.placement.behind_tail for layer in cache.layers]
+    return frozenset(n for n, on_host in enumerate(away) if on_host)
+
+
+def _away(cache: KVCache, tokens: int) -> frozenset[int]:
+    """Layers that are to be on the host when rows hold so many tokens."""
+    assert cache.budget is not None
+    sizes = [
+        layer_sizes(
+            replace(layer.policy, layout=layout), cache.budget.placement, cache.batch,
+            layer.kv_heads, layer.head_dim,
+        )
+        for layer, layout in zip(cache.layers, enlarged(cache, tokens), strict=True)
+    ]  # fmt: skip
+    return cache.budget.away(sizes, _out(cache))
+
+
+def _rearranged(
+    cache: KVCache, leave: frozenset[int], back: frozenset[int], tokens: int
+) -> tuple[KVCache, list[Move]]:
+    """Layers moved to the host, the last ones first, and others to the device."""
+    assert cache.budget is not None
+    moves: list[Move] = []
+    steps = [(place, cache.budget.placement) for place in sorted(leave, reverse=True)]
+    for place, placement in [*steps, *((place, Device()) for place in sorted(back))]:
+        cache = moved(cache, placement, [place])
+        size = tree_bytes((cache.layers[place].keys, cache.layers[place].values))
+        moves.append(Move(place, placement.place, size, tokens))
+    return cache, moves
+
+
+def moved(
+    cache: KVCache, placement: Device, places: Iterable[int], *, keep: bool = False
+) -> KVCache:
+    """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
+    held, marks, status = list(cache.layers), _columns(cache.written), cache.status
+    moving: Any = None
+    with beside(cache.length):
+        for place in places:
+            old = held[place]
+            policy = old.policy.elsewhere(placement)
+            if policy.placement.place == old.policy.placement.place:
+                held[place] = replace(old, policy=policy)
+                continue
+            jax.block_until_ready(moving)
+            if policy.has_tail == old.policy.has_tail:
+                keys, values = policy.placement.store((old.keys, old.values))
+                moving = replace(old, keys=keys, values=values, policy=policy)
+                if not keep:
+                    let_go(old, moving)
+            else:
+                # What is laid out anew is there before the old arrays go, and those go before it
+                # moves: never more than two of them.
+                anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+                if not keep:
+                    let_go(old, anew)
+                moving = anew.placed()
+                del anew
+                status |= jnp.where(lost, LOST, 0)
+            held[place] = moving
+        written = jnp.stack(marks, axis=1)
+        return replace(cache, layers=tuple(held), written=written, status=status)
+
+
+def _columns(array: Array) -> list[Array]:
+    """What iterating over the columns gives, also where other processes have some of it."""
+    return [array[:, n] for n in range(array.shape[1])]
+
+
+def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
+    """A cache on the devices of another mesh, or on the default one; the one given is used up."""
+    if spread is not None:
+        spread.check_rows(cache.batch)
+    elif not cache.length.is_fully_addressable:
+        raise ValueError(
+            "the cache is on devices of several processes, and mesh=None is one device: give a mesh"
+        )
+    layers, marks, status = [], _columns(cache.written), cache.status
+    for place, old in enumerate(cache.layers):
+        policy = replace(old.policy, placement=old.policy.placement.over(spread))
+        anew = replace(old, policy=policy)
+        if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
+            anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+            status |= jnp.where(lost, LOST, 0)
+        # From device to device: between the hosts' memories of two meshes nothing is copied.
+        near, far = Device(spread=spread), policy.placement.behind_tail
+        anew = replace(anew.near() if far else anew, policy=replace(policy, placement=near))
+        moving = replace(anew.placed(), policy=policy)
+        moving = jax.block_until_ready(moving.placed() if far else moving)
+        _let_go_of_other(old, moving)
+        layers.append(moving)
+    put = layers[0].policy.placement.put
+    length, written, status = put((cache.length, jnp.stack(marks, axis=1), status))
+    return replace(cache, layers=tuple(layers), length=length, written=written, status=status)
+
+
+def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:
+    """``let_go`` of what lies elsewhere: a move to where an array is already copies nothing."""
+
+    def memory(arrays: list[Any]) -> set[int]:
+        return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
+
+    kept = memory(jax.tree.leaves(new))
+    for array in jax.tree.leaves(old):
+        if not memory([array]) & kept:
+            array.delete()
+
+
+def let_go(old: LayerCache, new: LayerCache) -> None:
+    """Delete the arrays that are no longer needed; what still reads them does so to the end."""
+    kept = {id(array) for array in jax.tree.leaves(new)}
+    for array in jax.tree.leaves(old):
+        if id(array) not in kept:
+            array.delete()
+
+
+# In one program: operation by operation each of them would be compiled, and keep what it makes.
+_laid_out = jax.jit(converted, static_argnames="policy")

@@ -1,0 +1,152 @@
+"""Placement: where a cache's arrays live. Values never change with it."""
+
+import functools
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.device import default_device
+from kvjax.placement.spread import Spread
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Device:
+    """In the memory of the default device, or of the devices of a mesh.
+
+    ``spread``: how a cache is spread over a mesh, which ``init_cache(..., mesh=)`` says, and
+    ``migrate``.
+    """
+
+    spread: Spread | None = field(default=None, kw_only=True, repr=False)
+
+    place: ClassVar[str] = "device"
+    """The place's name, in ``nbytes`` and reports."""
+
+    behind_tail: ClassVar[bool] = False
+    """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
+
+    @property
+    def ahead(self) -> int:
+        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
+        return 0
+
+    @property
+    def parts(self) -> int:
+        """How many devices share the slots of a layer."""
+        return 1 if self.spread is None else self.spread.parts
+
+    def over(self, spread: Spread | None) -> Self:
+        """The same place of other devices."""
+        return replace(self, spread=spread)
+
+    def platform(self) -> str:
+        """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
+        return default_device().platform if self.spread is None else self.spread.platform
+
+    def put(self, tree: _T) -> _T:
+        """Move a pytree's arrays [batch, ...] there, committed: an uncommitted array beside a
+        committed one would compile every step a second time."""
+        if self.spread is not None:
+            return self.spread.put(tree, self.spread.of_rows)
+        device = default_device()
+        # Named, or what is on the host would stay there.
+        kind = device.default_memory().kind
+        return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=kind))
+
+    def put_tokens(self, tree: _T) -> _T:
+        """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
+        if self.spread is None:
+            return self.put(tree)
+        spec = self.spread.of_tokens()
+        return self.spread.put(tree, lambda shape: spec)
+
+    def store(self, body: _T) -> _T:
+        """Move a body's arrays to where they are kept, committed."""
+        if self.spread is not None:
+            return self.spread.put(body, self.spread.of_body)
+        return self.put(body)
+
+    def near(self, part: _T, after: Any = None) -> _T:
+        """Part of a body, to compute with; inside ``jit`` too."""
+        return part
+
+    def far(self, part: _T) -> _T:
+        """Part of a body, to be kept; inside ``jit`` too."""
+        return part
+
+
+@dataclass(frozen=True)
+class Host(Device):
+    """The body in the host's memory, pinned; the tail, and what is computed with, on the device.
+
+    A block crosses to the host once, when it leaves the tail. Updates stay in place inside a
+    donated, jitted step. Gradients do not pass through such a cache.
+
+    ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
+    that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
+    not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
+    device: for accelerators, where copies go on beside computation.
+    """
+
+    prefetch: int = 0
+
+    place: ClassVar[str] = "host"
+
+    behind_tail: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        whole_number("prefetch", self.prefetch, 0)
+
+    @property
+    def ahead(self) -> int:
+        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
+        return self.prefetch
+
+    def store(self, body: _T) -> _T:
+        """Move a body's arrays to pinned memory of the host, committed."""
+        if self.spread is not None:
+            return self.spread.put(body, self.spread.of_body, "pinned_host")
+        sharding = SingleDeviceSharding(default_device(), memory_kind="pinned_host")
+        return jax.device_put(body, sharding)
+
+    def near(self, part: _T, after: Any = None) -> _T:
+        """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
+        there, a call's keys and the rows' lengths."""
+        if after is None or not is_traced(after[0]):
+            return _fetched(part)
+        if self.platform() != "cpu":
+            part, _ = lax.optimization_barrier((part, after[0]))
+            return _fetched(part)
+        # The CPU's compiler drops the barrier, or copies for it, and would fetch all layers at
+        # once. This is always true, which it can't know.
+        there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
+        empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return lax.cond(there, _fetched, empty, part)
+
+    def far(self, part: _T) -> _T:
+        """Part of a body, on the host."""
+        return jax.device_put(part, jax.memory.Space.Host)
+
+
+def check_placement(placement: Any) -> None:
+    """A ``ValueError`` for what is no placement."""
+    if not isinstance(placement, Device):
+        raise ValueError(f"{placement!r} is no placement: give Device() or Host()")
+
+
+def beside(array: jax.Array) -> Any:
+    """The context in which arrays are put to where ``array`` is, if that is one device."""
+    devices = array.devices()
+    return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
+
+
+def _fetched(part: _T) -> _T:
+    return jax.device_put(part, jax.memory.Space.Device)

@@ -1,0 +1,144 @@
+"""A cache policy: one layout, a codec for keys and one for values, and one placement."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kvjax.codecs import MULTIPLE, Codec, Raw
+from kvjax.core.checks import whole_number
+from kvjax.layouts import Dense, Layout, Split
+from kvjax.placement.device import Device
+from kvjax.policies.model_config import layer_windows
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """How a layer's cache is laid out, stored and placed: three choices that do not interfere.
+
+    Where a codec encodes whole blocks, the newest tokens stand before them in a raw tail: the
+    query at position ``p`` sees its own block of ``block`` tokens and the ``recent`` blocks before
+    it raw, and everything older through the codec, however the text was cut into calls. With
+    ``prefill="exact"`` a call sees all of its own tokens raw, as in Transformers and KIVI, and its
+    logits depend on the cut.
+
+    ``raw``: the codecs of the tail's keys and values; ``resolve`` sets them, None without a tail.
+    """
+
+    layout: Any = field(default_factory=Dense)
+    keys: Codec = field(default_factory=Raw)
+    values: Codec = field(default_factory=Raw)
+    placement: Device = field(default_factory=Device)
+    block: int = 64
+    recent: int = 1
+    prefill: str = "sight"
+    raw: tuple[Raw, Raw] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = {
+            "layout": "resolve", "keys": "blockwise", "values": "blockwise", "placement": "put",
+        }  # fmt: skip
+        for part, needed in parts.items():
+            given = getattr(self, part)
+            if isinstance(given, type) or not hasattr(given, needed):
+                raise ValueError(
+                    f"{part} of a CachePolicy is {given!r}: give an object, such as "
+                    f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
+                )
+        whole_number("recent", self.recent, 0)
+        if whole_number("block", self.block, 1) % MULTIPLE:
+            raise ValueError(f"block={self.block}: packed codes need a multiple of {MULTIPLE}")
+        if self.prefill not in ("sight", "exact"):
+            raise ValueError(f"prefill={self.prefill!r}: there are 'sight' and 'exact'")
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether tokens stand in a raw tail before they are encoded, or moved, in blocks."""
+        return self.keys.blockwise or self.values.blockwise or self.placement.behind_tail
+
+    @property
+    def split(self) -> Split:
+        """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
+        return Split(self.layout, self.block, self.recent, self.placement.parts)
+
+    @property
+    def stored(self) -> Layout:
+        """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
+        more where that many devices can't have the same number each."""
+        if self.has_tail:
+            return self.split.body
+        layout: Layout = self.layout
+        return layout.rounded(self.placement.parts)
+
+    @property
+    def revocable(self) -> int | None:
+        """How many of its newest tokens a row can forget at any time; None for all."""
+        own = None if self.layout.chunk is None else self.layout.chunk - 1
+        if not self.has_tail:
+            return own
+        return self.block if own is None else min(self.block, own)
+
+    def rewindable(self, length: Any, written: Any) -> Any:
+        """int32[batch]: how many of its newest tokens each row can forget now."""
+        return (self.split if self.has_tail else self.layout).rewindable(length, written)
+
+    def resolve(
+        self,
+        max_len: int | None,
+        window: int | None,
+        model_dtype: str | None,
+        *,
+        values_dtype: str | None = None,
+        room: int | None = None,
+    ) -> "CachePolicy":
+        """Fix what was left open: from the capacity, the layer's own window, the model's dtype
+        (``values_dtype`` where values have another) and the platform."""
+        platform = self.placement.platform()
+        back = max(16, self.block) if self.has_tail else 16
+        layout: Layout = self.layout.resolve(max_len, window, room, back)
+        keys = self.keys.resolve(model_dtype, platform)
+        values = self.values.resolve(values_dtype or model_dtype, platform)
+        found = replace(self, layout=layout, keys=keys, values=values, raw=None)
+        return replace(found, raw=found._tail_codecs())
+
+    def elsewhere(self, placement: Device) -> "CachePolicy":
+        """A resolved policy, with its body in another place of the same devices."""
+        moved = replace(self, placement=placement.over(self.placement.spread))
+        return replace(moved, raw=moved._tail_codecs())
+
+    def _tail_codecs(self) -> tuple[Raw, Raw] | None:
+        """The codecs of the tail, of a policy whose own are resolved."""
+        if not self.has_tail:
+            return None
+        platform = self.placement.platform()
+        keys, values = Raw(self.keys.dtype), Raw(self.values.dtype)
+        return keys.resolve(None, platform), values.resolve(None, platform)
+
+    def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
+        """The same for every layer."""
+        return (self,) * config.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """One policy for layers that see everything, another for those with a window of their own.
+
+    Which is which, ``layer_windows`` says.
+    """
+
+    full: CachePolicy
+    sliding: CachePolicy
+
+    def __post_init__(self) -> None:
+        for given in (self.full, self.sliding):
+            if not isinstance(given, CachePolicy):
+                raise ValueError(f"Hybrid is of two CachePolicy objects, not of a {given!r:.80}")
+
+    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
+        """A policy a layer."""
+        windows = layer_windows(config)
+        return tuple(self.full if window is None else self.sliding for window in windows)
+
+
+class PerLayer(Protocol):
+    """What can say the policy of each layer of a model."""
+
+    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]: ...

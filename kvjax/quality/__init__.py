@@ -1,0 +1,1 @@
+"""What a lossy cache costs in quality: measured, and reported."""

@@ -1,0 +1,279 @@
+"""Quality of caches: what a policy does to a model's predictions on a text, beside its bytes.
+
+Under the rule of sight a pass over a text in chunks gives the logits that decoding it token by
+token would give, so one pass measures a policy. Every policy is fed the same windows of the text,
+in step with a full-precision cache that its predictions are compared with.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.state import KVCache, init_cache
+from kvjax.cache.status import check
+from kvjax.core.checks import whole_number
+from kvjax.core.context import outside
+from kvjax.core.trees import tree_bytes
+from kvjax.core.typing import Array
+from kvjax.generation.model import LanguageModel
+from kvjax.operations.rows import grow, rewind, rewindable
+from kvjax.placement.mesh import DATA
+from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.presets import PolicyChoice
+
+CHUNK = 256
+"""Tokens of a pass's calls."""
+FIRST_RANGE = 512
+"""Positions of the first range that figures are given for; each further one ends twice as far."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a policy does to the predictions of some tokens.
+
+    ``tokens``: how many. ``perplexity``: of the text. ``mean_kl``, ``median_kl``, ``high_kl``: the
+    Kullback-Leibler divergence of the predictions from those with the full-precision cache, in
+    nats: mean, median and 99.9th percentile. ``top1``: the share of tokens at which both predict
+    the same one first. ``perplexity_ratio``: to the full-precision cache's.
+    """
+
+    tokens: int
+    perplexity: float
+    perplexity_ratio: float
+    mean_kl: float
+    median_kl: float
+    high_kl: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
+    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
+    bytes to those of the same numbers in bfloat16."""
+
+    body: float
+    scales: float
+    tail: float
+    of_bfloat16: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A policy's figures: over all tokens, by range of positions (the keys are where ranges end),
+    its bytes, and the median milliseconds of a decode step at the end of a window, if asked."""
+
+    overall: Figures
+    by_position: dict[int, Figures]
+    bytes: CacheBytes
+    step_ms: float | None = None
+
+
+@outside
+def evaluate(
+    lm: LanguageModel,
+    text: str | Sequence[int],
+    policies: Mapping[str, PolicyChoice],
+    *,
+    context: int | None = None,
+    windows: int | None = None,
+    chunk: int = CHUNK,
+    time_steps: int = 0,
+) -> dict[str, Quality]:
+    """Compare cache policies on a text.
+
+    The text is cut into windows of ``context`` tokens, each with a cache of its own; what is left
+    over at the end is not used, unless it is all there is. Every token but the first of its window
+    counts.
+
+    Args:
+      lm: the model.
+      text: as words, or as token ids.
+      policies: by name. Full precision is measured in any case, as what they are compared with.
+      context: tokens of a window; by default the model's limit, and 2,048 where it has none.
+      windows: how many windows at most; by default all.
+      chunk: tokens of a call.
+      time_steps: how many decode steps to time at the end of a window; 0 for none.
+
+    Returns:
+      The figures of each policy, by its name.
+
+    Raises:
+      ValueError: if the text has fewer than two tokens, or a number is out of range.
+    """
+    tokens = _tokens(lm, text)
+    limit = lm.config.position_limit
+    if context is None:
+        context = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
+    context = whole_number("context", context, 2)
+    if limit is not None and context > limit:
+        raise ValueError(f"context is {context}, but the model has only {limit} positions")
+    chunk = whole_number("chunk", chunk, 1)
+    context = min(context, len(tokens))
+    count = len(tokens) // context
+    count = count if windows is None else min(count, whole_number("windows", windows, 1))
+    cut = np.asarray(tokens[: count * context], np.int32).reshape(count, context)
+    found: dict[str, list[Array]] = {name: [] for name in policies}
+    caches: dict[str, KVCache] = {}
+    for window in cut:
+        # Logits are larger than caches: they are compared chunk by chunk.
+        mesh = getattr(lm, "mesh", None)
+        if mesh is not None and mesh.shape.get(DATA, 1) > 1:
+            raise ValueError(
+                "one text is evaluated, which a mesh can't divide along data: use tensor"
+            )
+        full = init_cache(lm.config, CachePolicy(), max_len=context, mesh=mesh)
+        caches = {
+            name: init_cache(lm.config, policy, max_len=context, mesh=mesh)
+            for name, policy in policies.items()
+        }
+        for start in range(0, context, chunk):
+            part = window[None, start : start + chunk]
+            target = window[None, start + 1 : start + 1 + part.shape[1]]
+            target = np.pad(target, ((0, 0), (0, part.shape[1] - target.shape[1])))
+            wanted, full = _logits(lm.architecture, lm.params, part, full)
+            for name in policies:
+                caches[name] = with_room(caches[name], start + part.shape[1], context)
+                logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
+                found[name].append(_compared(wanted, logits, target))
+        for name, cache in {"full precision": full, **caches}.items():
+            raise_for(name, cache)
+    qualities = {}
+    for name in policies:
+        each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
+        qualities[name] = quality_of(
+            each.reshape(4, count, context)[:, :, :-1],
+            cache_bytes(caches[name]),
+            _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
+        )
+    return qualities
+
+
+def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
+    """Figures from those of single tokens.
+
+    Args:
+      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
+        policy, the divergence, and whether both predict the same first.
+      size: of the cache.
+      step_ms: milliseconds of a step.
+    """
+    ends = _range_ends(each.shape[2] + 1)
+    by_position = {
+        end: _figures(each[:, :, start:end].reshape(4, -1))
+        for start, end in zip([0, *ends], ends, strict=False)
+    }
+    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
+
+
+def cache_bytes(cache: KVCache) -> CacheBytes:
+    """Bytes of a cache, a token and a row."""
+    body = scales = tail = raw = 0.0
+    for layer in cache.layers:
+        policy = layer.policy
+        tokens = policy.stored.slots * (policy.block if policy.has_tail else 1)
+        body += tree_bytes((layer.keys, layer.values)) / tokens / cache.batch
+        tail += tree_bytes(layer.tail) / cache.batch
+        raw += 2 * 2 * layer.kv_heads * layer.head_dim
+        for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
+            if codec.blockwise:
+                wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
+                scales += tree_bytes(wide) / tokens / cache.batch
+    return CacheBytes(body, scales, tail, body / raw)
+
+
+def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
+    """The policies that no other beats in both bytes and mean divergence, fewest bytes first."""
+    front: list[str] = []
+    for name in sorted(
+        qualities, key=lambda n: (qualities[n].bytes.body, qualities[n].overall.mean_kl)
+    ):
+        if not front or qualities[name].overall.mean_kl < qualities[front[-1]].overall.mean_kl:
+            front.append(name)
+    return front
+
+
+def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
+    """The cache, doubled until it holds so many tokens."""
+    to = cache.max_len
+    if tokens <= to:
+        return cache
+    while to < tokens:
+        to *= 2
+    return grow(cache, min(to, context))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _logits(model: Any, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
+    return model.apply(params, tokens, cache)
+
+
+@jax.jit
+def _compared(wanted: Array, logits: Array, target: Array) -> Array:
+    """float32[4, new]: nats of the target with either, divergence, and whether the first agree."""
+    true, other = (jax.nn.log_softmax(x[0].astype(jnp.float32)) for x in (wanted, logits))
+    nats = [-jnp.take_along_axis(x, target[0][:, None], axis=1)[:, 0] for x in (true, other)]
+    divergence = jnp.sum(jnp.exp(true) * (true - other), axis=-1)
+    same = jnp.argmax(true, axis=-1) == jnp.argmax(other, axis=-1)
+    return jnp.stack([*nats, divergence, same.astype(jnp.float32)])
+
+
+def _figures(each: np.ndarray) -> Figures:
+    plain, nats, divergence, same = each.astype(np.float64)
+    return Figures(
+        tokens=len(nats),
+        perplexity=math.exp(nats.mean()),
+        perplexity_ratio=math.exp(nats.mean() - plain.mean()),
+        mean_kl=float(divergence.mean()),
+        median_kl=float(np.median(divergence)),
+        high_kl=float(np.quantile(divergence, 0.999)),
+        top1=float(same.mean()),
+    )
+
+
+def _range_ends(context: int) -> list[int]:
+    ends = [min(FIRST_RANGE, context)]
+    while ends[-1] < context:
+        ends.append(min(2 * ends[-1], context))
+    return ends
+
+
+def _step_ms(lm: LanguageModel, cache: KVCache, token: np.ndarray, steps: int) -> float:
+    """The median milliseconds of a decode step, the first of which is not counted, over the last
+    tokens of a text."""
+    steps = min(steps, int(rewindable(cache)[0]))
+    cache, times = rewind(cache, steps), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        logits, cache = _logits(lm.architecture, lm.params, token[None], cache)
+        jax.block_until_ready(logits)
+        times.append(1000 * (time.perf_counter() - start))
+    return float(np.median(times[1:] or times))
+
+
+def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
+    if isinstance(text, str):
+        if lm.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the text as token ids")
+        text = lm.tokenizer.encode(text)
+    tokens = [int(token) for token in text]
+    if len(tokens) < 2:
+        raise ValueError(f"a text of {len(tokens)} tokens: there is nothing to predict")
+    wrong = [token for token in tokens if not 0 <= token < lm.config.vocab_size]
+    if wrong:
+        raise ValueError(f"token {wrong[0]}: the vocabulary has {lm.config.vocab_size}")
+    return tokens
+
+
+def raise_for(name: str, cache: KVCache) -> None:
+    try:
+        check(cache)
+    except ValueError as error:
+        raise type(error)(f"{name}: {error}") from None
