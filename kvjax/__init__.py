@@ -7,7 +7,11 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 
 from kvjax import bench
 from kvjax.attention.attending import attend, self_attend
-from kvjax.cache.state import KVCache, LayerCache, advance, append, init_cache, nbytes, read
+from kvjax.cache.appending import advance, append
+from kvjax.cache.creation import init_cache
+from kvjax.cache.reading import read
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.status import check, clear_status
 from kvjax.codecs import (
     Centred,
@@ -34,12 +38,16 @@ from kvjax.memory.limits import InferenceLimits, what_fits
 from kvjax.memory.planning import Plan, cache_nbytes, memory_report, plan
 from kvjax.memory.shapes import ModelShape
 from kvjax.operations.conversion import convert
+from kvjax.operations.growth import grow
 from kvjax.operations.migration import make_room, migrate
-from kvjax.operations.rows import concatenate, fork, grow, repeat, reset, rewind, rewindable, select
-from kvjax.placement.device import Device, Host
+from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.rows import concatenate, fork, repeat, reset, select
+from kvjax.placement.device import Device
+from kvjax.placement.host import Host
 from kvjax.placement.mesh import make_mesh
 from kvjax.policies.cache_policy import CachePolicy, Hybrid
-from kvjax.policies.presets import Auto, Edges, policy, quantized_codec, transformers_policy
+from kvjax.policies.presets import Auto, Edges, policy, quantized_codec
+from kvjax.policies.transformers import transformers_policy
 from kvjax.quality.evaluation import evaluate
 
 __version__ = "0.1.0"

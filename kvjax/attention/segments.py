@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.layer import Strip
 from kvjax.cache.state import LayerCache
-from kvjax.cache.tail import Strip
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Rows

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.state import KVCache, init_cache, nbytes
+from kvjax.cache.creation import init_cache
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
@@ -22,7 +24,8 @@ from kvjax.generation.request import Options, prepare
 from kvjax.generation.statistics import Meter
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.migration import make_room
-from kvjax.operations.rows import reset, rewind
+from kvjax.operations.rewinding import rewind
+from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 
 KINDS = ("whole", "logits", "first", "single")

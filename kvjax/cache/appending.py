@@ -1,21 +1,112 @@
-"""A layer with a call's tokens, as one program: on one device, or on each of a mesh."""
+"""Write a call's tokens, a layer at a time, and count them as held.
+
+A step appends each layer's new keys and values, lets its queries attend, and at the end advances
+all rows at once::
+
+    cache = append(cache, layer, keys, values, rotary=table)
+    mixed = attend(queries, cache, layer, rotary=table)
+    ...                                                    # the other layers
+    cache = advance(cache, new)
+
+Rows are independent. Each has its own cursor, ``length``, where its next token goes, so rows of
+different lengths need no padding on the left. Keys and queries come unrotated: the cache knows
+the positions and turns them.
+"""
 
 import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.cache.admission import positions_from
+from kvjax.cache.admission import accepted, admit, check_new, note_numbers, positions_from
+from kvjax.cache.fetching import fetched_ahead
 from kvjax.cache.layer import LayerCache
+from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.tail import append_behind
 from kvjax.cache.writing import write_rows
+from kvjax.core.checks import whole_number
+from kvjax.core.device import default_device
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, Counts, KeysValues, Rows
 from kvjax.layouts import Run, Share, shared
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
+
+
+def append(
+    cache: KVCache,
+    layer: int,
+    keys: KeysValues,
+    values: KeysValues,
+    *,
+    rotary: RotaryTable | None = None,
+    lengths: Counts | None = None,
+) -> KVCache:
+    """Write a layer's new keys and values behind what each row holds; ``advance`` makes it count.
+
+    Args:
+      cache: the cache; donate it to write in place.
+      layer: which layer.
+      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
+      rotary: the layer's table, to rotate keys by, or None.
+      lengths: int32[batch], how many of ``new`` are real tokens; by default all. What stands
+        after them is not written.
+
+    Returns:
+      The cache. A row that can't hold its tokens is left as it was.
+
+    Raises:
+      ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
+        is no such layer.
+    """
+    place = cache.place(layer)
+    old = cache.layers[place]
+    if cache.sources is not None and place in cache.sources[:layer]:
+        raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
+    if cache.spread is not None:
+        cache.spread.check_context()
+    check_new(cache, old, keys, "keys")
+    check_new(cache, old, values, "values")
+    if keys.shape != values.shape:
+        raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
+    count = accepted(cache, keys.shape[2], lengths)
+    layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
+    old = layers[place]
+    keys, values = jnp.asarray(keys), jnp.asarray(values)
+    new = with_tokens(default_device(), old, keys, values, cache.length, count, rotary)
+    if old.tail is not None:
+        cache = note_numbers(cache, (keys, values), count)
+    return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
+
+
+def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
+    """Count the tokens that all layers have appended as held.
+
+    Args:
+      cache: the cache after ``append`` on every layer.
+      new: tokens a row in this call.
+      lengths: int32[batch], the real ones among them; by default all.
+
+    Returns:
+      The cache with its cursors moved. Rows that could not hold their tokens stay where they
+      were and get the status ``OVERFLOW``.
+
+    Raises:
+      ValueError: if ``new`` is negative, no whole number or more than ``append`` takes;
+        ``lengths`` has not one whole number a row, or one is negative or above ``new`` (where
+        traced: the status ``BAD_LENGTHS``).
+    """
+    new = whole_number("new", new, 0)
+    if cache.chunk is not None and new > cache.chunk:
+        raise ValueError(f"{new} tokens in a call, but the ring has slack for {cache.chunk}")
+    cache, count = admit(cache, new, lengths)
+    length = cache.length + count
+    layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
+    written = jnp.maximum(cache.written, length[:, None])
+    return with_rows(cache, layers=layers, length=length, written=written)
 
 
 @functools.partial(jax.jit, static_argnames="device")

@@ -1,20 +1,42 @@
-"""A layer of a cache: its arrays, what they take, and what is fetched of them ahead of its turn."""
+"""A layer's arrays, where they are, and an empty one."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.tail import Body, Strip, Tail
-from kvjax.core.trees import state, static_field, tree_bytes
-from kvjax.core.typing import KeysValues, Rows
-from kvjax.placement.budget import Budget, Sizes
-from kvjax.placement.device import Device
-from kvjax.placement.spread import Spread
+from kvjax.codecs import Store
+from kvjax.core.trees import state, static_field
+from kvjax.core.typing import Array, Rows
 from kvjax.policies.cache_policy import CachePolicy
+
+
+@state
+class Tail:
+    """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
+
+    Keys are rotated, or not, as the body's codec wants them.
+    """
+
+    keys: Array
+    values: Array
+
+
+@state
+class Strip:
+    """What queries of a call that is longer than a block see raw, between ``append`` and
+    ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
+    them."""
+
+    tail: Tail
+    keys: Array
+    values: Array
+
+
+Body = tuple[Store, Store]
+"""What the codecs keep of the body's keys and values."""
 
 
 @state
@@ -90,108 +112,3 @@ def empty_layer(
     shape = (batch, kv_heads, *slots, head_dim)
     keys, values = policy.keys.empty(shape), policy.values.empty(shape)
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
-
-
-def new_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
-) -> LayerCache:
-    """An empty layer where the policy says; on a mesh each device makes its own."""
-    if policy.placement.spread is None:
-        return empty_layer(policy, batch, kv_heads, head_dim, window).placed()
-    return _on_each(policy, batch, kv_heads, head_dim, window)()
-
-
-@functools.lru_cache(maxsize=256)
-def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
-    """The program that makes an empty layer on the devices of a mesh."""
-    make, place = functools.partial(empty_layer, policy, *shape), policy.placement
-    spread = place.spread
-    assert spread is not None
-    specs = jax.eval_shape(make).specs()
-    kind = {"host": "pinned_host"}.get(place.place)
-    near, far = spread.sharding, functools.partial(spread.sharding, kind=kind)
-    shardings = replace(
-        jax.tree.map(near, specs),
-        keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),
-    )  # fmt: skip
-    return jax.jit(make, out_shardings=shardings)
-
-
-def share_of(held: LayerCache, spread: Spread) -> LayerCache:
-    """What a device has of an empty layer like this one, as shapes."""
-    policy = replace(held.policy, placement=held.policy.placement.over(spread))
-    batch = jax.tree.leaves(held.keys)[0].shape[0]
-    shape = policy, batch, held.kv_heads, held.head_dim, held.window
-    whole = jax.eval_shape(functools.partial(empty_layer, *shape))
-
-    def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
-
-    return jax.tree.map(part, whole, whole.specs())
-
-
-@functools.lru_cache(maxsize=1024)
-def layer_sizes(
-    policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
-) -> Sizes:
-    """What a layer of a resolved policy takes, on the device and with ``host``; on a mesh, of one
-    of its devices."""
-
-    def parts(placement: Device) -> tuple[int, int]:
-        moved = policy.elsewhere(placement)
-        make = functools.partial(empty_layer, moved, batch, kv_heads, head_dim, None)
-        layer = jax.eval_shape(make)
-        spread = policy.placement.spread
-        layer = layer if spread is None else share_of(layer, spread)
-        return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
-
-    body, tail = parts(host)
-    return Sizes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
-
-
-def within(
-    budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
-) -> list[CachePolicy]:
-    """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the
-    host as a budget asks for."""
-    sizes = [
-        layer_sizes(policy, budget.placement, *shape)
-        for policy, shape in zip(policies, shapes, strict=True)
-    ]
-    away = budget.away(sizes, ())
-    return [
-        policy.elsewhere(budget.placement if n in away else Device())
-        for n, policy in enumerate(policies)
-    ]
-
-
-def fetched_ahead(
-    layers: tuple[LayerCache, ...],
-    place: int,
-    sources: tuple[int, ...] | None,
-    number: int,
-    after: tuple[KeysValues, Rows],
-) -> tuple[LayerCache, ...]:
-    """The layers, with those bodies on the device, or on their way, that are to be by the turn of
-    layer ``number`` of the model at ``place``, and no others: but for the first layer, fetching
-    begins when ``after`` is there, its keys and the rows' lengths."""
-    later = set(() if sources is None else sources[number:])
-    found = list(layers)
-    for n, held in enumerate(layers):
-        ahead = held.policy.placement.ahead
-        if n < place and n not in later:
-            found[n] = replace(held, fetched=None)
-        elif ahead and place <= n <= place + ahead and held.fetched is None:
-            found[n] = replace(held, fetched=_near(held, after if place else None))
-    return tuple(found)
-
-
-def _near(held: LayerCache, after: tuple[KeysValues, Rows] | None) -> Body:
-    """A layer's body on the device; on a mesh, each device's own."""
-    place, stores = held.policy.placement, (held.keys, held.values)
-    spread = place.spread
-    if spread is None or after is None:
-        return place.near(stores, after)
-    specs = held.specs()
-    bodies, rest = (specs.keys, specs.values), (spread.of_tokens(), spread.of_rows())
-    return spread.run(place.near, (bodies, rest), bodies, stores, after)

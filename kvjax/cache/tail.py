@@ -7,40 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.layer import Body, Strip, Tail
 from kvjax.cache.writing import write_far, write_rows
-from kvjax.codecs import Codec, Store, tokens_of
-from kvjax.core.trees import state
-from kvjax.core.typing import Array, KeysValues, Rows, SlotPositions
+from kvjax.codecs import Codec, Store
+from kvjax.core.typing import Array, KeysValues, Rows
 from kvjax.layouts import Share
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import Spread
 from kvjax.policies.cache_policy import CachePolicy
-
-
-@state
-class Tail:
-    """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
-
-    Keys are rotated, or not, as the body's codec wants them.
-    """
-
-    keys: Array
-    values: Array
-
-
-@state
-class Strip:
-    """What queries of a call that is longer than a block see raw, between ``append`` and
-    ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
-    them."""
-
-    tail: Tail
-    keys: Array
-    values: Array
-
-
-Body = tuple[Store, Store]
-"""What the codecs keep of the body's keys and values."""
 
 
 def append_behind(
@@ -121,30 +95,6 @@ def append_behind(
     else:
         body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
     return body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
-
-
-def decoded(
-    held: Any, policy: CachePolicy, length: Rows, written: Rows
-) -> tuple[Array, Array, SlotPositions]:
-    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
-    their slots, each once, as the query at the row's newest token sees it."""
-    split = policy.split
-    assert policy.raw is not None
-    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
-    in_body = split.body_positions(length, written, blocks)
-    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
-    raw_from = split.raw_from(length - 1)[:, None]
-    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
-    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
-    positions = jnp.concatenate(
-        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
-    )
-    if held.low is not None:  # a conversion had nothing for these
-        there = (positions >= held.low[:, None]) | (positions < split.tail.sinks)
-        positions = jnp.where(there, positions, -1)
-    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
-    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
-    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
 
 
 def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:

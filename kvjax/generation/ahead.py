@@ -18,7 +18,7 @@ from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import Options, Request, capacity_bucket, prepare
 from kvjax.generation.session import Stream
 from kvjax.generation.statistics import Meter
-from kvjax.operations.rows import rewind
+from kvjax.operations.rewinding import rewind
 from kvjax.policies.presets import PolicyChoice
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from kvjax.cache.state import KVCache, nbytes
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import USED_UP, refuse_used_up
 from kvjax.core.context import outside
 from kvjax.generation.generator import generate

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.state import KVCache, allocate, nbytes
+from kvjax.cache.creation import allocate
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.context import outside
 from kvjax.core.device import fetch
@@ -21,7 +23,7 @@ from kvjax.generation.request import Request, capacity_bucket
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
 from kvjax.operations.migration import Move, make_room, settled
-from kvjax.operations.rows import rewind
+from kvjax.operations.rewinding import rewind
 from kvjax.placement.device import Device
 
 _WATCHED_STEPS = 32

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.cache.state import nbytes
+from kvjax.cache.sizes import nbytes
 from kvjax.core.checks import whole_number
 from kvjax.core.device import default_device
 from kvjax.layouts import UNLIMITED

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.cache.layer import share_of
-from kvjax.cache.state import KVCache, LayerCache, init_cache, nbytes
+from kvjax.cache.creation import init_cache
+from kvjax.cache.sizes import nbytes, share_of
+from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.checks import whole_number
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Growing

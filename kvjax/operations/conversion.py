@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.layer import LayerCache, within
+from kvjax.cache.layer import LayerCache, Tail
+from kvjax.cache.sizes import within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
-from kvjax.cache.tail import Tail
 from kvjax.codecs import tokens_of
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.device import fetch

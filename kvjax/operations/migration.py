@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache.layer import LayerCache, layer_sizes
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import LOST
 from kvjax.core.checks import refuse_traced, refuse_used_up, whole_number
@@ -16,7 +17,7 @@ from kvjax.core.context import outside
 from kvjax.core.trees import tree_bytes
 from kvjax.core.typing import Array
 from kvjax.operations.conversion import converted
-from kvjax.operations.rows import enlarged, grow
+from kvjax.operations.growth import enlarged, grow
 from kvjax.placement.device import Device, beside, check_placement
 from kvjax.placement.spread import Spread, spread_over
 

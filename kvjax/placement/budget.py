@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvjax.core.checks import whole_number
-from kvjax.placement.device import Device, Host, check_placement
+from kvjax.placement.device import Device, check_placement
+from kvjax.placement.host import Host
 
 _BACK = 0.75
 """What part of the memory may be full once a layer has come back: the rest keeps it from being

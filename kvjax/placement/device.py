@@ -1,16 +1,12 @@
-"""Placement: where a cache's arrays live. Values never change with it."""
+"""On a device, or on the devices of a mesh; what a placement answers."""
 
-import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.device import default_device
 from kvjax.placement.spread import Spread
 
@@ -83,59 +79,6 @@ class Device:
         return part
 
 
-@dataclass(frozen=True)
-class Host(Device):
-    """The body in the host's memory, pinned; the tail, and what is computed with, on the device.
-
-    A block crosses to the host once, when it leaves the tail. Updates stay in place inside a
-    donated, jitted step. Gradients do not pass through such a cache.
-
-    ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
-    that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
-    not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
-    device: for accelerators, where copies go on beside computation.
-    """
-
-    prefetch: int = 0
-
-    place: ClassVar[str] = "host"
-
-    behind_tail: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        whole_number("prefetch", self.prefetch, 0)
-
-    @property
-    def ahead(self) -> int:
-        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
-        return self.prefetch
-
-    def store(self, body: _T) -> _T:
-        """Move a body's arrays to pinned memory of the host, committed."""
-        if self.spread is not None:
-            return self.spread.put(body, self.spread.of_body, "pinned_host")
-        sharding = SingleDeviceSharding(default_device(), memory_kind="pinned_host")
-        return jax.device_put(body, sharding)
-
-    def near(self, part: _T, after: Any = None) -> _T:
-        """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
-        there, a call's keys and the rows' lengths."""
-        if after is None or not is_traced(after[0]):
-            return _fetched(part)
-        if self.platform() != "cpu":
-            part, _ = lax.optimization_barrier((part, after[0]))
-            return _fetched(part)
-        # The CPU's compiler drops the barrier, or copies for it, and would fetch all layers at
-        # once. This is always true, which it can't know.
-        there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
-        empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return lax.cond(there, _fetched, empty, part)
-
-    def far(self, part: _T) -> _T:
-        """Part of a body, on the host."""
-        return jax.device_put(part, jax.memory.Space.Host)
-
-
 def check_placement(placement: Any) -> None:
     """A ``ValueError`` for what is no placement."""
     if not isinstance(placement, Device):
@@ -146,7 +89,3 @@ def beside(array: jax.Array) -> Any:
     """The context in which arrays are put to where ``array`` is, if that is one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
-
-
-def _fetched(part: _T) -> _T:
-    return jax.device_put(part, jax.memory.Space.Device)

@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.state import KVCache, init_cache
+from kvjax.cache.creation import init_cache
+from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.trees import tree_bytes
 from kvjax.core.typing import Array
 from kvjax.generation.model import LanguageModel
-from kvjax.operations.rows import grow, rewind, rewindable
+from kvjax.operations.growth import grow
+from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import PolicyChoice

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.state import KVCache, init_cache
+from kvjax.cache.creation import init_cache
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.typing import Array
 from kvjax.generation.model import LanguageModel

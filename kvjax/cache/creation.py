@@ -1,0 +1,128 @@
+"""Allocate an empty cache."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.cache.layer import LayerCache, empty_layer
+from kvjax.cache.sizes import within
+from kvjax.cache.state import KVCache
+from kvjax.core.checks import whole_number
+from kvjax.placement.spread import spread_over
+from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.model_config import (
+    CacheShape,
+    layer_sources,
+    layer_windows,
+    model_dtype,
+    rotary_length,
+)
+from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
+
+
+def init_cache(
+    config: CacheShape,
+    policy: PolicyChoice | None = None,
+    *,
+    batch: int = 1,
+    max_len: int | None = None,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """Allocate an empty cache.
+
+    Args:
+      config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
+        and ``dtype`` are read; ``position_limit`` (how many positions the model has), and what
+        ``layer_windows`` and ``layer_sources`` go by, where it has them. ``dtype`` may be missing
+        where the policy names one.
+      policy: one for all layers, a preset's name, or a list with one a layer; by default
+        ``policy("static")``.
+      batch: rows.
+      max_len: tokens a row can hold. A dense layout needs it; a growing one takes it as its limit;
+        a ring is made smaller by it where the text is shorter than its window.
+      mesh: devices to spread it over, see ``make_mesh``; by default it is on one.
+
+    Raises:
+      ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
+        than the model has positions, a list of policies has the wrong length, or the mesh does not
+        divide the rows.
+    """
+    return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh)
+
+
+def allocate(
+    config: CacheShape,
+    policy: PolicyChoice | None,
+    *,
+    batch: int,
+    max_len: int | None,
+    room: int | None = None,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
+    and what is fixed takes it where ``max_len`` does not say."""
+    batch = whole_number("batch", batch, 1)
+    limit = getattr(config, "position_limit", None)
+    if max_len is not None:
+        max_len = whole_number("max_len", max_len, 1)
+    if limit is not None and (max_len or 0) > limit:
+        raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
+    max_len = limit if max_len is None and room is None else max_len
+    policies = per_layer(CachePolicy() if policy is None else policy, config)
+    windows, sources = layer_windows(config), layer_sources(config)
+    kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+    if mesh is not None:
+        spread = spread_over(mesh, kv_heads)
+        spread.check_rows(batch)
+        policies = [replace(each, placement=each.placement.over(spread)) for each in policies]
+    # A layer that reads another's has none of its own.
+    own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
+    resolved = [
+        policies[n].resolve(max_len, windows[n], model_dtype(config), room=room) for n in own
+    ]
+    budget = budget_of(policy)
+    if budget is not None:
+        resolved = within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
+    layers = [
+        new_layer(each, batch, kv_heads, head_dim, windows[n])
+        for n, each in zip(own, resolved, strict=True)
+    ]
+    shapes = (batch,), (batch, len(layers)), (batch,)
+    rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
+    if sources is not None:
+        sources = tuple(own.index(source) for source in sources)
+    reach = max(layer.policy.layout.reach for layer in layers)
+    return KVCache(
+        tuple(layers), *rows, sources=sources, positions=limit,
+        turned_for=rotary_length(config, reach), budget=budget,
+    )  # fmt: skip
+
+
+def new_layer(
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
+) -> LayerCache:
+    """An empty layer where the policy says; on a mesh each device makes its own."""
+    if policy.placement.spread is None:
+        return empty_layer(policy, batch, kv_heads, head_dim, window).placed()
+    return _on_each(policy, batch, kv_heads, head_dim, window)()
+
+
+@functools.lru_cache(maxsize=256)
+def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
+    """The program that makes an empty layer on the devices of a mesh."""
+    make, place = functools.partial(empty_layer, policy, *shape), policy.placement
+    spread = place.spread
+    assert spread is not None
+    specs = jax.eval_shape(make).specs()
+    kind = {"host": "pinned_host"}.get(place.place)
+    near, far = spread.sharding, functools.partial(spread.sharding, kind=kind)
+    shardings = replace(
+        jax.tree.map(near, specs),
+        keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),
+    )  # fmt: skip
+    return jax.jit(make, out_shardings=shardings)

@@ -1,0 +1,83 @@
+"""What a cache takes, by place, on one device or on each of a mesh."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from kvjax.cache.layer import LayerCache, empty_layer
+from kvjax.cache.state import KVCache
+from kvjax.core.trees import tree_bytes
+from kvjax.placement.budget import Budget, Sizes
+from kvjax.placement.device import Device
+from kvjax.placement.spread import Spread
+from kvjax.policies.cache_policy import CachePolicy
+
+
+def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
+    """Bytes of all layers' keys and values, by the place where they are.
+
+    Args:
+      cache: the cache, on one device or on a mesh.
+      spread: counts what one device would have of it, were it spread so; ``cache.spread`` is what
+        one has of a cache on a mesh.
+    """
+    totals: dict[str, int] = {}
+    for layer in cache.layers:
+        if spread is not None:
+            layer = share_of(layer, spread)
+        body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
+        for place, held in ((layer.policy.placement.place, body), ("device", rest)):
+            if jax.tree.leaves(held):
+                totals[place] = totals.get(place, 0) + tree_bytes(held)
+    return totals
+
+
+def share_of(held: LayerCache, spread: Spread) -> LayerCache:
+    """What a device has of an empty layer like this one, as shapes."""
+    policy = replace(held.policy, placement=held.policy.placement.over(spread))
+    batch = jax.tree.leaves(held.keys)[0].shape[0]
+    shape = policy, batch, held.kv_heads, held.head_dim, held.window
+    whole = jax.eval_shape(functools.partial(empty_layer, *shape))
+
+    def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(part, whole, whole.specs())
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_sizes(
+    policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
+) -> Sizes:
+    """What a layer of a resolved policy takes, on the device and with ``host``; on a mesh, of one
+    of its devices."""
+
+    def parts(placement: Device) -> tuple[int, int]:
+        moved = policy.elsewhere(placement)
+        make = functools.partial(empty_layer, moved, batch, kv_heads, head_dim, None)
+        layer = jax.eval_shape(make)
+        spread = policy.placement.spread
+        layer = layer if spread is None else share_of(layer, spread)
+        return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
+
+    body, tail = parts(host)
+    return Sizes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
+
+
+def within(
+    budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
+) -> list[CachePolicy]:
+    """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the
+    host as a budget asks for."""
+    sizes = [
+        layer_sizes(policy, budget.placement, *shape)
+        for policy, shape in zip(policies, shapes, strict=True)
+    ]
+    away = budget.away(sizes, ())
+    return [
+        policy.elsewhere(budget.placement if n in away else Device())
+        for n, policy in enumerate(policies)
+    ]

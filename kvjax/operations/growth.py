@@ -1,0 +1,114 @@
+"""A cache with room for more tokens a row."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.state import KVCache, LayerCache
+from kvjax.core.checks import is_traced, refuse_traced, whole_number
+from kvjax.core.typing import Array, Rows
+from kvjax.layouts import Layout
+from kvjax.placement.device import Device, beside
+
+
+def grow(cache: KVCache, to: int) -> KVCache:
+    """A cache with room for ``to`` tokens a row, and the same content.
+
+    It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
+    never more than one layer is held twice; a ``fork`` of it survives. Layers that have room
+    enough, and those that hold a window only, stay as they are.
+
+    Args:
+      cache: the cache; its arrays are deleted.
+      to: tokens a row.
+
+    Raises:
+      ValueError: if ``to`` is fewer than it holds already, more than it may grow to or than the
+        model has positions, or no layer has a capacity that could grow; inside ``jit``.
+    """
+    refuse_traced("kvjax.grow", cache.length)
+    to = whole_number("to", to, 1)
+    layouts = [layer.policy.layout for layer in cache.layers]
+    if all(layout.limit is None for layout in layouts):
+        raise ValueError("a ring does not grow: it holds its window however long the text is")
+    if cache.positions is not None and to > cache.positions:
+        raise ValueError(f"grow to {to}: the model has only {cache.positions} positions")
+    if to < cache.max_len:
+        raise ValueError(f"the cache holds {cache.max_len} tokens a row: {to} would be fewer")
+    # All of them first: none may raise when others have been deleted.
+    wanted = enlarged(cache, to)
+    with beside(cache.length):
+        return _grown(cache, wanted)
+
+
+def _grown(cache: KVCache, wanted: list[Layout]) -> KVCache:
+    layers, marks = [], []
+    for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
+        larger = _padded(layer, layout)
+        marks.append(_mark(layer, layout, cache.written[:, place]))
+        if larger is not layer:
+            larger = jax.block_until_ready(larger.placed())
+            if larger.policy.stored.slots != layer.policy.stored.slots:
+                # A tail has not grown, and goes on as it is.
+                for array in jax.tree.leaves((layer.keys, layer.values)):
+                    array.delete()
+        layers.append(larger)
+    return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+
+
+def enlarged(cache: KVCache, to: int) -> list[Layout]:
+    """The layouts of a cache grown to hold ``to`` tokens a row."""
+    layouts: list[Layout] = [layer.policy.layout for layer in cache.layers]
+    return [
+        layout if layout.limit is None or layout.limit >= to else layout.grown(to)
+        for layout in layouts
+    ]
+
+
+def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
+    """A layer in a larger layout of its kind; one that has it already is given back as it is."""
+    if layout == layer.policy.layout:
+        return layer
+    policy = replace(layer.policy, layout=layout)
+    more = policy.stored.slots - layer.policy.stored.slots
+
+    def pad(x: Array) -> Array:
+        if policy.placement.behind_tail and not is_traced(x) and policy.placement.spread is None:
+            return _enlarged(x, more, policy.placement)
+        wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
+        return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
+
+    return replace(
+        layer,
+        keys=jax.tree.map(pad, layer.keys) if more else layer.keys,
+        values=jax.tree.map(pad, layer.values) if more else layer.values,
+        policy=policy,
+    )
+
+
+def _enlarged(x: Array, more: int, place: Device) -> Array:
+    """An array with more of axis 2, where it is: no more than one unit of that is on the device."""
+    shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
+    return _carried_over(place.store(np.zeros(shape, x.dtype)), x, place)
+
+
+@functools.partial(jax.jit, static_argnames="place", donate_argnums=0)
+def _carried_over(into: Array, x: Array, place: Device) -> Array:
+    def one(unit: Array, into: Array) -> Array:
+        part = place.near(lax.dynamic_slice_in_dim(x, unit, 1, axis=2))
+        return lax.dynamic_update_slice_in_dim(into, place.far(part), unit, axis=2)
+
+    return lax.fori_loop(0, x.shape[2], one, into)
+
+
+def _mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
+    """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
+    conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
+    slots, wider = layer.policy.stored.slots, replace(layer.policy, layout=layout).stored.slots
+    if layer.policy.has_tail:
+        slots, wider = layer.policy.layout.slots, layout.slots
+    return jnp.where(written > slots, written + wider - slots, written)

@@ -1,0 +1,78 @@
+"""Forget the newest tokens."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.state import KVCache, LayerCache, with_rows
+from kvjax.cache.status import REWOUND_TOO_FAR
+from kvjax.core.checks import is_traced
+from kvjax.core.typing import Counts, Rows
+from kvjax.layouts import UNLIMITED
+
+
+def rewindable(cache: KVCache) -> Rows:
+    """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
+
+    A ring has overwritten what lies further back than its slack.
+    """
+    each = [
+        _rewindable(layer, cache.length, cache.written[:, place])
+        for place, layer in enumerate(cache.layers)
+    ]
+    return jnp.min(jnp.stack(each), axis=0)
+
+
+def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
+    """Forget the newest tokens.
+
+    Args:
+      cache: the cache.
+      tokens: how many, for all rows, or int32[batch], one number a row.
+
+    Returns:
+      The cache. A row that can't forget so many (see ``rewindable``) is left as it is and gets
+      the status ``REWOUND_TOO_FAR``.
+
+    Raises:
+      ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
+        not one number a row.
+    """
+    back = _whole_numbers("rewind takes a whole number, or one a row", tokens)
+    if back.shape not in ((), (cache.batch,)):
+        raise ValueError(
+            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(back.shape)}"
+        )
+    if not is_traced(back) and np.any(np.asarray(back) < 0):
+        raise ValueError(f"rewind takes tokens away: {np.min(back)} is negative")
+    # A number that int32 can't hold is too many in any case.
+    back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
+    back = jnp.broadcast_to(back, cache.length.shape)
+    wrong = (back > rewindable(cache)) | (back < 0)
+    length = jnp.where(wrong, cache.length, cache.length - back)
+    status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
+    return with_rows(cache, length=length, status=status)
+
+
+def _rewindable(layer: LayerCache, length: Rows, written: Rows) -> Rows:
+    tokens = layer.policy.rewindable(length, written)
+    if layer.low is None:
+        return tokens
+    window = layer.policy.layout.window or 0  # a dense layer lacks nothing
+    back = length - (layer.low + window - 1)
+    return jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+
+
+def _whole_numbers(wanted: str, x: Any) -> Any:
+    """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
+    if not is_traced(x):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(f"{wanted}, got {x!r:.80}") from None
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{wanted}, got {x!r:.80}")
+    if is_traced(x):
+        return x if x.dtype.itemsize > 4 else x.astype(jnp.int32)
+    return x.astype(np.int64)
