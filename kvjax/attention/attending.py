@@ -18,16 +18,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.mask import Bias, Sight
+from kvjax.attention.call import Call
+from kvjax.attention.mask import Bias, Mask
 from kvjax.attention.paths import Path, path_of
-from kvjax.attention.segments import segments
 from kvjax.cache.admission import accepted, positions_from
 from kvjax.cache.appending import shared_by
+from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.codecs import Raw
 from kvjax.core.device import default_device
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries, Rows
+from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.placement.mesh import SEQUENCE, TENSOR
 from kvjax.placement.spread import COPIES, Spread
@@ -99,67 +100,56 @@ def attend(
         at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)
     # A window of the model's own may be narrower than the ring.
     cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED
-    sight = Sight(
+    call = cache.length if held.policy.prefill == "exact" else None
+    mask = Mask(
         at, _scale(queries, scale), min(windows, default=None), max(sinks, layout.sinks), chunk,
-        cap, soft_cap, bias,
+        cap, soft_cap, bias, call,
     )  # fmt: skip
     capped = turned = apply_rotary(queries, at, rotary)
     if layout.sinks and rotary is not None:
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
-    if held.tail is not None:
-        exact = held.policy.prefill == "exact"
-        sight = replace(sight, split=held.policy.split, call=cache.length if exact else None)
     kinds = (turned,) if capped is turned else (turned, capped)
-    marks = cache.written[:, place]
-    return _mixture(way, kinds, held, cache.length, length, marks, rotary, sight)
+    view = View(held, cache.length, length, cache.written[:, place], rotary)
+    return _mixture(way, kinds, view, mask)
 
 
-def _mixture(way: Path, *call: Any) -> Mixed:
+def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """``_walked``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
     """
-    sight = call[-1]
-    return _walked(way, *call) if sight.bias else _traced_once(default_device(), way, *call)
+    if mask.bias:
+        return _walked(way, kinds, view, mask)
+    return _traced_once(default_device(), way, kinds, view, mask)
+
+
+def _walked(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+    """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
+    is something else."""
+    kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
+    if spread is None:
+        return way(Call(kinds[0], kinds[-1], kv_heads, sections(view), view.length, mask))
+    heads, bias = kinds[0].shape[1], mask.bias
+    rows: Any = spread.of_rows()
+    everywhere: Any = PartitionSpec()
+    divided = spread.of_queries(heads, kv_heads)
+
+    def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+        bias_here = bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
+        own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
+        found = sections(view, shared_by(spread))
+        kv_heads = view.held.kv_heads // spread.heads
+        return way(Call(kinds[0], kinds[-1], kv_heads, found, view.length, own))
+
+    mask = replace(mask, bias=None)
+    specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
+    layer = View(view.held.specs(), rows, rows, rows, everywhere)
+    return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
 
 
 @functools.partial(jax.jit, static_argnames=("device", "way"))
-def _traced_once(device: Any, way: Path, *call: Any) -> Mixed:
+def _traced_once(device: Any, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """``_walked`` as it is traced for a device."""
-    return _walked(way, *call)
-
-
-def _walked(
-    way: Path, kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows,
-    marks: Rows, rotary: RotaryTable | None, sight: Sight,
-) -> Mixed:  # fmt: skip
-    """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
-    is something else. The rest: see ``segments``."""
-    spread = held.policy.placement.spread
-    if spread is None:
-        parts = segments(held, before, length, marks, rotary)
-        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, sight)
-    heads = kinds[0].shape[1]
-    rows, queries = spread.of_rows(), spread.of_queries(heads, held.kv_heads)
-    bias = sight.bias
-
-    def on_each(
-        kinds: tuple[Mixed, ...], held: LayerCache, before: Rows, length: Rows, marks: Rows,
-        rotary: RotaryTable | None, at: Sight,
-    ) -> Mixed:  # fmt: skip
-        held = held.on_one()
-        parts = segments(held, before, length, marks, rotary, shared_by(spread))
-        axis = SEQUENCE if spread.parts > 1 else None
-        own = replace(
-            at, axis=axis, bias=bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
-        )
-        return way((kinds[0], kinds[-1]), held.kv_heads, parts, length, own)
-
-    at = replace(sight, bias=None)
-    specs = replace(at, queries=rows, call=None if at.call is None else rows)
-    return spread.run(
-        on_each, (queries, held.specs(), rows, rows, rows, PartitionSpec(), specs), queries,
-        kinds, held, before, length, marks, rotary, at,
-    )  # fmt: skip
+    return _walked(way, kinds, view, mask)
 
 
 def _of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
@@ -216,11 +206,11 @@ def self_attend(
     queries = apply_rotary(queries, positions, rotary)
     keys = apply_rotary(keys, positions, rotary)
     held = replace(held, keys=keys)
-    sight = Sight(
+    mask = Mask(
         positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
     )
     length = jnp.full((batch,), new, jnp.int32)
-    return _mixture(blockwise, (queries,), held, length, length, length, None, sight)
+    return _mixture(blockwise, (queries,), View(held, length, length, length), mask)
 
 
 def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:

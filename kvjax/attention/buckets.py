@@ -7,16 +7,16 @@ there is one a layer, over at most ``BUCKETS`` programs that are all compiled wi
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.blocks import LOWEST, Turned, blockwise
-from kvjax.attention.mask import Sight
-from kvjax.attention.segments import Segment
-from kvjax.attention.softmax import across
-from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.attention.blocks import blockwise
+from kvjax.attention.call import Call, softmax_over
+from kvjax.attention.mask import Mask
+from kvjax.attention.softmax import Partial
+from kvjax.cache.sections import Section
+from kvjax.core.typing import Array, Mixed
 
 BUCKETS = 8
 """Sizes of prefix, at most: each is a program of its own in every layer."""
@@ -30,46 +30,32 @@ SHORT = 32
 """Queries of a call, at most: more of them would make scores of queries times capacity."""
 
 
-class Partial(NamedTuple):
-    """A softmax over some of the keys, float32: the ``highest`` score and the ``total`` of weights
-    [batch, kv_heads, rows], and the weighted sum of values, ``mixed`` [batch, kv_heads, rows,
-    head_dim]."""
-
-    highest: Array
-    total: Array
-    mixed: Array
-
-
-def bucketed(
-    both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight: Sight
-) -> Mixed:
+def bucketed(call: Call) -> Mixed:
     """Softmax over the smallest prefixes that hold all that is filled; long calls are walked."""
-    if both[0].shape[2] > SHORT:
-        return blockwise(both, kv_heads, parts, length, sight)
-    rows = grouped(both, kv_heads)
+    if call.queries.shape[2] > SHORT:
+        return blockwise(call)
+    sections = call.sections
 
     def over(tokens: int) -> Callable[[], Partial]:
         def prefixes() -> Partial:
             found = (
-                prefix(part, _units(part, tokens), rows[1 if part.capped else 0], sight)
-                for part in parts
+                prefix(each, _units(each, tokens), call.rows(each), call.mask) for each in sections
             )
-            return functools.reduce(merged, found)
+            return functools.reduce(Partial.merge, found)
 
         return prefixes
 
-    sizes = bucket_sizes([part.size * part.unit for part in parts])
-    near = jnp.minimum(length, jnp.max(sight.queries, axis=1) + 1)
-    filled = [part.filled(near) for part in parts]
+    sizes = bucket_sizes([each.size * each.unit for each in sections])
+    filled = [each.filled(call.near()) for each in sections]
     beyond = [
-        jnp.stack([n > _units(part, size) for n, part in zip(filled, parts, strict=True)]).any()
+        jnp.stack([n > _units(each, size) for n, each in zip(filled, sections, strict=True)]).any()
         for size in sizes[:-1]
     ]
     if not beyond:
-        return finished([over(sizes[0])()], both[0], sight)
+        return call.finish(over(sizes[0])())
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
     # Devices that divide the keys may each take another size: they meet behind it.
-    return finished([lax.switch(index, [over(size) for size in sizes])], both[0], sight)
+    return call.finish(lax.switch(index, [over(size) for size in sizes]))
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
@@ -80,76 +66,28 @@ def bucket_sizes(tokens: list[int]) -> list[int]:
     return found[::-1]
 
 
-def grouped(both: Turned, kv_heads: int) -> tuple[Array, Array]:
-    """Queries [batch, heads, new, head_dim] as rows [batch, kv_heads, group * new, head_dim]."""
-    batch, heads, new, head_dim = both[0].shape
-    shape = (batch, kv_heads, heads // kv_heads * new, head_dim)
-    return both[0].reshape(shape), both[1].reshape(shape)
-
-
-def prefix(segment: Segment, units: int, rows: Array, sight: Sight) -> Partial:
-    """The softmax over a segment's first ``units``. A long prefix is taken in pieces, a number that
+def prefix(section: Section, units: int, rows: Array, mask: Mask) -> Partial:
+    """The softmax over a section's first ``units``. A long prefix is taken in pieces, a number that
     the compiler knows: what is made of the stores is never larger than one of them."""
-    piece = min(units, max(PIECE // segment.unit, 1))
-    stop = segment.first + units
+    piece = min(units, max(PIECE // section.unit, 1))
+    stop = section.first + units
 
-    def over(start: Array) -> Partial:
+    def over(start: Array, after: Partial | None = None) -> Partial:
         # A last piece that would pass the end is moved down; what it shares is not seen twice.
-        return _softmax(segment, jnp.minimum(start, stop - piece), start, piece, rows, sight)
+        origin = jnp.minimum(start, stop - piece)
+        return softmax_over(section, mask, rows, origin, piece, start=start, after=after)
 
     def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
         start, found = carry
-        return (start + piece, merged(found, over(start))), None
+        return (start + piece, over(start, found)), None
 
-    begin = jnp.int32(segment.first)
+    begin = jnp.int32(section.first)
     if piece == units:
         return over(begin)
-    nothing = jnp.zeros(rows.shape[:3], jnp.float32)
-    empty = Partial(nothing + LOWEST, nothing, jnp.zeros(rows.shape, jnp.float32))
-    return lax.scan(one, (begin, empty), length=-(-units // piece))[0][1]
+    nothing = Partial.of_none(rows)
+    return lax.scan(one, (begin, nothing), length=-(-units // piece))[0][1]
 
 
-def merged(a: Partial, b: Partial) -> Partial:
-    """The softmax over the keys of both, by their log-sum-exp (Milakov and Gimelshein,
-    arXiv:1805.02867)."""
-    highest = jnp.maximum(a.highest, b.highest)
-    shrunk = [jnp.exp(part.highest - highest) for part in (a, b)]
-    total = a.total * shrunk[0] + b.total * shrunk[1]
-    mixed = a.mixed * shrunk[0][..., None] + b.mixed * shrunk[1][..., None]
-    return Partial(highest, total, mixed)
-
-
-def finished(parts: list[Partial], queries: Mixed, sight: Sight) -> Mixed:
-    """The mixture over the keys of all parts, as ``queries`` are shaped; zeros where none is
-    seen."""
-    found = parts[0]
-    for part in parts[1:]:
-        found = merged(found, part)
-    total, mixed = across(sight.axis, *found)
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return mixed.reshape(queries.shape).astype(queries.dtype)
-
-
-def _units(segment: Segment, tokens: int) -> int:
-    """Units of a segment's prefix of so many tokens."""
-    return min(segment.size, -(-tokens // segment.unit))
-
-
-def _softmax(
-    segment: Segment, origin: Array, start: Array, size: int, rows: Array, sight: Sight
-) -> Partial:
-    """Over ``size`` units from ``origin`` on, of which those from ``start`` on count."""
-    batch, kv_heads, count, _ = rows.shape
-    new = sight.queries.shape[1]
-    positions = segment.positions(origin + jnp.arange(size, dtype=jnp.int32), start)
-    stores = segment.part_of(origin, size)
-    products = segment.scores(rows, stores[0], positions)
-    products = products.reshape(batch, kv_heads, count // new, new, -1)
-    scores, seen = sight.scores(products, positions, part=segment.part, capped=segment.capped)
-    shape = (batch, kv_heads, count, positions.shape[1])
-    seen = jnp.broadcast_to(seen, products.shape).reshape(shape)
-    scores = jnp.where(seen, scores.reshape(shape), LOWEST)
-    highest = lax.stop_gradient(scores.max(-1))
-    weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0.0)
-    mixed = segment.mix(weights, stores[1], positions, rows.dtype.name)
-    return Partial(highest, weights.sum(-1), mixed)
+def _units(section: Section, tokens: int) -> int:
+    """Units of a section's prefix of so many tokens."""
+    return min(section.size, -(-tokens // section.unit))

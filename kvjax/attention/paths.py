@@ -2,19 +2,17 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvjax.attention.blocks import Turned, at_once, blockwise
+from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
-from kvjax.attention.mask import Sight
-from kvjax.attention.segments import Segment
-from kvjax.core.typing import Mixed, Rows
+from kvjax.attention.call import Call
+from kvjax.core.typing import Mixed
 from kvjax.policies.cache_policy import CachePolicy
 
-Path = Callable[[Turned, int, list[Segment], Rows, Sight], Mixed]
-"""``path(both, kv_heads, segments, length, sight)``: the mixture that queries, at their positions
-and capped, see of a layer whose rows hold ``length``. All give the same; one that can't serve a
-call raises ``ValueError`` when it is traced."""
+Path = Callable[[Call], Mixed]
+"""The mixture that a call's queries see. All paths give the same; one that can't serve a call
+raises ``ValueError`` when it is traced."""
 
 
 class Rule(NamedTuple):
@@ -41,10 +39,10 @@ def _kernel(name: str) -> Path:
     """A path of ``kvjax.attention.kernels``, whose libraries are loaded when it is first asked for:
     they take up to a second, and most programs need none."""
 
-    def attend(*call: Any) -> Mixed:
-        return importlib.import_module(f"kvjax.attention.kernels.{name}").attend(*call)
+    def by_kernel(call: Call) -> Mixed:
+        return importlib.import_module(f"kvjax.attention.kernels.{name}").attend(call)
 
-    return attend
+    return by_kernel
 
 
 PATHS: dict[str, Path] = {

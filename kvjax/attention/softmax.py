@@ -1,25 +1,88 @@
-"""The softmax over keys that several devices have a share of each."""
+"""The one softmax: over some of the keys, merged with that over others, and divided at the end.
+
+Source: Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.typing import Array
+from kvjax.core.typing import Array, Mixed
+
+LOWEST = -2e38
+"""The score of what is not seen. Scores below half of it are taken for it."""
 
 
-def across(axis: str | None, highest: Array, total: Array, mixed: Array) -> tuple[Array, Array]:
-    """Sum of weights and weighted sum of values over all devices along a mesh's axis, by their
-    log-sum-exp (Milakov and Gimelshein, arXiv:1805.02867); what is given where there is none.
+class Partial(NamedTuple):
+    """A softmax over some of the keys, float32: the ``highest`` score and the ``total`` of weights
+    [batch, kv_heads, rows], and the weighted sum of values, ``mixed`` [batch, kv_heads, rows,
+    head_dim]."""
 
-    Args:
-      axis: of the mesh, or None.
-      highest, total: float32[...], the highest score that a device has seen, and its weights' sum.
-      mixed: float32[..., head_dim], its weighted sum of values.
-    """
-    if axis is None:
-        return total, mixed
-    # The highest of all is any number that makes none too large; a device's own is what its sums
-    # were made with, and passes gradients as they do.
-    shrink = jnp.exp(highest - lax.pmax(lax.stop_gradient(highest), axis))[..., None]
-    # Together: each collective waits for the slowest device.
-    both = lax.psum(jnp.concatenate([mixed, total[..., None]], axis=-1) * shrink, axis)
-    return both[..., -1], both[..., :-1]
+    highest: Array
+    total: Array
+    mixed: Array
+
+    @classmethod
+    def of_none(cls, rows: Array) -> "Partial":
+        """Over no key, of rows of queries [batch, kv_heads, rows, head_dim]."""
+        nothing = jnp.zeros(rows.shape[:-1], jnp.float32)
+        return cls(nothing + LOWEST, nothing, jnp.zeros(rows.shape, jnp.float32))
+
+    @classmethod
+    def of(
+        cls,
+        scores: Array,
+        seen: Array,
+        mix: Callable[[Array], Array],
+        after: "Partial | None" = None,
+    ) -> "Partial":
+        """Over the keys of ``scores``, and those of ``after``.
+
+        Args:
+          scores: float32[batch, kv_heads, rows, keys].
+          seen: bool, the same shape: which of them count.
+          mix: weights, in that shape, to the weighted sum of values.
+          after: the softmax over other keys, with which it is merged at no cost of its own.
+        """
+        scores = jnp.where(seen, scores, LOWEST)
+        # Never as low as what is not seen, whose weights are 0 then: no choice has to make them so.
+        highest = jnp.maximum(lax.stop_gradient(scores).max(-1), LOWEST / 2)
+        if after is None:
+            weights = jnp.exp(scores - highest[..., None])
+            return cls(highest, weights.sum(-1), mix(weights))
+        highest = jnp.maximum(after.highest, highest)
+        weights = jnp.exp(scores - highest[..., None])
+        shrink = jnp.exp(after.highest - highest)
+        total = after.total * shrink + weights.sum(-1)
+        return cls(highest, total, after.mixed * shrink[..., None] + mix(weights))
+
+    def merge(self, other: "Partial") -> "Partial":
+        """Over the keys of both."""
+        highest = jnp.maximum(self.highest, other.highest)
+        a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
+        mixed = self.mixed * a[..., None] + other.mixed * b[..., None]
+        return Partial(highest, self.total * a + other.total * b, mixed)
+
+    def joined(self, axis: int) -> "Partial":
+        """Of shares along an axis, over the keys of all."""
+        shrink = jnp.exp(self.highest - self.highest.max(axis, keepdims=True))
+        mixed = (self.mixed * shrink[..., None]).sum(axis)
+        return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), mixed)
+
+    def finish(self, queries: Mixed, axis: str | None = None) -> Mixed:
+        """The mixture, in the shape and dtype of the queries; zeros where none is seen.
+
+        ``axis``: of a mesh, along which devices have a share of the keys each.
+        """
+        total, mixed = self.total, self.mixed
+        if axis is not None:
+            highest = lax.pmax(lax.stop_gradient(self.highest), axis)
+            shrink = jnp.exp(self.highest - highest)[..., None]
+            # Together: each collective waits for the slowest device.
+            both = jnp.concatenate([mixed, total[..., None]], axis=-1) * shrink
+            both = lax.psum(both, axis)
+            total, mixed = both[..., -1], both[..., :-1]
+        mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+        return mixed.reshape(queries.shape).astype(queries.dtype)

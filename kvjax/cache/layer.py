@@ -92,12 +92,6 @@ class LayerCache:
             low=each(self.low, spread.of_rows), fetched=each(self.fetched, spread.of_body),
         )  # fmt: skip
 
-    def on_one(self) -> "LayerCache":
-        """On a device of a mesh, from its arrays: the layer of the heads that it has."""
-        place = self.policy.placement
-        assert place.spread is not None
-        return replace(self, kv_heads=self.kv_heads // place.spread.heads)
-
 
 def empty_layer(
     policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None

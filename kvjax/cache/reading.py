@@ -1,14 +1,15 @@
-"""A layer's decoded content."""
+"""What a layer holds, as numbers: all of it, or the tokens at some positions."""
 
-from typing import Any
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer import Body, LayerCache
+from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache
-from kvjax.codecs import tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
-from kvjax.policies.cache_policy import CachePolicy
 
 
 def read(
@@ -29,37 +30,68 @@ def read(
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
     place = cache.place(layer)
-    held = cache.layers[place]
-    policy, written = held.policy, cache.written[:, place]
-    if held.tail is None:
-        slots = jnp.arange(policy.stored.slots, dtype=jnp.int32)
-        positions = policy.stored.positions(cache.length, written, slots)
-        return policy.keys.decode(held.keys), policy.values.decode(held.values), positions
-    keys, values, positions = decoded(held.near(), policy, cache.length, written)
-    if policy.keys.before_rotary:
-        keys = apply_rotary(keys, positions.clip(0), rotary)
-    return keys, values, positions
+    held, length = replace(cache.layers[place], strip=None), cache.length
+    keys, values, positions = [], [], []
+    view = View(held, length, length, cache.written[:, place])
+    for section in sections(view, together=True):
+        some_keys, some_values, at = section.numbers()
+        if section.split is not None:
+            raw = section.split.is_raw(at, section.split.raw_from(length - 1)[:, None])
+            at = jnp.where(_there(held, at) & (raw == section.raw), at, -1)
+        keys.append(some_keys)
+        values.append(some_values)
+        positions.append(at)
+    if len(positions) == 1:
+        return keys[0], values[0], positions[0]
+    rotated, at = jnp.concatenate(keys, axis=2), jnp.concatenate(positions, axis=1)
+    if held.policy.keys.before_rotary:
+        rotated = apply_rotary(rotated, at.clip(0), rotary)
+    return rotated, jnp.concatenate(values, axis=2), at
 
 
-def decoded(
-    held: Any, policy: CachePolicy, length: Rows, written: Rows
-) -> tuple[Array, Array, SlotPositions]:
-    """Keys and values of a layer with a tail, as they are stored, body first, and the positions of
-    their slots, each once, as the query at the row's newest token sees it."""
-    split = policy.split
-    assert policy.raw is not None
-    blocks = jnp.arange(split.body.slots, dtype=jnp.int32)
-    in_body = split.body_positions(length, written, blocks)
-    in_tail = split.tail.positions(length, written, jnp.arange(split.tail.slots, dtype=jnp.int32))
-    raw_from = split.raw_from(length - 1)[:, None]
-    is_raw = (in_tail >= raw_from) | (in_tail < split.tail.sinks)
-    coded = (in_body < raw_from) & (in_body >= split.tail.sinks)
-    positions = jnp.concatenate(
-        [jnp.where(coded, in_body, -1), jnp.where(is_raw, in_tail, -1)], axis=1
-    )
-    if held.low is not None:  # a conversion had nothing for these
-        there = (positions >= held.low[:, None]) | (positions < split.tail.sinks)
-        positions = jnp.where(there, positions, -1)
-    keys = tokens_of(policy.keys.decode(held.keys)), policy.raw[0].decode(held.tail.keys)
-    values = tokens_of(policy.values.decode(held.values)), policy.raw[1].decode(held.tail.values)
-    return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2), positions
+def tokens_at(
+    held: LayerCache, length: Rows, marks: Rows, wanted: Array
+) -> tuple[Array, Array, Array]:
+    """Keys and values [batch, kv_heads, n, head_dim] of the tokens at ``wanted`` int32[batch, n],
+    as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0."""
+    keys = values = jnp.zeros((), held.policy.keys.dtype)
+    there = jnp.zeros(wanted.shape, bool)
+    view = View(held, length, length, marks)
+    for section in reversed(sections(view, together=True)):  # raw ones first
+        some_keys, some_values, at = section.numbers()
+        source = jnp.clip(section.slot_of(wanted), 0, at.shape[1] - 1)
+        found = (jnp.take_along_axis(at, source, axis=1) == wanted) & (wanted >= 0) & ~there
+        found &= _there(held, wanted)
+        keys, values = (
+            jnp.where(
+                found[:, None, :, None],
+                jnp.take_along_axis(x, source[:, None, :, None], axis=2),
+                before,
+            )
+            for x, before in ((some_keys, keys), (some_values, values))
+        )
+        there |= found
+    return keys, values, there
+
+
+def blocks_at(held: LayerCache, length: Rows, marks: Rows, ids: Array) -> tuple[Body, Array]:
+    """The blocks ``ids`` int32[batch, n] of a body as they are encoded, and which of them it has,
+    bool[batch, n]; the others mean nothing."""
+    split, batch = held.policy.split, ids.shape[0]
+    source = jnp.clip(split.body.slot_of(ids), 0, split.body.slots - 1)
+    every = jnp.arange(split.body.slots, dtype=jnp.int32)
+    at = split.body.positions(split.flushed(length), split.flushed(marks), every)
+    there = (jnp.take_along_axis(at, source, axis=1) == ids) & (ids >= 0)
+
+    def taken(store: Array) -> Array:
+        index = source.reshape(batch, 1, -1, *[1] * (store.ndim - 3))
+        return jnp.take_along_axis(store, index, axis=2)
+
+    return jax.tree.map(taken, (held.keys, held.values)), there
+
+
+def _there(held: LayerCache, positions: Array) -> Array:
+    """Which positions a conversion has not left out."""
+    if held.low is None:
+        return jnp.ones((), bool)
+    return (positions >= held.low[:, None]) | (positions < held.policy.layout.sinks)

@@ -52,6 +52,10 @@ class Part:
         mine = (there >= self.low) & (there < jnp.minimum(self.high, self.layout.slots))
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 
+    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+        """Where a position stands here, if it does."""
+        return self.layout.slot_of(positions) - self.offset
+
     def regions(self) -> list[tuple[Region, "Part"]]:
         """What attention walks here, and the part of which it is."""
         found = []

@@ -54,6 +54,10 @@ class Split:
         """The first position that queries at ``positions`` see raw."""
         return jnp.maximum(positions // self.block - self.recent, 0) * self.block
 
+    def is_raw(self, positions: Array, raw_from: Array) -> Array:
+        """Whether queries that see all from ``raw_from`` on raw see ``positions`` so."""
+        return (positions >= raw_from) | (positions < self.tail.sinks)
+
     def body_positions(
         self, length: Counts, written: Counts, blocks: Int[Array, " blocks"]
     ) -> Int[Array, "batch tokens"]:

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.blocks import Turned, blockwise
-from kvjax.attention.mask import Sight
-from kvjax.attention.segments import Segment
-from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.attention.blocks import blockwise
+from kvjax.attention.call import Call
+from kvjax.core.typing import Array, Mixed
 
 
 def refuse(path: str, reasons: dict[str, object]) -> None:
@@ -18,50 +17,44 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
             raise ValueError(f"the attention path {path!r} {reason}")
 
 
-def one_raw(path: str, parts: list[Segment], sight: Sight) -> tuple[Array, Array]:
-    """Keys and values [batch, kv_heads, slots, head_dim] of a layer of one segment, as numbers.
+def one_raw(path: str, call: Call) -> tuple[Array, Array]:
+    """Keys and values [batch, kv_heads, slots, head_dim] of a layer of one section, as numbers.
 
     Raises:
       ValueError: if there are more, or the call asks for what no library's kernel has.
     """
+    sections, mask = call.sections, call.mask
     refuse(path, {
-        "reads raw caches alone": parts[0].part is not None,
-        "adds no bias to scores": sight.bias is not None,
-        "sees no chunks": sight.chunk is not None,
-        "reads the slots of one device alone": sight.axis is not None,
-        "keeps no sinks": len(parts) > 1 or sight.sinks,
+        "reads raw caches alone": sections[0].split is not None,
+        "adds no bias to scores": mask.bias is not None,
+        "sees no chunks": mask.chunk is not None,
+        "reads the slots of one device alone": mask.axis is not None,
+        "keeps no sinks": len(sections) > 1 or mask.sinks,
     })  # fmt: skip
-    keys, values = parts[0].codecs
-    return keys.decode(parts[0].keys), values.decode(parts[0].values)
+    keys, values = sections[0].codecs
+    return keys.decode(sections[0].keys), values.decode(sections[0].values)
 
 
-def from_beginning(
-    both: Turned,
-    kv_heads: int,
-    parts: list[Segment],
-    length: Rows,
-    sight: Sight,
-    run: Callable[[Array, Array, Array], Array],
-) -> Mixed:
+def from_beginning(call: Call, run: Callable[[Array, Array, Array], Array]) -> Mixed:
     """``run(keys, values, present)`` over the first slots, where the text of every row begins with
     this call, and they hold positions 0 to ``new - 1``; else the walk. ``present``: bool[batch,
     new], what a row has of them; values of the others are 0."""
-    new, segment = both[0].shape[2], parts[0]
-    if new > segment.size:
-        return blockwise(both, kv_heads, parts, length, sight)
+    new, section, length = call.queries.shape[2], call.sections[0], call.length
+    if new > section.size:
+        return blockwise(call)
 
     def text() -> Mixed:
         present = jnp.arange(new) < length[:, None]
         keys, values = (
-            codec.decode(store[:, :, :new]).astype(both[0].dtype)
-            for codec, store in zip(segment.codecs, (segment.keys, segment.values), strict=True)
+            codec.decode(store[:, :, :new]).astype(call.queries.dtype)
+            for codec, store in zip(section.codecs, (section.keys, section.values), strict=True)
         )
         values = jnp.where(present[:, None, :, None], values, 0)
         return jnp.where((length > 0)[:, None, None, None], run(keys, values, present), 0)
 
     def walked() -> Mixed:
-        return blockwise(both, kv_heads, parts, length, sight)
+        return blockwise(call)
 
     # Positions that all are the last one's are those of a call that is not causal.
-    own = sight.queries == jnp.arange(new, dtype=jnp.int32)
+    own = call.mask.queries == jnp.arange(new, dtype=jnp.int32)
     return lax.cond(jnp.all(own), text, walked)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.attention.buckets import Partial
+from kvjax.attention.softmax import Partial
 from kvjax.codecs import Codec, Store
 from kvjax.core.typing import Array
 
@@ -120,7 +120,7 @@ def decode(
         )
     else:
         parts = run(*arrays, *leaves, interpret=interpret)
-    return Partial(*(x[:, :, :rows] for x in _merged(*parts)))
+    return Partial(*(x[:, :, :, :rows] for x in parts)).joined(2)
 
 
 def _kernel(tree: Any, settings: Settings, splits: int, *refs: Any) -> None:
@@ -168,13 +168,6 @@ def _kernel(tree: Any, settings: Settings, splits: int, *refs: Any) -> None:
         (nothing + _LOWEST, nothing, jnp.zeros(queries.shape, jnp.float32)),
     )  # fmt: skip
     highest_ref[...], total_ref[...], mixed_ref[...] = found
-
-
-def _merged(highest: Array, total: Array, mixed: Array) -> Partial:
-    """The shares of a row, on axis 2, together."""
-    above = highest.max(2)
-    shrink = jnp.exp(highest - above[:, :, None])
-    return Partial(above, (total * shrink).sum(2), (mixed * shrink[..., None]).sum(2))
 
 
 def _bounds(seen: Array, unit: int) -> Array:

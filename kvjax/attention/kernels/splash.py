@@ -11,41 +11,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from kvjax.attention.blocks import Turned
+from kvjax.attention.call import Call
 from kvjax.attention.kernels._whole import from_beginning, one_raw
-from kvjax.attention.mask import Sight
-from kvjax.attention.segments import Segment
-from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.core.typing import Array, Mixed
 
 BLOCK = 128
 """The kernel takes whole blocks of so many tokens."""
 
 
-def attend(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sight: Sight) -> Mixed:
+def attend(call: Call) -> Mixed:
     """Causal attention of the call to itself, where every row's text begins with it; else the walk.
 
     Raises:
       ValueError: if the call has a bias, sinks or chunks, or the layer a tail.
     """
-    one_raw("splash", parts, sight)
-    queries = both[0]
+    one_raw("splash", call)
+    queries, mask = call.queries, call.mask
     batch, heads, new, head_dim = queries.shape
 
     def run(keys: Array, values: Array, present: Array) -> Array:
         short = -new % BLOCK
         padded = [jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (keys, values)]
-        rows = jnp.pad(queries * sight.scale, ((0, 0), (0, 0), (0, short), (0, 0)))
-        rows = rows.reshape(batch, kv_heads, heads // kv_heads, new + short, head_dim)
+        rows = jnp.pad(queries * mask.scale, ((0, 0), (0, 0), (0, short), (0, 0)))
+        rows = rows.reshape(batch, call.kv_heads, heads // call.kv_heads, new + short, head_dim)
         strange = jnp.pad(~present, ((0, 0), (0, short)), constant_values=True).astype(jnp.int32)
         shape = (new + short, new + short)
-        mask = splash.CausalMask(shape)
-        if sight.window is not None:
-            mask = splash.LocalMask(shape, (sight.window - 1, 0), 0)
+        causal = splash.CausalMask(shape)
+        if mask.window is not None:
+            causal = splash.LocalMask(shape, (mask.window - 1, 0), 0)
 
         def by(*arrays: Array, interpret: bool) -> Array:
             kernel = splash.make_splash_mqa_single_device(
-                splash.MultiHeadMask([mask] * (heads // kv_heads)),
-                attn_logits_soft_cap=sight.soft_cap,
+                splash.MultiHeadMask([causal] * (heads // call.kv_heads)),
+                attn_logits_soft_cap=mask.soft_cap,
                 interpret=interpret,
             )
 
@@ -62,4 +60,4 @@ def attend(both: Turned, kv_heads: int, parts: list[Segment], length: Rows, sigh
         )  # fmt: skip
         return mixed.reshape(batch, heads, new + short, head_dim)[:, :, :new]
 
-    return from_beginning(both, kv_heads, parts, length, sight, run)
+    return from_beginning(call, run)

@@ -1,4 +1,8 @@
-"""What attention walks: runs of slots that are stored alike, with the positions they hold."""
+"""What a layer is read as: a short list of sections, each of slots that are stored alike.
+
+Attention, ``read`` and ``convert`` go by sections alone: where the newest tokens stand, what is
+encoded, and which axis has the batch is known here, and where a layer is written.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,27 +12,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import Strip
-from kvjax.cache.state import LayerCache
-from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.cache.layer import LayerCache, Strip, Tail
+from kvjax.codecs import (
+    Codec,
+    Store,
+    long_mix,
+    long_scores,
+    plain_mix,
+    plain_scores,
+    tokens_of,
+)
 from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows
-from kvjax.layouts import Layout, Part, Region, Share, divided, shared
+from kvjax.layouts import Layout, Part, Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
 
 
 @dataclass(frozen=True)
-class Segment:
+class Section:
     """Units of a store, on axis 2: tokens, or blocks of them.
 
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
-    one. ``part``: ``"body"`` or ``"raw"`` of a layer with a tail, None of others. ``capped``:
-    sinks, which queries look at from a capped distance. ``whole``: these are all units of arrays
-    that can be multiplied as they are. ``table``: to turn keys by that are stored
-    unrotated. ``placement``: where the stores are kept. ``place(units)`` -> int32[batch, tokens],
-    the positions of some units' tokens, -1 for none; ``span(start, size)``: the lowest and highest
-    of them, over all rows; ``filled(near)``: how many units from the first on may hold anything,
-    where rows have ``near`` tokens.
+    one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
+    are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
+    all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
+    stored unrotated. ``placement``: where the stores are kept. ``place(units)`` -> int32[batch,
+    tokens], the positions of some units' tokens, -1 for none; ``span(start, size)``: the lowest and
+    highest of them, over all rows; ``filled(near)``: how many units from the first on may hold
+    anything, where rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if
+    it does, counted in tokens.
     """
 
     keys: Store
@@ -39,8 +52,10 @@ class Segment:
     place: Callable[[Array], Array]
     span: Callable[[Array, int], tuple[Array, Array]]
     filled: Callable[[Rows], Array]
+    slot_of: Callable[[Array], Array]
     unit: int = 1
-    part: str | None = None
+    split: Split | None = None
+    raw: bool = False
     capped: bool = False
     whole: bool = False
     table: RotaryTable | None = None
@@ -53,7 +68,7 @@ class Segment:
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
-        kv_heads, rows, tokens]. ``long``: of a whole segment, on a CPU."""
+        kv_heads, rows, tokens]. ``long``: of a whole section, on a CPU."""
         codec = self.codecs[0]
         if long:
             return long_scores(queries, codec.decode(keys))
@@ -65,7 +80,7 @@ class Segment:
     def mix(self, weights: Array, values: Store, positions: Array | None, dtype: str) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
         kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out; None
-        is a whole segment, on a CPU."""
+        is a whole section, on a CPU."""
         codec = self.codecs[1]
         if positions is None:
             return long_mix(weights, codec.decode(values))
@@ -82,64 +97,83 @@ class Segment:
         )
         return self.placement.near(part)
 
+    def numbers(self) -> tuple[Array, Array, Array]:
+        """Keys, rotated or not as they are stored, and values of a whole store, [batch, kv_heads,
+        tokens, head_dim], and the positions of its slots, int32[batch, tokens]."""
+        stores = self.placement.near((self.keys, self.values))
+        keys, values = (
+            tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
+        )
+        return keys, values, self.place(jnp.arange(self.size, dtype=jnp.int32))
 
-def segments(
-    held: LayerCache,
-    before: Rows,
-    length: Rows,
-    marks: Rows,
-    table: RotaryTable | None,
-    share: Share | None = None,
-) -> list[Segment]:
-    """A layer's segments, in the order they are walked.
+
+@state
+class View:
+    """A layer as a call sees it, with its tokens appended.
+
+    ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
+    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table.
+    """
+
+    held: LayerCache
+    before: Rows
+    length: Rows
+    marks: Rows
+    rotary: RotaryTable | None = None
+
+
+def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:
+    """A layer's sections, in the order they are walked.
 
     Args:
-      held: the layer, with a call's tokens appended.
-      before, length: int32[batch], tokens a row without and with the call's.
-      marks: int32[batch], the layer's ``written`` before the call.
-      table: the layer's rotary table.
+      view: the layer.
       share: of its slots, where devices divide them; None for all. What every device has, the
         newest tokens, is divided as well, to be counted once.
+      together: sinks with what is stored in one array with them; queries look at them apart.
     """
-    policy, written = held.policy, jnp.maximum(marks, length)
+    held, length = view.held, view.length
+    policy, written = held.policy, jnp.maximum(view.marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
         return [
-            _region(stores, codecs, layout, region, length, written, None, None)
-            for region, layout in _walked(policy.stored, share, shared)
+            _region(stores, codecs, layout, region, length, written)
+            for region, layout in _regions(policy.stored, share, shared, together)
         ]
     split, raw = replace(policy.split, share=share), policy.raw
     assert raw is not None
-    table = table if policy.keys.before_rotary else None
-    stores, place = (held.keys, held.values), policy.placement
+    table = view.rotary if policy.keys.before_rotary else None
+    stores, placement = (held.keys, held.values), policy.placement
     if held.fetched is not None:
-        stores, place = held.fetched, Device()
-    body = Segment(
+        stores, placement = held.fetched, Device()
+    body = Section(
         *stores, (policy.keys, policy.values), 0, split.body.slots,
         lambda units: split.body_positions(length, written, units),
         lambda start, size: split.body_bounds(length, start, size),
         lambda near: split.body.occupied(split.flushed(near)),
-        split.block, "body", table=table, placement=place,
+        split.slot_of, split.block, split, table=table, placement=placement,
     )  # fmt: skip
-    tail = held.tail.keys, held.tail.values
-    regions = [
-        _region(tail, raw, layout, region, length, written, "raw", table)
-        for region, layout in _walked(split.tail, share, divided)
-    ]
+
+    def in_tail(tail: Tail, layout: Any, region: Region, length: Rows, written: Rows) -> Section:
+        found = _region((tail.keys, tail.values), raw, layout, region, length, written)
+        return replace(found, split=split, raw=True, whole=False, table=table)
+
+    regions = _regions(split.tail, share, divided, together)
+    newest = [in_tail(held.tail, layout, each, length, written) for each, layout in regions]
     if held.strip is not None:
-        old = held.strip.tail
-        own = _own(held.strip, raw, split.tail.sinks, before, length, table, share)
-        marks = jnp.maximum(marks, before)
-        last, layout = _walked(split.tail, share, divided)[-1]
-        kept = _region((old.keys, old.values), raw, layout, last, before, marks, "raw", table)
-        regions[-1:] = [kept, own]
-    return [body, *regions]
+        last, layout = regions[-1]
+        before = view.before
+        marks = jnp.maximum(view.marks, before)
+        newest[-1] = in_tail(held.strip.tail, layout, last, before, marks)
+        newest.append(_own(held.strip, raw, split, before, length, table, share))
+    return [body, *newest]
 
 
-def _walked(
-    layout: Layout, share: Share | None, of: Callable[[Layout, Share], Part]
+def _regions(
+    layout: Layout, share: Share | None, of: Callable[[Layout, Share], Part], together: bool
 ) -> list[tuple[Region, Any]]:
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
+    if together:
+        return [(Region(0, layout.slots), layout)]
     if share is None:
         return [(region, layout) for region in layout.regions()]
     return of(layout, share).regions()
@@ -152,28 +186,26 @@ def _region(
     region: Region,
     length: Rows,
     written: Rows,
-    part: str | None,
-    table: RotaryTable | None,
-) -> Segment:
+) -> Section:
     """One of a layout's regions."""
-    return Segment(
+    return Section(
         *stores, codecs, region.first, region.size,
         lambda slots: layout.positions(length, written, slots),
         lambda start, size: layout.bounds(length, start, size),
         lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
-        1, part, region.capped, part is None and region.size == layout.slots, table,
+        layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
     )  # fmt: skip
 
 
 def _own(
     strip: Strip,
     raw: tuple[Codec, Codec],
-    sinks: int,
+    split: Split,
     before: Rows,
     length: Rows,
     table: RotaryTable | None,
     share: Share | None,
-) -> Segment:
+) -> Section:
     """A long call's own tokens, but for sinks, which have been written to slots of their own."""
     count = strip.keys.shape[2]
     each = count if share is None else -(-count // share.count)
@@ -181,7 +213,7 @@ def _own(
 
     def place(units: Array) -> Array:
         positions = before[:, None] + units
-        there = (positions >= sinks) & (positions < length[:, None])
+        there = (positions >= split.tail.sinks) & (positions < length[:, None])
         if share is not None:
             there &= (units >= first) & (units < first + each)
         return jnp.where(there, positions, -1)
@@ -191,7 +223,8 @@ def _own(
         last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
         return jnp.min(before) + low, jnp.where(low < high, last, -1)
 
-    return Segment(
+    return Section(
         strip.keys, strip.values, raw, 0, count, place, span,
-        lambda near: jnp.minimum(jnp.max(near - before), first + each), 1, "raw", table=table,
+        lambda near: jnp.minimum(jnp.max(near - before), first + each),
+        lambda positions: positions - before[:, None], split=split, raw=True, table=table,
     )  # fmt: skip

@@ -1,0 +1,70 @@
+"""What a path of attention is given, and the softmax over some units of a section."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from kvjax.attention.mask import Mask
+from kvjax.attention.softmax import Partial
+from kvjax.cache.sections import Section
+from kvjax.core.typing import Array, Mixed, Rows
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries, and what they may see of a layer.
+
+    ``queries``: [batch, heads, new, head_dim] at their positions; ``capped``: turned as the
+    layout's sinks want them, or the same. ``length``: int32[batch], tokens that the rows hold.
+    """
+
+    queries: Mixed
+    capped: Mixed
+    kv_heads: int
+    sections: list[Section]
+    length: Rows
+    mask: Mask
+
+    def rows(self, section: Section) -> Array:
+        """The queries of a section as rows [batch, kv_heads, group * new, head_dim]."""
+        queries = self.capped if section.capped else self.queries
+        batch, heads, new, head_dim = queries.shape
+        return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
+
+    def near(self) -> Rows:
+        """int32[batch]: tokens behind the last of the queries need not be looked at."""
+        return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
+
+    def finish(self, found: Partial) -> Mixed:
+        """The mixture, as the queries are shaped."""
+        return found.finish(self.queries, self.mask.axis)
+
+
+def softmax_over(
+    section: Section,
+    mask: Mask,
+    rows: Array,
+    origin: Array,
+    size: int,
+    *,
+    start: Array | int = 0,
+    after: Partial | None = None,
+    whole: bool = False,
+) -> Partial:
+    """The softmax over ``size`` units of a section from ``origin`` on.
+
+    Args:
+      section, mask, rows: what is looked at, and the queries, see ``Call.rows``.
+      origin, size: which units, of which those from ``start`` on count.
+      after: the softmax over what was looked at before, which it is merged with.
+      whole: of a whole section as it lies, on a CPU, with the values of empty slots as they are.
+    """
+    positions = section.positions(origin + jnp.arange(size, dtype=jnp.int32), start)
+    keys, values = (section.keys, section.values) if whole else section.part_of(origin, size)
+    products = section.scores(rows, keys, positions, long=whole)
+    scores, seen = mask.scores(products, positions, section)
+
+    def mix(weights: Array) -> Array:
+        return section.mix(weights, values, None if whole else positions, rows.dtype.name)
+
+    return Partial.of(scores, seen, mix, after)
