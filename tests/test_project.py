@@ -1,4 +1,4 @@
-"""The house itself: floors, archives, the README, and what may be imported."""
+"""The house itself: rooms, archives, the README, and what may be imported."""
 
 import ast
 import graphlib
