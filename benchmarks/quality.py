@@ -21,9 +21,10 @@ import numpy as np
 from scipy.special import log_softmax
 
 import kvjax
-from kvjax import _report, models
-from kvjax.evaluate import CacheBytes, Quality, evaluate, quality_of
+from kvjax import models
 from kvjax.models.tiny.data import part_tokens
+from kvjax.quality import reports as _report
+from kvjax.quality.evaluation import CacheBytes, Quality, evaluate, quality_of
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TRANSFORMERS = {

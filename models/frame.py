@@ -13,11 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax._call import positions_from
-from kvjax._typing import Counts, KeysValues, Queries
-from kvjax.attention import self_attend
-from kvjax.cache import KVCache
-from kvjax.rotary import RotaryTable
+from kvjax.attention.attending import self_attend
+from kvjax.cache.admission import positions_from
+from kvjax.cache.state import KVCache
+from kvjax.core.rotary import RotaryTable
+from kvjax.core.typing import Counts, KeysValues, Queries
 
 from .config import Config
 from .layers import Embedding, Hidden, merge_heads

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.rotary import RotaryTable, rotary_table
+from kvjax.core.rotary import RotaryTable, rotary_table
 
 from .config import DecoderConfig
 

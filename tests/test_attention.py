@@ -10,8 +10,8 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
-from kvjax import _walk
-from kvjax._walk import COARSE, FINE, _block_sizes
+from kvjax.attention import blocks as _walk
+from kvjax.attention.blocks import COARSE, FINE, _block_sizes
 
 HEADS, KV, DIM = 6, 2, 8
 PATHS = ("blocks", "reference")

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from matrix import BLOCK, CELLS, CODECS, codes, tiny_config
 
 import kvjax
-from kvjax.rotary import rotary_table
-from kvjax.status import OVERFLOW, REWOUND_TOO_FAR
+from kvjax.cache.status import OVERFLOW, REWOUND_TOO_FAR
+from kvjax.core.rotary import rotary_table
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import _loop
-from kvjax.generate import generate, stream
+from kvjax.generation import programs as _loop
+from kvjax.generation.generator import generate, stream
 
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),

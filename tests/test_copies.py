@@ -10,7 +10,7 @@ from jax import lax
 from matrix import CODECS, cells, tiny_config
 
 import kvjax
-from kvjax._tree import tree_bytes
+from kvjax.core.trees import tree_bytes
 from kvjax.models.architecture import Architecture
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _report
-from kvjax.evaluate import cache_bytes, evaluate, pareto_front
 from kvjax.models.tiny.data import part_tokens
+from kvjax.quality import reports as _report
+from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
 
 CONTEXT = 320
 

@@ -12,8 +12,8 @@ from matrix import tiny_config, tiny_model
 from scripted import scripted
 
 import kvjax
+from kvjax.cache.status import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED
-from kvjax.status import LOST, OVERFLOW
 
 CONFIG = tiny_config(windows=(None, None))
 

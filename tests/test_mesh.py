@@ -9,15 +9,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from tests.matrix import BLOCK, CELLS, CODED, FULL
-from tests.meshes import (
-    HEADS,
-    MAX_LEN,
-    ROWS,
-    SHAPES,
-    close,
-    mesh,
-    model_of,
-)
+from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of
 
 LENGTHS = (0, 1, 5, 9, 16, 17, 23, 24)
 """Tokens of each row's prompt."""

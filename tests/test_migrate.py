@@ -9,10 +9,10 @@ import pytest
 from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 import kvjax
-from kvjax._tree import tree_bytes
-from kvjax.budget import Budget, Sizes
-from kvjax.limits import InferenceLimits, memory_left
-from kvjax.memory import memory_report, plan
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.limits import InferenceLimits, memory_left
+from kvjax.memory.planning import memory_report, plan
+from kvjax.placement.budget import Budget, Sizes
 
 MODEL, PARAMS = tiny_model()
 APPLY = jax.jit(MODEL.apply)

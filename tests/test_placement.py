@@ -15,8 +15,8 @@ from copies import assert_no_copy
 from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config, tiny_model
 
 import kvjax
-from kvjax._tree import tree_bytes
-from kvjax.memory import memory_report, plan
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.planning import memory_report, plan
 from kvjax.models.architecture import Architecture
 
 MODEL, PARAMS = tiny_model()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.sampling import (
+from kvjax.generation.sampling import (
     Filters,
     filter_logits,
     keep_min_p,

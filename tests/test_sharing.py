@@ -11,7 +11,7 @@ import pytest
 from matrix import tiny_config
 
 import kvjax
-from kvjax import shape
+from kvjax.policies import model_config as shape
 
 CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
 

@@ -10,9 +10,9 @@ import pytest
 from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 import kvjax
+from kvjax.cache.status import BAD_NUMBERS
+from kvjax.core.rotary import rotary_table
 from kvjax.layouts import Split
-from kvjax.rotary import rotary_table
-from kvjax.status import BAD_NUMBERS
 
 MODEL, PARAMS = tiny_model(windows=(None, None))
 CONFIG = tiny_config(windows=(None, None))
