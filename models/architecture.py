@@ -16,11 +16,10 @@ from kvjax.cache.status import note_non_finite
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Counts, Tokens
 
-from . import gpt2, llama
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
-from .gemma import Gemma
+from .decoder import Decoder
+from .frame import Frame
 from .gpt2 import GPT2
-from .llama import Llama
 from .sharding import param_shardings
 
 Params = dict[str, Any]
@@ -29,8 +28,11 @@ Params = dict[str, Any]
 PIECE = 1024
 """Tokens of a prompt that are fed together, at most."""
 
-_FAMILIES: dict[type, Any] = {LlamaConfig: Llama, GemmaConfig: Gemma, GPT2Config: GPT2}
-_DIVIDED = {LlamaConfig: llama.DIVIDED, GemmaConfig: llama.DIVIDED, GPT2Config: gpt2.DIVIDED}
+_FAMILIES: dict[type, type[Frame]] = {
+    LlamaConfig: Decoder,
+    GemmaConfig: Decoder,
+    GPT2Config: GPT2,
+}
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Architecture:
         """
         config = self.config
         return param_shardings(
-            self.abstract_params(), _DIVIDED[type(config)], mesh,
+            self.abstract_params(), _FAMILIES[type(config)].divided, mesh,
             heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
         )  # fmt: skip
 

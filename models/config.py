@@ -1,7 +1,7 @@
 """The models' configurations: frozen and hashable, so that they can be static arguments."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -53,19 +53,17 @@ class RopeConfig:
         return True
 
 
-_LLAMA_NAMES = TensorNames(
-    prefix="model.",
-    embedding="model.embed_tokens.weight",
-    buffers=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
-)
-
-
 @dataclass(frozen=True)
-class LlamaConfig:
-    """A model of the Llama family. Names are those of ``config.json``.
+class DecoderConfig:
+    """A decoder with rotary positions, and what it does. Names are those of ``config.json``.
 
-    ``windows``: one a layer; the query at ``p`` sees positions above ``p - window``, None all.
-    ``dtype``: what the model computes in and, by default, what its cache holds.
+    ``qk_norm``: queries and keys are normed, a head at a time. ``rope``: rotary positions;
+    ``local_rope``: of the layers that have a window, where those have others. ``windows``: one a
+    layer; the query at ``p`` sees positions above ``p - window``, None all. ``dtype``: what the
+    model computes in and, by default, what its cache holds. ``norm_offset``: norms scale by
+    ``norm_offset + weight``. ``post_norms``: a layer's parts are normed behind as well.
+    ``scale_embeddings``: by the root of their width. ``query_pre_attn_scalar``: scores are divided
+    by its root, and by that of ``head_dim`` where it is None. Of the soft caps, None is none.
     """
 
     model_type: str
@@ -87,63 +85,57 @@ class LlamaConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     dtype: str = "float32"
+    _: KW_ONLY
+    local_rope: RopeConfig | None = None
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
 
-    names: ClassVar = _LLAMA_NAMES
+    names: ClassVar = TensorNames(
+        prefix="model.",
+        embedding="model.embed_tokens.weight",
+        buffers=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
+    )
 
     @property
     def position_limit(self) -> int | None:
         """Positions that the model has: rotary ones do not end."""
         return None
 
+    @property
+    def query_scale(self) -> float:
+        """What scores are multiplied by."""
+        scalar = self.query_pre_attn_scalar
+        return (self.head_dim if scalar is None else scalar) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary positions of each layer."""
+        local = self.local_rope or self.rope
+        return tuple(self.rope if window is None else local for window in self.windows)
+
     def same_rotary(self, max_len: int, other: int) -> bool:
         """Whether caches of these two capacities turn keys by the same frequencies."""
-        return self.rope.same_at(max_len, other, self.max_position_embeddings)
+        trained = self.max_position_embeddings
+        return all(rope.same_at(max_len, other, trained) for rope in set(self.ropes))
 
 
 @dataclass(frozen=True)
-class GemmaConfig:
-    """A model of the Gemma family. Names are those of ``config.json``.
+class LlamaConfig(DecoderConfig):
+    """A model of the Llama family."""
 
-    ``rope``: rotary positions of the layers that see everything; ``local_rope``: of those that
-    have a window. ``windows``: one a layer; the query at ``p`` sees positions above
-    ``p - window``, None all. ``query_pre_attn_scalar``: scores are divided by its root. Of the two
-    soft caps, None is none. ``dtype``: what the model computes in and, by default, what its cache
-    holds.
-    """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    hidden_activation: str
-    tie_word_embeddings: bool
-    attention_bias: bool
-    qk_norm: bool
-    query_pre_attn_scalar: float
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
-    rope: RopeConfig
-    local_rope: RopeConfig
-    windows: tuple[int | None, ...]
-    dtype: str = "float32"
+@dataclass(frozen=True)
+class GemmaConfig(DecoderConfig):
+    """A model of the Gemma family."""
 
-    names: ClassVar = _LLAMA_NAMES
-
-    @property
-    def position_limit(self) -> int | None:
-        """Positions that the model has: rotary ones do not end."""
-        return None
-
-    def same_rotary(self, max_len: int, other: int) -> bool:
-        """Whether caches of these two capacities turn keys by the same frequencies."""
-        ropes, trained = (self.rope, self.local_rope), self.max_position_embeddings
-        return all(rope.same_at(max_len, other, trained) for rope in ropes)
+    _: KW_ONLY
+    norm_offset: float = 1.0
+    post_norms: bool = True
+    scale_embeddings: bool = True
 
 
 @dataclass(frozen=True)
@@ -179,4 +171,4 @@ class GPT2Config:
         return self.max_position_embeddings
 
 
-Config = LlamaConfig | GemmaConfig | GPT2Config
+Config = DecoderConfig | GPT2Config

@@ -5,8 +5,9 @@ has the value there that it has here. Fields that those models do not read are n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .config import DTYPES, Config, GemmaConfig, GPT2Config, LlamaConfig
 from .fields import Fields, read_json
@@ -29,33 +30,36 @@ class _Family:
     qk_norm: bool = False
     sliding_window: str = "none"
     """Which layers have a window where ``layer_types`` does not say; see ``_windows``."""
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """What the field is called, and its default."""
+    tie_word_embeddings: bool = False
+    score_cap: float | None = None
+    """None: there is no such thing."""
+    final_cap: float | None = None
+    two_ropes: bool = False
 
 
-_FAMILIES = {
+_LLAMAS = {
     "llama": _Family(32000, 11008, None, None, 2048, attention_bias=True, mlp_bias=True),
     "mistral": _Family(32000, 14336, 8, None, 131072, sliding_window="all"),
     "qwen2": _Family(qkv_bias=True, sliding_window="some"),
     "qwen3": _Family(head_dim=128, attention_bias=True, qk_norm=True, sliding_window="some"),
 }
-
-
-@dataclass(frozen=True)
-class _Gemma:
-    """What distinguishes a generation of Gemma. A ``score_cap`` of None: it has no such thing."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    sliding_window: str
-    score_cap: float | None = None
-    final_cap: float | None = None
-    qk_norm: bool = False
-    two_ropes: bool = False
-
-
+_GEMMA2 = _Family(
+    256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,
+    num_hidden_layers=26, num_attention_heads=8, tie_word_embeddings=True, score_cap=50.0,
+    activation=("hidden_activation", "gelu_pytorch_tanh"), final_cap=30.0,
+)  # fmt: skip
 _GEMMAS = {
-    "gemma2": _Gemma(256000, 8192, "alternate", score_cap=50.0, final_cap=30.0),
-    "gemma3_text": _Gemma(262208, 131072, "pattern", qk_norm=True, two_ropes=True),
-}
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2, vocab_size=262208, max_position_embeddings=131072, qk_norm=True, two_ropes=True,
+        sliding_window="pattern", score_cap=None, final_cap=None,
+    ),
+}  # fmt: skip
 
 
 def read_config(folder: Path) -> Config:
@@ -89,74 +93,59 @@ def read_config(folder: Path) -> Config:
 
 
 def _llama(config: Fields) -> LlamaConfig:
-    model_type = config.choice("model_type", "", _FAMILIES)
-    family = _FAMILIES[model_type]
-    hidden = config.integer("hidden_size", 4096)
-    heads = config.integer("num_attention_heads", 32)
-    head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
-    positions = config.integer("max_position_embeddings", family.max_position_embeddings)
-    bias = family.attention_bias and config.flag("attention_bias", False)
-    return LlamaConfig(
-        model_type=model_type,
-        vocab_size=config.integer("vocab_size", family.vocab_size),
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", family.intermediate_size),
-        num_hidden_layers=(layers := config.integer("num_hidden_layers", 32)),
-        num_attention_heads=heads,
-        num_key_value_heads=_kv_heads(config, heads, family.num_key_value_heads),
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
-        hidden_act=config.choice("hidden_act", "silu", ACTIVATIONS),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        qkv_bias=bias or family.qkv_bias,
-        output_bias=bias,
-        mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
-        qk_norm=family.qk_norm,
-        rope=read_rope(config, head_dim=head_dim, max_position_embeddings=positions),
-        windows=_windows(config, family.sliding_window, layers),
-        dtype=_dtype(config),
-    )
+    shared, sizes = _shared(config, _LLAMAS[config.raw("model_type")])
+    return LlamaConfig(**shared, rope=read_rope(config, **sizes))
 
 
 def _gemma(config: Fields) -> GemmaConfig:
-    model_type = config.choice("model_type", "", _GEMMAS)
-    family = _GEMMAS[model_type]
+    family = _GEMMAS[model_type := config.raw("model_type")]
     if config.raw("use_bidirectional_attention", False) is not False:
         raise config.wrong("use_bidirectional_attention", "false: attention is causal")
     if family.score_cap is None and config.raw("attn_logit_softcapping") is not None:
         raise config.wrong("attn_logit_softcapping", f"null: {model_type} caps no scores")
-    heads = config.integer("num_attention_heads", 8)
-    head_dim = config.integer("head_dim", 256)
-    positions = config.integer("max_position_embeddings", family.max_position_embeddings)
-    sizes = {"head_dim": head_dim, "max_position_embeddings": positions}
+    shared, sizes = _shared(config, family)
     if family.two_ropes:
         rope, local_rope = read_ropes(config, **sizes)
     else:
         rope = local_rope = read_rope(config, **sizes)
     return GemmaConfig(
-        model_type=model_type,
-        vocab_size=config.integer("vocab_size", family.vocab_size),
-        hidden_size=config.integer("hidden_size", 2304),
-        intermediate_size=config.integer("intermediate_size", 9216),
-        num_hidden_layers=(layers := config.integer("num_hidden_layers", 26)),
-        num_attention_heads=heads,
-        num_key_value_heads=_kv_heads(config, heads, 4),
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
-        hidden_activation=config.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        attention_bias=config.flag("attention_bias", False),
-        qk_norm=family.qk_norm,
+        **shared,
+        rope=rope,
+        local_rope=local_rope,
         query_pre_attn_scalar=config.number("query_pre_attn_scalar", 256),
         attn_logit_softcapping=_cap(config, "attn_logit_softcapping", family.score_cap),
         final_logit_softcapping=_cap(config, "final_logit_softcapping", family.final_cap),
-        rope=rope,
-        local_rope=local_rope,
+    )
+
+
+def _shared(config: Fields, family: _Family) -> tuple[dict[str, Any], dict[str, int]]:
+    """What all decoders with rotary positions have, and the sizes that these go by."""
+    hidden = config.integer("hidden_size", family.hidden_size)
+    heads = config.integer("num_attention_heads", family.num_attention_heads)
+    head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
+    positions = config.integer("max_position_embeddings", family.max_position_embeddings)
+    layers = config.integer("num_hidden_layers", family.num_hidden_layers)
+    sizes = {"head_dim": head_dim, "max_position_embeddings": positions}
+    bias = family.attention_bias and config.flag("attention_bias", False)
+    shared = dict(
+        model_type=config.raw("model_type"),
+        vocab_size=config.integer("vocab_size", family.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", family.intermediate_size),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_kv_heads(config, heads, family.num_key_value_heads),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, positive=False),
+        hidden_act=config.choice(*family.activation, ACTIVATIONS),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.tie_word_embeddings),
+        qkv_bias=bias or family.qkv_bias,
+        output_bias=bias,
+        mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
         windows=_windows(config, family.sliding_window, layers),
         dtype=_dtype(config),
     )
+    return shared | sizes, sizes
 
 
 def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
@@ -253,7 +242,7 @@ def _dtype(config: Fields) -> str:
 
 
 _READERS: dict[str, Callable[[Fields], Config]] = {
-    **dict.fromkeys(_FAMILIES, _llama),
+    **dict.fromkeys(_LLAMAS, _llama),
     **dict.fromkeys(_GEMMAS, _gemma),
     "gpt2": _gpt2,
 }

@@ -4,40 +4,17 @@ Radford et al., "Language models are unsupervised multitask learners", 2019. Att
 names that Transformers gives its tensors; weights are [out, in] here, so ``load`` transposes them.
 """
 
+from collections.abc import Iterable
+from typing import ClassVar
+
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
-
-import kvjax
-from kvjax.attention.attending import self_attend
-from kvjax.cache.admission import positions_from
-from kvjax.cache.state import KVCache
+from jaxtyping import Array, Int
 
 from .config import GPT2Config
-from .layers import (
-    ACTIVATIONS,
-    Embedding,
-    LayerNorm,
-    Linear,
-    last_real,
-    merge_heads,
-    on_every_device,
-    split_heads,
-)
+from .frame import Call, Frame, Layer, Logits, Rotary
+from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
 from .sharding import Divided
-
-DIVIDED = {
-    "wte": Divided.ROWS,
-    # Its outputs are queries, keys and values, one behind the other: shares of them would cut
-    # across all three.
-    "c_attn": Divided.INPUTS,
-    "c_fc": Divided.OUTPUTS,
-    "c_proj": Divided.INPUTS,
-    "lm_head": Divided.ROWS,
-}
-"""What devices of a mesh divide."""
-
-Hidden = Float[Array, "batch new hidden"]
 
 
 def _linear(config: GPT2Config, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> Linear:
@@ -59,18 +36,12 @@ class Attention(nnx.Module):
         self.c_attn = _linear(config, config.hidden_size, 3 * config.hidden_size, rngs)
         self.c_proj = _linear(config, config.hidden_size, config.hidden_size, rngs)
 
-    def __call__(
-        self, x: Hidden, cache: KVCache | None, lengths: Int[Array, " batch"] | None
-    ) -> tuple[Hidden, KVCache | None]:
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
         queries, keys, values = (
             split_heads(part, self.heads) for part in jnp.split(self.c_attn(x), 3, axis=-1)
         )
-        if cache is None:
-            mixed = self_attend(queries, keys, values, scale=self.scale)
-        else:
-            cache = kvjax.append(cache, self.layer, keys, values, lengths=lengths)
-            mixed = kvjax.attend(queries, cache, self.layer, lengths=lengths, scale=self.scale)
-        return self.c_proj(merge_heads(mixed)), cache
+        mixed, call = call.attend(self.layer, queries, keys, values, scale=self.scale)
+        return self.c_proj(mixed), call
 
 
 class FeedForward(nnx.Module):
@@ -94,15 +65,13 @@ class Block(nnx.Module):
         self.ln_2 = _norm(config)
         self.mlp = FeedForward(config, rngs=rngs)
 
-    def __call__(
-        self, x: Hidden, cache: KVCache | None, lengths: Int[Array, " batch"] | None
-    ) -> tuple[Hidden, KVCache | None]:
-        mixed, cache = self.attn(self.ln_1(x), cache, lengths)
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+        mixed, call = self.attn(self.ln_1(x), call)
         x = x + mixed
-        return x + self.mlp(self.ln_2(x)), cache
+        return x + self.mlp(self.ln_2(x)), call
 
 
-class Decoder(nnx.Module):
+class Stack(nnx.Module):
     """Embeddings of tokens and positions, layers, and the last norm."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
@@ -117,38 +86,36 @@ class Decoder(nnx.Module):
         self.ln_f = _norm(config)
 
 
-class GPT2(nnx.Module):
+class GPT2(Frame):
     """GPT-2 with its language-model head."""
+
+    divided: ClassVar = {
+        "wte": Divided.ROWS,
+        # Its outputs are queries, keys and values, one behind the other: shares of them would cut
+        # across all three.
+        "c_attn": Divided.INPUTS,
+        "c_fc": Divided.OUTPUTS,
+        "c_proj": Divided.INPUTS,
+        "lm_head": Divided.ROWS,
+    }
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         self.config = config
-        self.transformer = Decoder(config, rngs=rngs)
-        if not config.tie_word_embeddings:
-            self.lm_head = Embedding(
-                config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
-            )
+        self.transformer = Stack(config, rngs=rngs)
+        super().__init__(config, rngs=rngs)
 
-    def __call__(
-        self,
-        tokens: Int[Array, "batch new"],
-        cache: KVCache | None,
-        *,
-        lengths: Int[Array, " batch"] | None,
-        last_only: bool,
-        max_len: int | None,
-    ) -> tuple[Float[Array, "batch new vocab"], KVCache | None]:
+    def rotary(self, reach: int, limit: int) -> Rotary:
+        return (None,) * self.config.num_hidden_layers
+
+    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
         new, limit = tokens.shape[1], self.config.max_position_embeddings
-        if cache is None and new > limit:
+        if call.cache is None and new > limit:
             raise ValueError(f"{new} tokens a row, but the model has only {limit} positions")
-        positions = jnp.arange(new)[None] if cache is None else positions_from(cache.length, new)
-        x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
-        x = on_every_device(x, cache)
-        for block in self.transformer.h:
-            x, cache = block(x, cache, lengths)
-            x = on_every_device(x, cache)
-        if cache is not None:
-            cache = kvjax.advance(cache, new, lengths)
-        if last_only:
-            x = last_real(x, lengths)
-        head = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
-        return head.logits(self.transformer.ln_f(x)).astype(jnp.float32), cache
+        positions = call.positions(new)
+        return self.transformer.wte(tokens) + self.transformer.wpe(positions)
+
+    def layers(self) -> Iterable[Layer]:
+        return self.transformer.h
+
+    def logits(self, x: Hidden) -> Logits:
+        return (self.lm_head or self.transformer.wte).logits(self.transformer.ln_f(x))

@@ -8,9 +8,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.state import KVCache
 from kvjax.core.device import on_cpu
-from kvjax.core.typing import Counts
+
+Hidden = Float[Array, "batch new hidden"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -162,24 +162,3 @@ def merge_heads(
     """[batch, heads, new, head_dim] to [batch, new, heads * head_dim]."""
     batch, heads, new, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch, new, heads * head_dim)
-
-
-def on_every_device(
-    x: Float[Array, "batch new hidden"], cache: KVCache | None
-) -> Float[Array, "batch new hidden"]:
-    """The same; on a mesh every device is to have all features of its rows, or the compiler may
-    divide them as a table happens to be divided, and collect them again in every layer."""
-    spread = None if cache is None else cache.spread
-    if spread is None:
-        return x
-    return lax.with_sharding_constraint(x, spread.sharding(spread.of_rows()))
-
-
-def last_real(
-    x: Float[Array, "batch new features"], lengths: Counts | None
-) -> Float[Array, "batch 1 features"]:
-    """Each row's last real token: at ``lengths - 1``, or the last of all."""
-    if lengths is None:
-        return x[:, -1:]
-    at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, at[:, None, None], axis=1)

@@ -12,22 +12,23 @@ arXiv:2402.13753; Dubey et al., Llama 3, arXiv:2407.21783.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.rotary import RotaryTable, rotary_table
 
-from .config import GemmaConfig, LlamaConfig
-
-RotaryConfig = LlamaConfig | GemmaConfig
+from .config import DecoderConfig
 
 Frequencies = tuple[np.ndarray, float]
 """Inverse frequencies float32[half], and what cosines and sines are multiplied by."""
 
 
 @functools.lru_cache(maxsize=64)
-def model_rotary(config: RotaryConfig, max_len: int, limit: int | None = None) -> RotaryTable:
+def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) -> RotaryTable:
     """The rotary table of a model for texts of up to ``max_len`` tokens.
 
     Kinds whose frequencies depend on the length of the text (dynamic, longrope) are fixed by
@@ -46,21 +47,31 @@ def model_rotary(config: RotaryConfig, max_len: int, limit: int | None = None) -
     return rotary_table(frequencies, max_len if limit is None else limit, scale=scale)
 
 
-def inverse_frequencies(config: RotaryConfig, max_len: int) -> Frequencies:
+def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[RotaryTable, ...]:
+    """The table of each layer, as ``model_rotary`` makes it; layers that are alike share one."""
+    # Once for all of these: each array made of a numpy table is a constant of the program.
+    tables = {
+        rope: jax.tree.map(jnp.asarray, model_rotary(replace(config, rope=rope), max_len, limit))
+        for rope in dict.fromkeys(config.ropes)
+    }
+    return tuple(tables[rope] for rope in config.ropes)
+
+
+def inverse_frequencies(config: DecoderConfig, max_len: int) -> Frequencies:
     """Radians a position for each pair of channels, float32[half], and the attention scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _KINDS[config.rope.kind](config, max_len, dict(config.rope.parameters))
 
 
-def _default(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _default(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, config.rope.theta), 1.0
 
 
-def _linear(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _linear(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, config.rope.theta) / np.float32(given["factor"]), 1.0
 
 
-def _dynamic(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _dynamic(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     dim = config.rope.rotary_dim(config.head_dim)
     factor, trained = given["factor"], config.max_position_embeddings
     exponent = dim / (dim - 2)
@@ -73,7 +84,7 @@ def _dynamic(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, np.float32(config.rope.theta) * growth), 1.0
 
 
-def _llama3(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _llama3(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     frequencies = _inverse(config, config.rope.theta)
     factor, trained = given["factor"], given["original_max_position_embeddings"]
     low, high = given["low_freq_factor"], given["high_freq_factor"]
@@ -85,7 +96,7 @@ def _llama3(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return np.where(~is_long & ~is_short, smoothed, scaled), 1.0
 
 
-def _yarn(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _yarn(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     dim, theta = config.rope.rotary_dim(config.head_dim), config.rope.theta
     trained = given["original_max_position_embeddings"]
     factor = given.get("factor")
@@ -115,7 +126,7 @@ def _yarn(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return 1 / (factor * periods) * (1 - keep) + 1 / periods * keep, float(scale)
 
 
-def _longrope(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
+def _longrope(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     trained, factor = given["original_max_position_embeddings"], given.get("factor")
     if factor is None:
         factor = config.max_position_embeddings / trained
@@ -128,7 +139,7 @@ def _longrope(config: RotaryConfig, max_len: int, given: dict) -> Frequencies:
     return 1 / (np.asarray(stretch, np.float32) * periods), float(scale)
 
 
-def _inverse(config: RotaryConfig, theta: float | np.ndarray) -> np.ndarray:
+def _inverse(config: DecoderConfig, theta: float | np.ndarray) -> np.ndarray:
     return 1 / _power(theta, _exponents(config.rope.rotary_dim(config.head_dim)))
 
 
@@ -141,7 +152,7 @@ def _power(base: Any, exponent: Any) -> np.ndarray:
     return np.power(np.float64(np.float32(base)), np.float64(exponent)).astype(np.float32)
 
 
-_KINDS: dict[str, Callable[[RotaryConfig, int, dict], Frequencies]] = {
+_KINDS: dict[str, Callable[[DecoderConfig, int, dict], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -103,11 +103,11 @@ def test_gemma2(tmp_path: Path) -> None:
     assert (bare.vocab_size, bare.hidden_size, bare.intermediate_size) == (256000, 2304, 9216)
     assert (bare.num_attention_heads, bare.num_key_value_heads, bare.head_dim) == (8, 4, 256)
     assert (bare.num_hidden_layers, bare.max_position_embeddings) == (26, 8192)
-    assert (bare.query_pre_attn_scalar, bare.hidden_activation) == (256, "gelu_pytorch_tanh")
+    assert (bare.query_pre_attn_scalar, bare.hidden_act) == (256, "gelu_pytorch_tanh")
     assert (bare.attn_logit_softcapping, bare.final_logit_softcapping) == (50.0, 30.0)
     assert bare.windows == (4096, None) * 13
     assert bare.rope == bare.local_rope == RopeConfig()
-    assert bare.tie_word_embeddings and not bare.attention_bias and not bare.qk_norm
+    assert bare.tie_word_embeddings and not bare.qkv_bias and not bare.qk_norm
     assert bare.position_limit is None and bare.dtype == ""
     assert hash(bare) == hash(gemma(tmp_path, {"model_type": "gemma2", "sliding_window": 4096}))
 

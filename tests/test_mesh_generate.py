@@ -319,10 +319,10 @@ def gemma():
     return GemmaConfig(
         "gemma2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        rms_norm_eps=1e-5, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
-        attention_bias=False, qk_norm=True, query_pre_attn_scalar=8.0, attn_logit_softcapping=20.0,
-        final_logit_softcapping=10.0, rope=rope, local_rope=RopeConfig(theta=1000.0),
-        windows=(7, None),
+        rms_norm_eps=1e-5, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True,
+        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, query_pre_attn_scalar=8.0,
+        attn_logit_softcapping=20.0, final_logit_softcapping=10.0, rope=rope,
+        local_rope=RopeConfig(theta=1000.0), windows=(7, None),
     )  # fmt: skip
 
 

@@ -190,10 +190,12 @@ def test_gemma_fields(gemma_form: Any) -> None:
     for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-        "rms_norm_eps", "hidden_activation", "tie_word_embeddings", "attention_bias",
-        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+        "rms_norm_eps", "tie_word_embeddings", "query_pre_attn_scalar", "attn_logit_softcapping",
+        "final_logit_softcapping",
     ):  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.hidden_act == theirs.hidden_activation
+    assert ours.qkv_bias == ours.output_bias == theirs.attention_bias
     assert ours.windows == their_windows(theirs)
     generation = read_generation(folder, ours.model_type)
     assert generation.eos_token_ids == (theirs.eos_token_id,)

@@ -1,0 +1,149 @@
+"""The decoder of Llama-like and Gemma-like models, in the settings of a ``DecoderConfig``.
+
+Blocks of grouped-query attention with rotary positions and a gated feed-forward layer, each normed
+before, and in Gemma after as well (Touvron et al., arXiv:2302.13971; Jiang et al.,
+arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2, arXiv:2408.00118; Gemma 3,
+arXiv:2503.19786). Attributes bear the names that Transformers gives its tensors.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from .config import DecoderConfig
+from .frame import Call, Frame, Layer, Logits, Rotary
+from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
+from .rope import layer_rotary
+from .sharding import Divided
+
+
+def _norm(config: DecoderConfig, features: int) -> RMSNorm:
+    return RMSNorm(
+        features, epsilon=config.rms_norm_eps, dtype=config.dtype, offset=config.norm_offset
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of one layer."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
+        self.config, self.layer = config, layer
+        hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+
+        def linear(fan_in: int, fan_out: int, bias: bool) -> Linear:
+            return Linear(fan_in, fan_out, bias=bias, dtype=config.dtype, rngs=rngs)
+
+        self.q_proj = linear(hidden, width, config.qkv_bias)
+        self.k_proj = linear(hidden, kv_width, config.qkv_bias)
+        self.v_proj = linear(hidden, kv_width, config.qkv_bias)
+        self.o_proj = linear(width, hidden, config.output_bias)
+        if config.qk_norm:
+            self.q_norm = _norm(config, config.head_dim)
+            self.k_norm = _norm(config, config.head_dim)
+
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+        config, layer = self.config, self.layer
+        queries = split_heads(self.q_proj(x), config.num_attention_heads)
+        keys = split_heads(self.k_proj(x), config.num_key_value_heads)
+        values = split_heads(self.v_proj(x), config.num_key_value_heads)
+        if config.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        mixed, call = call.attend(
+            layer, queries, keys, values, scale=config.query_scale, window=config.windows[layer],
+            soft_cap=config.attn_logit_softcapping,
+        )  # fmt: skip
+        return self.o_proj(mixed), call
+
+
+class Block(nnx.Module):
+    """One layer: attention, then feed-forward, each normed before and added after.
+
+    With ``post_norms``, what they give is normed too before it is added.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
+        self.post_norms = config.post_norms
+        self.input_layernorm = _norm(config, config.hidden_size)
+        self.self_attn = Attention(config, layer, rngs=rngs)
+        self.post_attention_layernorm = _norm(config, config.hidden_size)
+        if config.post_norms:
+            self.pre_feedforward_layernorm = _norm(config, config.hidden_size)
+            self.post_feedforward_layernorm = _norm(config, config.hidden_size)
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            dtype=config.dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+        mixed, call = self.self_attn(self.input_layernorm(x), call)
+        if self.post_norms:
+            x = x + self.post_attention_layernorm(mixed)
+            fed = self.mlp(self.pre_feedforward_layernorm(x))
+            return x + self.post_feedforward_layernorm(fed), call
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), call
+
+
+class Stack(nnx.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: DecoderConfig, block: type[Block], *, rngs: nnx.Rngs):
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
+        )
+        self.layers = nnx.List(
+            block(config, layer, rngs=rngs) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = _norm(config, config.hidden_size)
+
+
+class Decoder(Frame):
+    """A decoder with its language-model head.
+
+    ``block``: what a layer is; a family that has other ones derives them from ``Block``.
+    """
+
+    block: ClassVar[type[Block]] = Block
+    divided: ClassVar = {
+        "embed_tokens": Divided.ROWS,
+        "q_proj": Divided.QUERIES,
+        "k_proj": Divided.HEADS,
+        "v_proj": Divided.HEADS,
+        "o_proj": Divided.MIXTURES,
+        "gate_proj": Divided.OUTPUTS,
+        "up_proj": Divided.OUTPUTS,
+        "down_proj": Divided.INPUTS,
+        "lm_head": Divided.ROWS,
+    }
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.model = Stack(config, self.block, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+
+    def rotary(self, reach: int, limit: int) -> Rotary:
+        return layer_rotary(self.config, reach, limit)
+
+    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+        x = self.model.embed_tokens(tokens)
+        if self.config.scale_embeddings:
+            # The root is rounded to what the model computes in, as it was in training.
+            x = x * jnp.float32(self.config.hidden_size**0.5).astype(x.dtype)
+        return x
+
+    def layers(self) -> Iterable[Layer]:
+        return self.model.layers
+
+    def logits(self, x: Hidden) -> Logits:
+        logits = (self.lm_head or self.model.embed_tokens).logits(self.model.norm(x))
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits

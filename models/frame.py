@@ -1,0 +1,145 @@
+"""The frame that every family stands in: a call's tokens through the layers of a decoder.
+
+A family says what its embeddings, layers and logits are. Where keys and values go, what each row
+holds afterwards, and how a mesh has the hidden states, is said here.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.attention.attending import self_attend
+from kvjax.cache.admission import positions_from
+from kvjax.cache.state import KVCache
+from kvjax.core.rotary import RotaryTable
+from kvjax.core.typing import Counts, KeysValues, Queries
+
+from .config import Config
+from .layers import Embedding, Hidden, merge_heads
+from .sharding import Rules
+
+Rotary = tuple[RotaryTable | None, ...]
+"""The table of each layer, None where it has none."""
+Logits = Float[Array, "batch new vocab"]
+
+
+class Call(NamedTuple):
+    """What the layers are told of a call, and hand on.
+
+    ``cache``: with what the layers so far have appended; None in the training pass. ``lengths``:
+    real tokens of the call, a row; None for all.
+    """
+
+    cache: KVCache | None
+    lengths: Counts | None
+    rotary: Rotary
+
+    def positions(self, new: int) -> Int[Array, "rows new"]:
+        """Where the call's tokens stand: one row for all in the training pass."""
+        if self.cache is None:
+            return jnp.arange(new)[None]
+        return positions_from(self.cache.length, new)
+
+    def attend(
+        self, layer: int, queries: Queries, keys: KeysValues, values: KeysValues, **sight: Any
+    ) -> tuple[Hidden, "Call"]:
+        """Attention of one layer, after its keys and values went to the cache.
+
+        Args:
+          layer: which one.
+          queries, keys, values: [batch, heads or kv_heads, new, head_dim], unrotated.
+          sight: ``scale``, ``window``, ``soft_cap`` and the others of ``kvjax.self_attend``.
+
+        Returns:
+          [batch, new, heads * head_dim], and the call with the new cache.
+        """
+        cache, lengths, rotary = self.cache, self.lengths, self.rotary[layer]
+        if cache is None:
+            mixed = self_attend(queries, keys, values, rotary=rotary, **sight)
+        else:
+            cache = kvjax.append(cache, layer, keys, values, rotary=rotary, lengths=lengths)
+            mixed = kvjax.attend(queries, cache, layer, rotary=rotary, lengths=lengths, **sight)
+        return merge_heads(mixed), self._replace(cache=cache)
+
+
+Layer = Callable[[Hidden, Call], tuple[Hidden, Call]]
+
+
+class Frame(nnx.Module):
+    """A decoder with its language-model head: the base of a family's module.
+
+    ``divided``: what of each weight the devices of a mesh divide.
+    """
+
+    divided: ClassVar[Rules]
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        """The head: the family makes the rest, and that first."""
+        size, tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
+        self.lm_head = None if tied else Embedding(*size, dtype=config.dtype, rngs=rngs)
+
+    @abstractmethod
+    def rotary(self, reach: int, limit: int) -> Rotary:
+        """The tables for texts of up to ``reach`` tokens, at positions below ``limit``."""
+
+    @abstractmethod
+    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+        """What the first layer is given."""
+
+    @abstractmethod
+    def layers(self) -> Iterable[Layer]:
+        """The layers, in order."""
+
+    @abstractmethod
+    def logits(self, x: Hidden) -> Logits:
+        """float32 logits of what the last layer gave."""
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch new"],
+        cache: KVCache | None,
+        *,
+        lengths: Counts | None,
+        last_only: bool,
+        max_len: int | None,
+    ) -> tuple[Logits, KVCache | None]:
+        """One pass; see ``Architecture.apply``."""
+        new = tokens.shape[1]
+        if cache is None:
+            reach = max_len or new
+            limit = max(reach, new)
+        else:
+            reach, limit = cache.reach, cache.max_len
+        call = Call(cache, lengths, self.rotary(reach, limit))
+        x = _on_every_device(self.embed(tokens, call), cache)
+        for layer in self.layers():
+            x, call = layer(x, call)
+            x = _on_every_device(x, cache)
+        if call.cache is not None:
+            cache = kvjax.advance(call.cache, new, lengths)
+        if last_only:
+            x = _last_real(x, lengths)
+        return self.logits(x), cache
+
+
+def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
+    """The same; on a mesh every device is to have all features of its rows, or the compiler may
+    divide them as a table happens to be divided, and collect them again in every layer."""
+    spread = None if cache is None else cache.spread
+    if spread is None:
+        return x
+    return lax.with_sharding_constraint(x, spread.sharding(spread.of_rows()))
+
+
+def _last_real(x: Hidden, lengths: Counts | None) -> Float[Array, "batch 1 hidden"]:
+    """Each row's last real token: at ``lengths - 1``, or the last of all."""
+    if lengths is None:
+        return x[:, -1:]
+    at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)
