@@ -8,7 +8,6 @@ static length: as cheap as a loop of dynamic length, and differentiable. That is
 one piece, for tests and for reading.
 """
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvjax.cache.appending import shared_by
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.codecs import Raw
-from kvjax.core.device import default_device
+from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries
 from kvjax.layouts import UNLIMITED, Dense
@@ -117,9 +116,9 @@ def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mix
     """``_walked``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
     """
-    if mask.bias:
-        return _walked(way, kinds, view, mask)
-    return _traced_once(default_device(), way, kinds, view, mask)
+    platform = view.held.policy.placement.platform()
+    traced = _traced if mask.bias else _traced_once
+    return traced(platform, way, kinds, view, mask)
 
 
 def _walked(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
@@ -146,10 +145,13 @@ def _walked(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixe
     return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
 
 
-@functools.partial(jax.jit, static_argnames=("device", "way"))
-def _traced_once(device: Any, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-    """``_walked`` as it is traced for a device."""
-    return _walked(way, kinds, view, mask)
+def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+    """``_walked`` as it is traced for a platform."""
+    with computing_on(platform):
+        return _walked(way, kinds, view, mask)
+
+
+_traced_once = jax.jit(_traced, static_argnames=("platform", "way"))
 
 
 def _of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:

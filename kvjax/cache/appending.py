@@ -28,7 +28,7 @@ from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.tail import append_behind
 from kvjax.cache.writing import write_rows
 from kvjax.core.checks import whole_number
-from kvjax.core.device import default_device
+from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Counts, KeysValues, Rows
 from kvjax.layouts import Run, Share, shared
@@ -76,7 +76,8 @@ def append(
     layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
     old = layers[place]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
-    new = with_tokens(default_device(), old, keys, values, cache.length, count, rotary)
+    platform = old.policy.placement.platform()
+    new = with_tokens(platform, old, keys, values, cache.length, count, rotary)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
@@ -109,27 +110,26 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     return with_rows(cache, layers=layers, length=length, written=written)
 
 
-@functools.partial(jax.jit, static_argnames="device")
+@functools.partial(jax.jit, static_argnames="platform")
 def with_tokens(
-    device: Any, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    platform: str, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
     rotary: RotaryTable | None,
 ) -> LayerCache:  # fmt: skip
     """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
-    that are alike share a trace, which is made for a device."""
-    spread = old.policy.placement.spread
-    if spread is None:
-        parts = _share_with_tokens(old, keys, values, length, count, rotary)
-    else:
-        specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
+    that are alike share a trace, which is made for a platform."""
+    spread, call = old.policy.placement.spread, (old, keys, values, length, count, rotary)
+    with computing_on(platform):
+        if spread is None:
+            parts = _share_with_tokens(*call)
+        else:
+            specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
 
-        def on_each(*call: Any) -> Any:
-            return _share_with_tokens(*call, share=shared_by(spread))
+            def on_each(*call: Any) -> Any:
+                return _share_with_tokens(*call, share=shared_by(spread))
 
-        parts = spread.run(
-            on_each, (specs, tokens, tokens, rows, rows, PartitionSpec()),
-            (specs.keys, specs.values, tokens, tokens, specs.fetched),
-            old, keys, values, length, count, rotary,
-        )  # fmt: skip
+            given = specs, tokens, tokens, rows, rows, PartitionSpec()
+            made = specs.keys, specs.values, tokens, tokens, specs.fetched
+            parts = spread.run(on_each, given, made, *call)
     keys, values, tail, strip, fetched = parts
     return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
 

@@ -119,8 +119,7 @@ def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
     spread = place.spread
     assert spread is not None
     specs = jax.eval_shape(make).specs()
-    kind = {"host": "pinned_host"}.get(place.place)
-    near, far = spread.sharding, functools.partial(spread.sharding, kind=kind)
+    near, far = spread.sharding, functools.partial(spread.sharding, kind=place.memory_kind)
     shardings = replace(
         jax.tree.map(near, specs),
         keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),

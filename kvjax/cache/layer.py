@@ -1,6 +1,6 @@
 """A layer's arrays, where they are, and an empty one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,35 @@ class LayerCache:
     strip: Strip | None = None
     low: Rows | None = None
     fetched: Body | None = None
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return jax.tree.leaves(self.keys)[0].shape[0]
+
+    def copied(self) -> "LayerCache":
+        """With arrays of its own."""
+        return self._each(jnp.copy)
+
+    def taken(self, rows: Array) -> "LayerCache":
+        """The layer of rows int[n], the nearest one where there is none."""
+        return self._each(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
+
+    def repeated(self, times: int) -> "LayerCache":
+        """Every row ``times`` times."""
+        return self._each(lambda x: jnp.repeat(x, times, axis=0))
+
+    def joined(self, others: Sequence["LayerCache"]) -> "LayerCache":
+        """The rows of this layer, and behind them those of others of the same policy."""
+        return self._each(lambda *arrays: jnp.concatenate(arrays), *others)
+
+    def _each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
+        """The same for every array; a body that is kept elsewhere comes near for it."""
+        near = jax.tree.map(change, self.near(), *(other.near() for other in others))
+        place = self.policy.placement
+        if place.spread is not None:
+            return near.placed()
+        return replace(near, keys=place.far(near.keys), values=place.far(near.values))
 
     def near(self) -> "LayerCache":
         """With the body on the device, to compute with all of it."""

@@ -38,8 +38,7 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
 def share_of(held: LayerCache, spread: Spread) -> LayerCache:
     """What a device has of an empty layer like this one, as shapes."""
     policy = replace(held.policy, placement=held.policy.placement.over(spread))
-    batch = jax.tree.leaves(held.keys)[0].shape[0]
-    shape = policy, batch, held.kv_heads, held.head_dim, held.window
+    shape = policy, held.batch, held.kv_heads, held.head_dim, held.window
     whole = jax.eval_shape(functools.partial(empty_layer, *shape))
 
     def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:

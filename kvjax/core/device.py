@@ -1,6 +1,9 @@
 """The device that everything is on unless somebody says otherwise."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -19,9 +22,22 @@ def default_device() -> Any:
     return jax.local_devices(backend=chosen)[0]
 
 
+_computing: ContextVar[str | None] = ContextVar("computing", default=None)
+
+
+@contextmanager
+def computing_on(platform: str) -> Iterator[None]:
+    """Trace what is inside for a platform, whatever the default device is."""
+    token = _computing.set(platform)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
+
+
 def on_cpu() -> bool:
-    """Whether that is a CPU."""
-    return default_device().platform == "cpu"
+    """Whether what is traced here is for a CPU: by ``computing_on``, or else the default device."""
+    return (_computing.get() or default_device().platform) == "cpu"
 
 
 def fetch(tree: Any) -> Any:

@@ -47,7 +47,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     resolved = []
     for place, old in enumerate(cache.layers):
         wanted = policies[sources.index(place)]
-        wanted = replace(wanted, placement=wanted.placement.over(old.policy.placement.spread))
+        wanted = replace(wanted, placement=wanted.placement.of(old.policy.placement))
         asked = max_len
         if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
             asked = cache.max_len

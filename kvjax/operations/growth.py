@@ -48,8 +48,8 @@ def grow(cache: KVCache, to: int) -> KVCache:
 def _grown(cache: KVCache, wanted: list[Layout]) -> KVCache:
     layers, marks = [], []
     for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
-        larger = _padded(layer, layout)
-        marks.append(_mark(layer, layout, cache.written[:, place]))
+        larger = padded_to(layer, layout)
+        marks.append(mark(layer, layout, cache.written[:, place]))
         if larger is not layer:
             larger = jax.block_until_ready(larger.placed())
             if larger.policy.stored.slots != layer.policy.stored.slots:
@@ -69,7 +69,7 @@ def enlarged(cache: KVCache, to: int) -> list[Layout]:
     ]
 
 
-def _padded(layer: LayerCache, layout: Layout) -> LayerCache:
+def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
     """A layer in a larger layout of its kind; one that has it already is given back as it is."""
     if layout == layer.policy.layout:
         return layer
@@ -105,10 +105,8 @@ def _carried_over(into: Array, x: Array, place: Device) -> Array:
     return lax.fori_loop(0, x.shape[2], one, into)
 
 
-def _mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
+def mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
     """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
     conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
-    slots, wider = layer.policy.stored.slots, replace(layer.policy, layout=layout).stored.slots
-    if layer.policy.has_tail:
-        slots, wider = layer.policy.layout.slots, layout.slots
+    slots, wider = layer.policy.marked, replace(layer.policy, layout=layout).marked
     return jnp.where(written > slots, written + wider - slots, written)

@@ -220,7 +220,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         )
     layers, marks, status = [], _columns(cache.written), cache.status
     for place, old in enumerate(cache.layers):
-        policy = replace(old.policy, placement=old.policy.placement.over(spread))
+        policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
         anew = replace(old, policy=policy)
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
             anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)

@@ -39,7 +39,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
         not one number a row.
     """
-    back = _whole_numbers("rewind takes a whole number, or one a row", tokens)
+    back = whole_numbers("rewind takes a whole number, or one a row", tokens)
     if back.shape not in ((), (cache.batch,)):
         raise ValueError(
             f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(back.shape)}"
@@ -64,7 +64,7 @@ def _rewindable(layer: LayerCache, length: Rows, written: Rows) -> Rows:
     return jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
 
 
-def _whole_numbers(wanted: str, x: Any) -> Any:
+def whole_numbers(wanted: str, x: Any) -> Any:
     """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
     if not is_traced(x):
         try:

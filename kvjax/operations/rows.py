@@ -13,13 +13,13 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import NO_SUCH_ROW
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array
-from kvjax.operations.growth import _mark, _padded
-from kvjax.operations.rewinding import _whole_numbers
+from kvjax.operations.growth import mark, padded_to
+from kvjax.operations.rewinding import whole_numbers
 
 
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
-    return _each_array(jnp.copy, cache)
+    return _changed(cache, LayerCache.copied, jnp.copy)
 
 
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
@@ -35,7 +35,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
       ValueError: if ``rows`` is not a list of whole numbers, or names a row that is not there
         (where traced: the nearest row, and the status ``NO_SUCH_ROW``).
     """
-    index = _whole_numbers("rows must be a list of whole numbers", rows)
+    index = whole_numbers("rows must be a list of whole numbers", rows)
     if index.ndim != 1 or not index.size:
         raise ValueError(f"rows must be a list of whole numbers, got {rows!r:.80}")
     if not is_traced(index):
@@ -43,7 +43,11 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         if wrong:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
     _check_rows(cache, index.shape[0])
-    chosen = _each_array(lambda x: jnp.take(x, index, axis=0, mode="clip"), cache)
+    chosen = _changed(
+        cache,
+        lambda layer: layer.taken(index),
+        lambda x: jnp.take(x, index, axis=0, mode="clip"),
+    )
     missing = (index < 0) | (index >= cache.batch)
     return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
@@ -55,7 +59,9 @@ def repeat(cache: KVCache, times: int) -> KVCache:
       ValueError: if ``times`` is no whole number, at least 1.
     """
     times = whole_number("times", times, 1)
-    return _each_array(lambda x: jnp.repeat(x, times, axis=0), cache)
+    return _changed(
+        cache, lambda layer: layer.repeated(times), lambda x: jnp.repeat(x, times, axis=0)
+    )
 
 
 def concatenate(caches: Sequence[KVCache]) -> KVCache:
@@ -95,16 +101,18 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
             layout = functools.reduce(lambda a, b: a.joined(b), (h.policy.layout for h in held))
         except ValueError:
             layout = held[0].policy.layout
-        padded = [_padded(layer, layout) for layer in held]
+        padded = [padded_to(layer, layout) for layer in held]
         if any(layer.policy != padded[0].policy for layer in padded):
             kinds = dict.fromkeys(str(layer.policy) for layer in held)
             raise ValueError(
                 f"layer {place} is of {' and '.join(kinds)}: convert the caches to one policy first"
             )
-        layers.append(_away(jax.tree.map(_joined, *(layer.near() for layer in padded))))
+        layers.append(padded[0].joined(padded[1:]))
         each = zip(held, caches, strict=True)
-        marks.append(_joined(*(_mark(h, layout, c.written[:, place]) for h, c in each)))
-    length, status = (_joined(*(getattr(c, name) for c in caches)) for name in ("length", "status"))
+        marks.append(jnp.concatenate([mark(h, layout, c.written[:, place]) for h, c in each]))
+    length, status = (
+        jnp.concatenate([getattr(cache, name) for cache in caches]) for name in ("length", "status")
+    )
     return with_rows(
         first, layers=tuple(layers), length=length, written=jnp.stack(marks, 1), status=status
     )
@@ -134,12 +142,14 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
-def _each_array(change: Callable[[Array], Array], cache: KVCache) -> KVCache:
-    """The same for every array; a body that is kept elsewhere comes near for it, a layer at a
-    time."""
-    layers = tuple(_away(jax.tree.map(change, layer.near())) for layer in cache.layers)
-    rest = jax.tree.map(change, replace(cache, layers=()))
-    return with_rows(rest, layers=layers)
+def _changed(
+    cache: KVCache,
+    layer: Callable[[LayerCache], LayerCache],
+    rows: Callable[[Array], Array],
+) -> KVCache:
+    """The same of every layer, and of every array [batch, ...] of the cache's own."""
+    layers = tuple(layer(held) for held in cache.layers)
+    return with_rows(jax.tree.map(rows, replace(cache, layers=())), layers=layers)
 
 
 def _check_rows(cache: KVCache, rows: int) -> None:
@@ -147,18 +157,7 @@ def _check_rows(cache: KVCache, rows: int) -> None:
         cache.spread.check_rows(rows)
 
 
-def _away(layer: LayerCache) -> LayerCache:
-    place = layer.policy.placement
-    if place.spread is not None:
-        return layer.placed()
-    return replace(layer, keys=place.far(layer.keys), values=place.far(layer.values))
-
-
 def _model_of(cache: KVCache) -> Any:
     """What caches of one model have in common."""
     layers = [(layer.kv_heads, layer.head_dim, layer.window) for layer in cache.layers]
     return layers, cache.sources, cache.positions
-
-
-def _joined(*arrays: Array) -> Array:
-    return jnp.concatenate(arrays)

@@ -18,16 +18,21 @@ class Device:
     """In the memory of the default device, or of the devices of a mesh.
 
     ``spread``: how a cache is spread over a mesh, which ``init_cache(..., mesh=)`` says, and
-    ``migrate``.
+    ``migrate``. ``computes``: the platform that computes on its arrays, which is fixed when a cache
+    is made.
     """
 
     spread: Spread | None = field(default=None, kw_only=True, repr=False)
+    computes: str | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
     """The place's name, in ``nbytes`` and reports."""
 
     behind_tail: ClassVar[bool] = False
     """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
+
+    memory_kind: ClassVar[str | None] = None
+    """The kind of memory that a body is kept in, as JAX calls it; None for the device's own."""
 
     @property
     def ahead(self) -> int:
@@ -41,10 +46,20 @@ class Device:
 
     def over(self, spread: Spread | None) -> Self:
         """The same place of other devices."""
-        return replace(self, spread=spread)
+        return replace(self, spread=spread, computes=None)
+
+    def of(self, other: "Device") -> Self:
+        """The same place of the devices of another."""
+        return replace(self, spread=other.spread, computes=other.computes)
+
+    def fixed(self) -> Self:
+        """With the platform that computes here now."""
+        return replace(self, computes=self.platform())
 
     def platform(self) -> str:
         """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
+        if self.computes is not None:
+            return self.computes
         return default_device().platform if self.spread is None else self.spread.platform
 
     def put(self, tree: _T) -> _T:

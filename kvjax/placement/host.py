@@ -33,6 +33,8 @@ class Host(Device):
 
     behind_tail: ClassVar[bool] = True
 
+    memory_kind: ClassVar[str | None] = "pinned_host"
+
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, 0)
 
@@ -44,8 +46,8 @@ class Host(Device):
     def store(self, body: _T) -> _T:
         """Move a body's arrays to pinned memory of the host, committed."""
         if self.spread is not None:
-            return self.spread.put(body, self.spread.of_body, "pinned_host")
-        sharding = SingleDeviceSharding(default_device(), memory_kind="pinned_host")
+            return self.spread.put(body, self.spread.of_body, self.memory_kind)
+        sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 
     def near(self, part: _T, after: Any = None) -> _T:

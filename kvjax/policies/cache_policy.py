@@ -55,6 +55,16 @@ class CachePolicy:
         return self.keys.blockwise or self.values.blockwise or self.placement.behind_tail
 
     @property
+    def marked(self) -> int:
+        """Slots of a layout beyond which ``written`` tells what a conversion did not have."""
+        return self.layout.slots if self.has_tail else self.stored.slots
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit of what the codecs keep, on axis 2."""
+        return self.block if self.has_tail else 1
+
+    @property
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
         return Split(self.layout, self.block, self.recent, self.placement.parts)
@@ -96,12 +106,13 @@ class CachePolicy:
         layout: Layout = self.layout.resolve(max_len, window, room, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
-        found = replace(self, layout=layout, keys=keys, values=values, raw=None)
+        place = self.placement.fixed()
+        found = replace(self, layout=layout, keys=keys, values=values, placement=place, raw=None)
         return replace(found, raw=found._tail_codecs())
 
     def elsewhere(self, placement: Device) -> "CachePolicy":
         """A resolved policy, with its body in another place of the same devices."""
-        moved = replace(self, placement=placement.over(self.placement.spread))
+        moved = replace(self, placement=placement.of(self.placement))
         return replace(moved, raw=moved._tail_codecs())
 
     def _tail_codecs(self) -> tuple[Raw, Raw] | None:
