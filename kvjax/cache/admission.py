@@ -1,24 +1,20 @@
 """What a call may append: how many of its tokens each row takes, and what it is refused for."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.state import KVCache
 from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
-from kvjax.core.typing import Counts, KeysValues, Positions, Rows
-
-Cache = Any
-"""A ``KVCache``: ``kvjax.cache`` is built on this file."""
-Layer = Any
-"""A ``LayerCache`` of it."""
+from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
 
 
-def accepted(cache: Cache, new: int, lengths: Counts | None) -> Rows:
+def accepted(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
     """int32[batch]: how many of a call's tokens each row takes: all, or none when they would not
     fit."""
     asked = _real(cache, new, lengths)
@@ -30,7 +26,7 @@ def positions_from(length: Rows, new: int) -> Positions:
     return length[:, None] + jnp.arange(new, dtype=jnp.int32)
 
 
-def admit(cache: Cache, new: int, lengths: Counts | None) -> tuple[Cache, Rows]:
+def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Rows]:
     """How many of a call's tokens each row takes, and the cache with the status of those that take
     none because they can't hold them, or because ``lengths`` is wrong.
 
@@ -45,7 +41,7 @@ def admit(cache: Cache, new: int, lengths: Counts | None) -> tuple[Cache, Rows]:
     return replace(cache, status=status), count
 
 
-def note_numbers(cache: Cache, numbers: Any, count: Rows) -> Cache:
+def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: Rows) -> KVCache:
     """Record the rows that are given what is no number: a codec of blocks would hide it."""
     real = jnp.arange(numbers[0].shape[2]) < count[:, None]
     bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
@@ -53,7 +49,7 @@ def note_numbers(cache: Cache, numbers: Any, count: Rows) -> Cache:
     return replace(cache, status=cache.status | jnp.where(wrong, BAD_NUMBERS, 0))
 
 
-def check_new(cache: Cache, held: Layer, x: KeysValues, name: str) -> None:
+def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
     """Raise ``ValueError`` for new keys or values that do not fit a layer."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
@@ -73,7 +69,7 @@ def check_new(cache: Cache, held: Layer, x: KeysValues, name: str) -> None:
         )
 
 
-def _real(cache: Cache, new: int, lengths: Counts | None) -> Rows:
+def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
     """int32[batch]: real tokens of a call, a row."""
     if lengths is None:
         return jnp.full_like(cache.length, new)

@@ -1,8 +1,6 @@
 """Write a call's tokens into the slots of each row, in place, and nothing else."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +14,15 @@ from kvjax.placement.device import Device
 def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
     """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else."""
     for run in runs:
-        skip = jnp.broadcast_to(run.skip, count.shape)
-        size = min(x.shape[2], run.high - run.low)
-        write = functools.partial(
-            _write_row, low=run.low, high=run.high, size=size, bounds=run.bounds
-        )
-        into = jax.vmap(write)(into, x, run.start, skip, count)
+
+        def one(
+            into: Array, x: Array, start: Array, skip: Array, count: Array, run: Run = run
+        ) -> Array:
+            origin, x, real = _window(run, x, start, skip, count)
+            old = lax.dynamic_slice_in_dim(into, origin, x.shape[1], axis=1)
+            return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
+
+        into = jax.vmap(one)(into, x, run.start, jnp.broadcast_to(run.skip, count.shape), count)
     return into
 
 
@@ -33,16 +34,13 @@ def write_far(
     anything to write."""
     for run in runs:
         skip = jnp.broadcast_to(run.skip, count.shape)
-        size = min(x.shape[2], run.high - run.low)
-        part = functools.partial(_window, low=run.low, high=run.high, size=size, bounds=run.bounds)
         copy = near = None if near is None else write_rows(near, x, [run], count)
 
         def one(
-            row: Array, into: Array, run: Run = run, skip: Array = skip, part: Any = part,
-            copy: Array | None = copy,
-        ) -> Array:  # fmt: skip
+            row: Array, into: Array, run: Run = run, skip: Array = skip, copy: Array | None = copy
+        ) -> Array:
             mine = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in (x, run.start))
-            origin, new, real = part(*mine, skip[row], count[row])
+            origin, new, real = _window(run, *mine, skip[row], count[row])
             at, shape = (row, 0, origin, *[0] * (into.ndim - 3)), (1, *new.shape)
             if copy is None:
                 old = place.near(lax.dynamic_slice(into, at, shape))
@@ -56,34 +54,8 @@ def write_far(
     return into, near
 
 
-def _write_row(
-    into: Array,
-    x: Array,
-    start: Array,
-    skip: Array,
-    count: Array,
-    *,
-    low: int,
-    high: int,
-    size: int,
-    bounds: Any,
-) -> Array:
-    """One row of a run."""
-    origin, x, real = _window(x, start, skip, count, low=low, high=high, size=size, bounds=bounds)
-    old = lax.dynamic_slice_in_dim(into, origin, size, axis=1)
-    return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
-
-
 def _window(
-    x: Array,
-    start: Array,
-    skip: Array,
-    count: Array,
-    *,
-    low: int,
-    high: int,
-    size: int,
-    bounds: Any,
+    run: Run, x: Array, start: Array, skip: Array, count: Array
 ) -> tuple[Array, Array, Array]:
     """Where a row's new content goes, the content, and which of it is real.
 
@@ -91,13 +63,14 @@ def _window(
     ``dynamic_update_slice`` would: the window is moved to where it fits, and the old content put
     back.
     """
-    origin = jnp.clip(start, low, high - size)
+    size = min(x.shape[1], run.high - run.low)
+    origin = jnp.clip(start, run.low, run.high - size)
     shift = start - origin
     token = jnp.arange(size, dtype=jnp.int32) - shift
     if x.shape[1] > 1:
         x = jnp.roll(x, shift, axis=1)[:, :size]
     real = (token >= skip) & (token < count)
-    if bounds is not None:
+    if run.bounds is not None:
         slot = token + start
-        real &= (slot >= bounds[0]) & (slot < bounds[1])
+        real &= (slot >= run.bounds[0]) & (slot < run.bounds[1])
     return origin, x, real.reshape(size, *[1] * (x.ndim - 2))

@@ -19,25 +19,7 @@ from kvjax.codecs.rotated import Rotated
 from kvjax.codecs.unrotated import Unrotated
 
 __all__ = [
-    "BITS",
-    "MULTIPLE",
-    "Centred",
-    "Codec",
-    "Float8",
-    "HalfQuadratic",
-    "Int1",
-    "Int2",
-    "Int3",
-    "Int4",
-    "Int8",
-    "Integer",
-    "Raw",
-    "Rotated",
-    "Store",
-    "Unrotated",
-    "long_mix",
-    "long_scores",
-    "plain_mix",
-    "plain_scores",
-    "tokens_of",
-]
+    "BITS", "MULTIPLE", "Centred", "Codec", "Float8", "HalfQuadratic", "Int1", "Int2", "Int3",
+    "Int4", "Int8", "Integer", "Raw", "Rotated", "Store", "Unrotated", "long_mix",
+    "long_scores", "plain_mix", "plain_scores", "tokens_of",
+]  # fmt: skip

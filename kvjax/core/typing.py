@@ -20,16 +20,6 @@ SlotPositions = Int[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]
 
 __all__ = [
-    "Array",
-    "CachedKeysValues",
-    "Counts",
-    "KeysValues",
-    "LayerRows",
-    "Mixed",
-    "Positions",
-    "Queries",
-    "Rows",
-    "SlotPositions",
-    "Tokens",
-    "Visible",
-]
+    "Array", "CachedKeysValues", "Counts", "KeysValues", "LayerRows", "Mixed", "Positions",
+    "Queries", "Rows", "SlotPositions", "Tokens", "Visible",
+]  # fmt: skip

@@ -8,16 +8,6 @@ from kvjax.layouts.ring import Ring
 from kvjax.layouts.split import Split
 
 __all__ = [
-    "UNLIMITED",
-    "Dense",
-    "Growing",
-    "Layout",
-    "Part",
-    "Region",
-    "Ring",
-    "Run",
-    "Share",
-    "Split",
-    "divided",
-    "shared",
-]
+    "UNLIMITED", "Dense", "Growing", "Layout", "Part", "Region", "Ring", "Run", "Share",
+    "Split", "divided", "shared",
+]  # fmt: skip

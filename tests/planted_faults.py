@@ -1,0 +1,206 @@
+"""Faults of one line, planted in copies of the library: do the tests notice?
+
+    python -m tests.planted_faults                 all of them, by the README's tests
+    python -m tests.planted_faults --only scale    those with a word in their name
+    KVJAX_FULL=1 python -m tests.planted_faults    by all tests
+
+A fault is caught when a test fails; its likeliest file is run first, and the others where that one
+passes. Prints a table, and ends with exit code 1 if a fault was not caught.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """A line of a file, what it becomes, and the test files that should notice first."""
+
+    name: str
+    file: str
+    line: str
+    fault: str
+    first: tuple[str, ...]
+
+
+FAULTS = (
+    Fault(
+        "the high-water mark is not kept", "cache/appending.py",
+        "written = jnp.maximum(cache.written, length[:, None])",
+        "written = length[:, None] + 0 * cache.written", ("cache", "layouts"),
+    ),
+    Fault(
+        "a query sees the token after it", "attention/mask.py",
+        "seen = (keys >= 0) & (keys <= queries)",
+        "seen = (keys >= 0) & (keys <= queries + 1)", ("recompute", "attention"),
+    ),
+    Fault(
+        "a window is one token too wide", "attention/mask.py",
+        "seen &= (keys > queries - self.window) | (keys < self.sinks)",
+        "seen &= (keys >= queries - self.window) | (keys < self.sinks)", ("recompute", "attention"),
+    ),
+    Fault(
+        "blocks leave the tail a token too early", "layouts/split.py",
+        "return jnp.maximum((tokens - 1) // self.block - self.recent, 0)",
+        "return jnp.maximum(tokens // self.block - self.recent, 0)", ("tail", "recompute"),
+    ),
+    Fault(
+        "a block too many is seen raw", "layouts/split.py",
+        "return jnp.maximum(positions // self.block - self.recent, 0) * self.block",
+        "return jnp.maximum(positions // self.block - self.recent - 1, 0) * self.block",
+        ("tail", "recompute"),
+    ),
+    Fault(
+        "a zero point is forgotten", "codecs/integer.py",
+        "return within(self.groups.join(split * scale + zero), self.dtype)",
+        "return within(self.groups.join(split * scale), self.dtype)", ("codecs",),
+    ),
+    Fault(
+        "a scale of 8-bit floats is forgotten", "codecs/float8.py",
+        "return within(self.groups.join(split * scale), self.dtype)",
+        "return within(self.groups.join(split), self.dtype)", ("codecs",),
+    ),
+    Fault(
+        "scales are rounded down", "codecs/integer.py",
+        "return rounded(reach / self._levels, kind, up=True), zero",
+        "return rounded(reach / self._levels, kind, up=False), zero", ("codecs",),
+    ),
+    Fault(
+        "an overflow sets no status", "cache/admission.py",
+        "status = cache.status | jnp.where(count < asked, OVERFLOW, 0)",
+        "status = cache.status | jnp.where(count < asked, 0, 0)", ("cache",),
+    ),
+    Fault(
+        "padding is written over what a row holds", "cache/writing.py",
+        "real = (token >= skip) & (token < count)",
+        "real = (token >= skip) & (token < x.shape[1])", ("layouts", "recompute"),
+    ),
+    Fault(
+        "a chunk past the end pushes its tokens down", "cache/writing.py",
+        "x = jnp.roll(x, shift, axis=1)[:, :size]",
+        "x = jnp.roll(x, 0 * shift, axis=1)[:, :size]", ("layouts", "recompute"),
+    ),
+    Fault(
+        "a ring says it can rewind one token more", "layouts/ring.py",
+        "kept = jnp.where(written > self.slots, written - spare, 0)",
+        "kept = jnp.where(written > self.slots, written - spare - 1, 0)", ("cache", "layouts"),
+    ),
+    Fault(
+        "sinks are looked at from one position further", "attention/attending.py",
+        "cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED",
+        "cap = layout.sinks + min(windows) if layout.sinks else UNLIMITED", ("recompute",),
+    ),
+    Fault(
+        "merged softmaxes do not shrink their total", "attention/softmax.py",
+        "return Partial(highest, self.total * a + other.total * b, mixed)",
+        "return Partial(highest, self.total + other.total, mixed)", ("buckets", "kernels"),
+    ),
+    Fault(
+        "devices do not agree on the highest score", "attention/softmax.py",
+        "highest = lax.pmax(lax.stop_gradient(self.highest), axis)",
+        "highest = lax.stop_gradient(self.highest)", ("mesh",),
+    ),
+    Fault(
+        "what two blocks share is seen twice", "cache/sections.py",
+        "return jnp.where(new, self.place(units), -1)",
+        "return jnp.where(new | True, self.place(units), -1)", ("attention", "recompute"),
+    ),
+    Fault(
+        "a copy on the device misses a block", "cache/tail.py",
+        "fetched = None if fetched is None else kind.unflatten([near for _, near in both])",
+        "fetched = fetched", ("placement",),
+    ),
+    Fault(
+        "a conversion forgets what it lacked", "cache/reading.py",
+        "return (positions >= held.low[:, None]) | (positions < held.policy.layout.sinks)",
+        "return (positions >= 0) | (positions < held.policy.layout.sinks)", ("tail", "migrate"),
+    ),
+    Fault(
+        "a grown layer forgets its mark", "operations/growth.py",
+        "return jnp.where(written > slots, written + wider - slots, written)",
+        "return jnp.where(written > slots, written, written)", ("operations", "cache"),
+    ),
+    Fault(
+        "a device of the mesh has its neighbour's slots", "layouts/part.py",
+        "return Part(layout, slots, share.index * slots)",
+        "return Part(layout, slots, (share.count - 1 - share.index) * slots)", ("mesh",),
+    ),
+    Fault(
+        "the decode loop does not donate its cache", "generation/programs.py",
+        'jax.jit, static_argnames=("model", "filters"), donate_argnames=("context", "seen")',
+        'jax.jit, static_argnames=("model", "filters"), donate_argnames=("seen",)',
+        ("generate", "compilations", "transforms"),
+    ),
+    Fault(
+        "the top-k threshold is one token short", "generation/sampling.py",
+        "return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)",
+        "return jnp.where(ordered > threshold[:, None], logits, -jnp.inf)", ("sampling",),
+    ),
+)  # fmt: skip
+
+
+def planted(fault: Fault, folder: Path) -> None:
+    """Plant a fault in a copy; the line must stand there once."""
+    path = folder / "kvjax" / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.line) != 1:
+        raise ValueError(f"{fault.name}: {fault.file} has the line {text.count(fault.line)} times")
+    path.write_text(text.replace(fault.line, fault.fault), encoding="utf-8")
+
+
+def failing(folder: Path, files: list[str], workers: str) -> str | None:
+    """The first test that fails, or None."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not oracle", "-n", workers]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *files], cwd=folder, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    found = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode and not found:
+        return f"pytest ended with {done.returncode}"
+    return found[0] if found else None
+
+
+def tried(fault: Fault, workers: str, everything: bool) -> tuple[str | None, float]:
+    """Which test notices a fault, and after how many seconds."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "kvjax"
+        left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache", "*.egg*")
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+        planted(fault, folder)
+        first = [f"tests/test_{each}.py" for each in fault.first]
+        found = failing(folder, [f for f in first if (folder / f).exists()], workers)
+        if found is None and everything:
+            found = failing(folder, [], workers)
+    return found, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="faults with this in their name")
+    parser.add_argument("--workers", default="auto", help="processes, as of pytest -n")
+    parser.add_argument("--first", action="store_true", help="the likeliest files alone")
+    given = parser.parse_args()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
+    missed = 0
+    print("| fault | caught by | seconds |\n| --- | --- | --- |", flush=True)
+    for fault in FAULTS:
+        if given.only in fault.name:
+            found, seconds = tried(fault, given.workers, not given.first)
+            missed += found is None
+            print(f"| {fault.name} | {found or '**not caught**'} | {seconds:.0f} |", flush=True)
+    print(f"\n{missed} not caught")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
