@@ -1,15 +1,86 @@
-"""What codecs with scales have in common: which 16 bits, and what they decode to."""
+"""What codecs with scales have in common: groups, 16 bits, and what they decode to."""
 
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, Self
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax.codecs._groups import Groups
+from kvjax.codecs.codec import Store, plain_mix, plain_scores
 from kvjax.codecs.raw import Raw
 
 
-def check_scales(scales: Raw | None) -> None:
-    """Raise ``ValueError`` for a dtype that has not 16 bits."""
-    if scales is not None and scales.dtype not in (None, "float16", "bfloat16"):
-        raise ValueError(f"scales have 16 bits, not those of {scales.dtype}")
+class WithScales:
+    """A codec of blocks whose groups of numbers have scales in 16 bits. Abstract: the fields are
+    the codec's own, and it says what its store is in float32."""
+
+    per: str
+    group: int | None
+    scales: Raw | None
+    dtype: str | None
+
+    blockwise = True
+    before_rotary = False
+
+    def __post_init__(self) -> None:
+        self.groups.__post_init__()
+        if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
+            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+
+    @property
+    def groups(self) -> Groups:
+        """Which numbers share a scale."""
+        return Groups(self.per, self.group)
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether heads share scales."""
+        return self.per == "tensor"
+
+    def resolve(self, model_dtype: str | None, platform: str) -> Self:
+        """Fix the dtypes."""
+        dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
+        changed: Any = self
+        return replace(changed, scales=scales, dtype=dtype)
+
+    @abstractmethod
+    def wide(self, store: Any) -> Array:
+        """Numbers in float32."""
+
+    def decode(self, store: Store) -> Array:
+        """Numbers in ``dtype``."""
+        return self.wide(store).astype(self.dtype)
+
+    def scores(self, queries: Array, store: Store) -> Array:
+        """Queries times keys, decoded here."""
+        return plain_scores(queries, self.wide(store))
+
+    def mix(self, weights: Array, store: Store) -> Array:
+        """Weights times values, decoded here."""
+        return plain_mix(weights, self.decode(store))
+
+    @property
+    def _scales(self) -> Raw:
+        if self.scales is None:
+            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
+        return self.scales
+
+
+@jax.custom_jvp
+def undifferentiable(x: Array) -> Array:
+    """``x``; asked for its gradient, it says why there is none."""
+    return x
+
+
+@undifferentiable.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "no gradient passes through a quantized cache (its codes are whole numbers): use a raw "
+        "one to differentiate"
+    )
 
 
 def within(x: Array, dtype: str | None) -> Array:

@@ -1,17 +1,15 @@
 """The codec that stores floats of 8 bits."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._groups import Groups, finite, rounded
-from kvjax.codecs._scales import check_scales, with_dtypes, within
-from kvjax.codecs.codec import plain_mix, plain_scores
-from kvjax.codecs.integer import undifferentiable
+from kvjax.codecs._groups import finite, rounded
+from kvjax.codecs._scales import WithScales, undifferentiable, within
 from kvjax.codecs.raw import Raw
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
@@ -26,7 +24,7 @@ class Scaled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(WithScales):
     """Store numbers as floats of 8 bits times a 16-bit scale a group (Micikevicius et al.,
     arXiv:2209.05433): small numbers of a group keep their own precision.
 
@@ -42,29 +40,10 @@ class Float8:
     scales: Raw | None = None
     dtype: str | None = None
 
-    blockwise = True
-    before_rotary = False
-
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: there are {', '.join(KINDS)}")
-        self.groups.__post_init__()
-        check_scales(self.scales)
-
-    @property
-    def groups(self) -> Groups:
-        """Which numbers share a scale."""
-        return Groups(self.per, self.group)
-
-    @property
-    def joins_heads(self) -> bool:
-        """Whether heads share scales."""
-        return self.per == "tensor"
-
-    def resolve(self, model_dtype: str | None, platform: str) -> "Float8":
-        """Fix the dtypes."""
-        dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
-        return replace(self, scales=scales, dtype=dtype)
+        super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Scaled:
         """A zeroed store for blocks of ``shape``; a ``ValueError`` where a group does not fit."""
@@ -82,10 +61,6 @@ class Float8:
         bits = lax.bitcast_convert_type(self.groups.join(small), jnp.uint8)
         return Scaled(bits, self._scales.encode(self.groups.pack(scale)))
 
-    def decode(self, store: Scaled) -> Array:
-        """Numbers in ``dtype``."""
-        return self.wide(store).astype(self.dtype)
-
     def wide(self, store: Scaled) -> Array:
         """Numbers in float32."""
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
@@ -96,17 +71,3 @@ class Float8:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""
         return math.prod(shape) + 2 * math.prod(self.groups.scale_shape(shape))
-
-    def scores(self, queries: Array, store: Scaled) -> Array:
-        """Queries times keys, decoded here."""
-        return plain_scores(queries, self.wide(store))
-
-    def mix(self, weights: Array, store: Scaled) -> Array:
-        """Weights times values, decoded here."""
-        return plain_mix(weights, self.decode(store))
-
-    @property
-    def _scales(self) -> Raw:
-        if self.scales is None:
-            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
-        return self.scales

@@ -7,9 +7,9 @@ from jax import lax
 from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, mean, rounded
+from kvjax.codecs._scales import undifferentiable
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
-from kvjax.codecs.integer import undifferentiable
 
 NORM = 0.7
 """The exponent of the error that is made small: below 1, large single errors count little."""

@@ -1,17 +1,15 @@
 """Codecs that store whole numbers of 1 to 8 bits, with scales in 16."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.codecs._groups import Groups, finite, mean, rounded
+from kvjax.codecs._groups import finite, mean, rounded
 from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
-from kvjax.codecs._scales import check_scales, with_dtypes, within
-from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs._scales import WithScales, undifferentiable, within
 from kvjax.codecs.raw import Raw
 
 BITS = (1, 2, 3, 4, 8)
@@ -27,7 +25,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Integer:
+class Integer(WithScales):
     """Store numbers as codes of ``bits`` bits, with a 16-bit scale a group.
 
     With a zero point a number is ``zero + scale * code``, from the smallest of its group to the
@@ -51,29 +49,10 @@ class Integer:
     scales: Raw | None = None
     dtype: str | None = None
 
-    blockwise = True
-    before_rotary = False
-
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
-        self.groups.__post_init__()
-        check_scales(self.scales)
-
-    @property
-    def groups(self) -> Groups:
-        """Which numbers share a scale."""
-        return Groups(self.per, self.group)
-
-    @property
-    def joins_heads(self) -> bool:
-        """Whether heads share scales."""
-        return self.per == "tensor"
-
-    def resolve(self, model_dtype: str | None, platform: str) -> "Integer":
-        """Fix the dtypes."""
-        dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
-        return replace(self, scales=scales, dtype=dtype)
+        super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Packed:
         """A zeroed store for blocks of ``shape``.
@@ -128,10 +107,6 @@ class Integer:
         whole = (x - zero) / step if self.zero_point else x / step + self._middle
         return jnp.clip(jnp.round(whole), self._lowest, 2**self.bits - 1)
 
-    def decode(self, store: Packed) -> Array:
-        """Numbers in ``dtype``."""
-        return self.wide(store).astype(self.dtype)
-
     def wide(self, store: Packed) -> Array:
         """Numbers in float32."""
         codes = unpack(store.codes, self.bits).astype(jnp.float32)
@@ -146,20 +121,6 @@ class Integer:
         """Bytes of the store of blocks of ``shape``."""
         scales = math.prod(self.groups.scale_shape(shape)) * (2 if self.zero_point else 1)
         return math.prod(shape[:-2]) * packed_rows(shape[-2], self.bits) * shape[-1] + 2 * scales
-
-    def scores(self, queries: Array, store: Packed) -> Array:
-        """Queries times keys, decoded here."""
-        return plain_scores(queries, self.wide(store))
-
-    def mix(self, weights: Array, store: Packed) -> Array:
-        """Weights times values, decoded here."""
-        return plain_mix(weights, self.decode(store))
-
-    @property
-    def _scales(self) -> Raw:
-        if self.scales is None:
-            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
-        return self.scales
 
     @property
     def _levels(self) -> int:
@@ -190,17 +151,3 @@ def _of_bits(bits: int) -> Any:
 
 
 Int8, Int4, Int3, Int2, Int1 = (_of_bits(bits) for bits in (8, 4, 3, 2, 1))
-
-
-@jax.custom_jvp
-def undifferentiable(x: Array) -> Array:
-    """``x``; asked for its gradient, it says why there is none."""
-    return x
-
-
-@undifferentiable.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "no gradient passes through a quantized cache (its codes are whole numbers): use a raw "
-        "one to differentiate"
-    )
