@@ -39,8 +39,9 @@ from kvjax.memory.planning import Plan, cache_nbytes, memory_report, plan
 from kvjax.memory.shapes import ModelShape
 from kvjax.operations.conversion import convert
 from kvjax.operations.growth import grow
-from kvjax.operations.migration import make_room, migrate
+from kvjax.operations.migration import migrate
 from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.room import make_room
 from kvjax.operations.rows import concatenate, fork, repeat, reset, select
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host

@@ -23,8 +23,8 @@ from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import Options, prepare
 from kvjax.generation.statistics import Meter
 from kvjax.layouts import UNLIMITED
-from kvjax.operations.migration import make_room
 from kvjax.operations.rewinding import rewind
+from kvjax.operations.room import make_room
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 

@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.layer import LayerCache, Strip, Tail
-from kvjax.codecs import (
-    Codec,
-    Store,
-    long_mix,
-    long_scores,
-    plain_mix,
-    plain_scores,
-    tokens_of,
-)
+from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows

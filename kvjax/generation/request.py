@@ -16,7 +16,7 @@ from kvjax.generation.sampling import Filters, Settings, make_settings
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import abstract_cache
-from kvjax.operations.migration import check_room
+from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 

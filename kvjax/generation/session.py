@@ -22,8 +22,8 @@ from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request, capacity_bucket
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
-from kvjax.operations.migration import Move, make_room, settled
 from kvjax.operations.rewinding import rewind
+from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 
 _WATCHED_STEPS = 32

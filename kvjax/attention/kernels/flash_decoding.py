@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.attention.softmax import Partial
+from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.codecs import Codec, Store
 from kvjax.core.typing import Array
 
@@ -27,7 +27,6 @@ SPLITS = 16
 """Programs that share a row's text."""
 ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
-_LOWEST = -1e30
 
 
 class Settings(NamedTuple):
@@ -152,10 +151,9 @@ def _kernel(tree: Any, settings: Settings, splits: int, *refs: Any) -> None:
         scores = dot(queries, keys.T) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        there = jnp.broadcast_to(seen, scores.shape) > 0
-        scores = jnp.where(there, scores, _LOWEST)
-        above = jnp.maximum(highest, scores.max(1))
-        weights = jnp.where(there, jnp.exp(scores - above[:, None]), 0.0)
+        scores = jnp.where(jnp.broadcast_to(seen, scores.shape) > 0, scores, LOWEST)
+        above = jnp.maximum(highest, jnp.maximum(scores.max(1), LOWEST / 2))  # see Partial.of
+        weights = jnp.exp(scores - above[:, None])
         shrink = jnp.exp(highest - above)
         # No weight makes 0 of what is no number, in slots that hold nothing.
         values = jnp.where(seen.max(0)[:, None] > 0, values, jnp.zeros_like(values))
@@ -165,7 +163,7 @@ def _kernel(tree: Any, settings: Settings, splits: int, *refs: Any) -> None:
     nothing = jnp.zeros(queries.shape[0], jnp.float32)
     found = lax.fori_loop(
         begin, jnp.minimum(begin + share, high), visit,
-        (nothing + _LOWEST, nothing, jnp.zeros(queries.shape, jnp.float32)),
+        (nothing + LOWEST, nothing, jnp.zeros(queries.shape, jnp.float32)),
     )  # fmt: skip
     highest_ref[...], total_ref[...], mixed_ref[...] = found
 
