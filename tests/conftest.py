@@ -43,8 +43,22 @@ hypothesis.settings.register_profile("full", max_examples=400, deadline=None, de
 hypothesis.settings.load_profile("full" if FULL else "plain")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what stands in ``tests/oracle`` or says that it needs the extra."""
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark of what is a cell of the law matrix, and the counting of programs."""
+    config.addinivalue_line("markers", "cells: a cell of the law matrix (tests/matrix.py)")
+    if os.environ.get("KVJAX_COUNT") == "1":
+        from tests import counted
+
+        config.pluginmanager.register(counted.Counts())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a share of the law
+    matrix (``KVJAX_SHARD=k/n``) keep its cells alone."""
+    if os.environ.get("KVJAX_SHARD"):
+        others = [item for item in items if item.get_closest_marker("cells") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("cells") is not None]
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):

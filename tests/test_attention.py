@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
-from matrix import tiny_config
 
 import kvjax
 from kvjax import _walk
 from kvjax._walk import COARSE, FINE, _block_sizes
+from tests import naive
+from tests.matrix import tiny_config
 
 HEADS, KV, DIM = 6, 2, 8
 PATHS = ("blocks", "reference")

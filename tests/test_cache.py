@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from matrix import BLOCK, CELLS, CODECS, codes, tiny_config
 
 import kvjax
 from kvjax.rotary import rotary_table
 from kvjax.status import OVERFLOW, REWOUND_TOO_FAR
+from tests import naive
+from tests.matrix import BLOCK, CODECS, RAW, codes, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20
@@ -343,26 +343,12 @@ TestSinksMachine = SinksMachine.TestCase
 TestGrowingMachine = GrowingMachine.TestCase
 
 
-def test_bytes_are_those_of_the_arrays():
-    for name, size in (
-        ("dense-raw-device", 4), ("dense-bfloat16-device", 2), ("dense-float16-device", 2),
-    ):  # fmt: skip
-        cache = kvjax.init_cache(CONFIG, CELLS[name].policy, batch=3, max_len=100)
-        assert kvjax.nbytes(cache) == {"device": 2 * 2 * 3 * KV * 100 * DIM * size}
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_users_see_the_real_shape_and_dtype(name):
-    cache = filled(CELLS[name].policy)
-    keys, values, positions = kvjax.read(cache, 0)
-    held = cache.layers[0].policy
-    slots = held.layout.slots
-    if held.has_tail:
-        slots = held.split.tail.slots + held.split.body.slots * held.block
-    assert keys.shape == values.shape == (BATCH, KV, slots, DIM)
-    assert keys.dtype == jnp.dtype(cache.layers[0].policy.keys.dtype)
-    for row in np.asarray(positions):
-        assert sorted(row.tolist()) == [*[-1] * (slots - 5), *range(5)]
+@pytest.mark.parametrize("dtype", RAW)
+def test_bytes_are_those_of_the_arrays(dtype):
+    policy = kvjax.policy("static", dtype=dtype)
+    cache = kvjax.init_cache(CONFIG, policy, batch=3, max_len=100)
+    size = jnp.dtype(dtype).itemsize
+    assert kvjax.nbytes(cache) == {"device": 2 * 2 * 3 * KV * 100 * DIM * size}
 
 
 def test_every_leaf_is_committed():

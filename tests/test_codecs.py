@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from matrix import CODECS
 
 import kvjax
 from kvjax._tree import tree_bytes
 from kvjax.codecs._groups import rounded
 from kvjax.codecs._packing import pack, packed_rows, unpack
+from tests.matrix import CODECS
 
 BLOCK, DIM = 64, 64
 BITS = (1, 2, 3, 4, 8)

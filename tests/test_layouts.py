@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix import tiny_config, tiny_model
-from scripted import scripted
 
 import kvjax
 from kvjax.layouts import UNLIMITED
 from kvjax.status import LOST, OVERFLOW
+from tests.matrix import tiny_config, tiny_model
+from tests.scripted import scripted
 
 CONFIG = tiny_config(windows=(None, None))
 

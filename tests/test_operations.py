@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrix import tiny_config, tiny_model
 
 import kvjax
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GPT2Config, RopeConfig
 from kvjax.status import NO_SUCH_ROW, OVERFLOW
+from tests.matrix import tiny_config, tiny_model
 
 CONFIG = tiny_config(windows=(None, None))
 TOKENS = np.random.default_rng(3).integers(0, 61, (2, 900)).astype(np.int32)

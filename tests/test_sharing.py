@@ -5,13 +5,13 @@ import types
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
-from matrix import tiny_config
 
 import kvjax
 from kvjax import shape
+from tests import naive
+from tests.matrix import tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
 

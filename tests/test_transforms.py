@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from matrix import tiny_model
 
 import kvjax
+from tests.matrix import tiny_model
 
 MODEL, PARAMS = tiny_model()
 CONFIG = MODEL.config
