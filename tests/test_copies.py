@@ -25,14 +25,14 @@ from tests.matrix import (
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 MODEL = Architecture(CONFIG)
-KV, HEADS, DIM = 2, 4, 8
+DIM = 8
 
 
-def one_step(token, cache):
+def one_step(token, cache, heads=4, kv=2):
     """A step of a cache without a model: queries, keys and values come from a number a row."""
     rows = jnp.arange(token.shape[0] * DIM, dtype=jnp.float32).reshape(-1, 1, 1, DIM)
     x = jnp.sin(rows * token[:, None, None, None])
-    keys, queries = (jnp.broadcast_to(x, (len(token), n, 1, DIM)) for n in (KV, HEADS))
+    keys, queries = (jnp.broadcast_to(x, (len(token), n, 1, DIM)) for n in (kv, heads))
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys + 1)
         mixed = kvjax.attend(queries, cache, layer)
@@ -40,29 +40,29 @@ def one_step(token, cache):
     return token, kvjax.advance(cache, 1)
 
 
-def loop_of_steps(token, cache):
+def loop_of_steps(token, cache, **heads):
     def go_on(carry):
         return jnp.all(carry[1].length < carry[2])
 
     def step(carry):
-        return *one_step(*carry[:2]), carry[2]
+        return *one_step(*carry[:2], **heads), carry[2]
 
     return lax.while_loop(go_on, step, (token, cache, cache.length[0] + 5))[:2]
 
 
-def scan_of_steps(token, cache):
+def scan_of_steps(token, cache, **heads):
     def step(carry, _):
-        carry = one_step(*carry)
+        carry = one_step(*carry, **heads)
         return carry, carry[0]
 
     (_, cache), tokens = lax.scan(step, (token, cache), length=5)
     return tokens, cache
 
 
-def chunk(token, cache):
+def chunk(token, cache, heads=4, kv=2):
     x = jnp.sin(token[:, None, None, None] + jnp.arange(16.0 * DIM).reshape(1, 1, 16, DIM))
     lengths = jnp.clip(token.astype(jnp.int32), 0, 16)
-    keys, queries = (jnp.broadcast_to(x, (len(token), n, 16, DIM)) for n in (KV, HEADS))
+    keys, queries = (jnp.broadcast_to(x, (len(token), n, 16, DIM)) for n in (kv, heads))
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys + 1, lengths=lengths)
         mixed = kvjax.attend(queries, cache, layer, lengths=lengths)
