@@ -20,10 +20,21 @@ from kvjax.limits import auto_mesh, device_memory
 from kvjax.memory import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
+from tests.checkpoints import write_llama
 from tests.matrix import cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
 
-# Generation.
+
+@pytest.fixture(scope="module")
+def tiny_llama_dir(tmp_path_factory):
+    """Of one layer, in place of the other tests' of two: every layer compiles anew."""
+    return write_llama(tmp_path_factory.mktemp("checkpoints") / "llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tiny_llama_dir):
+    return models.load(tiny_llama_dir, dtype="float32")
+
 
 PROMPTS = ["Once upon a time", "Hi", "abcdefgh" * 5]
 # Prompts of any length in chunks of one width: the tests share programs.
@@ -213,14 +224,22 @@ def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
 
 
 def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
-    policies = {"8": kvjax.policy(bits=8, block=8)}
-    text = list(range(40))
-    wanted = kvjax.evaluate(tiny_llama, text, policies, context=32)["8"].overall
-    lm = tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=2))
-    found = kvjax.evaluate(lm, text, policies, context=32)["8"].overall
-    assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-4)
+    settings = {
+        "policies": {
+            "8 bits": kvjax.policy(bits=8, block=8), "4 bits": kvjax.policy(bits=4, block=8),
+        },
+        "text": np.random.default_rng(0).integers(0, 256, 130).tolist(),
+        "context": 64,
+    }  # fmt: skip
+    one, many = (
+        kvjax.evaluate(each, **settings)
+        for each in (tiny_llama, tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=4)))
+    )
+    for name, tolerance in (("8 bits", 1e-4), ("4 bits", 1e-3)):
+        wanted = one[name].overall.perplexity
+        assert many[name].overall.perplexity == pytest.approx(wanted, rel=tolerance)
     with pytest.raises(ValueError, match="one text is evaluated, which a mesh can't divide"):
-        kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), text, policies, context=32)
+        kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), **settings)
 
 
 def test_batches_on_a_mesh(tiny_llama):
@@ -321,6 +340,7 @@ def test_gradients_and_odd_ends_on_a_mesh():
 
 def test_bench_on_a_mesh(tiny_llama):
     lm, settings = tiny_llama.on(mesh("2-2-2")), dict(prompts=[16], steps=4, repeats=1)
+    settings["bandwidth"] = kvjax.bench.Bandwidth(1e9, 5e8, {}, 4096)
     found = kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, batches=[2], **settings)
     assert len(found.cells) == 1
     with pytest.raises(ValueError, match="1 rows can't be divided among data=2"):
@@ -420,7 +440,8 @@ def test_every_family_on_a_mesh(cell):
     close([np.concatenate(found[:-1], axis=1)], wanted[-1:])
 
 
-def test_memory_on_a_mesh(tiny_llama):
+def test_memory_on_a_mesh(tmp_path):
+    tiny_llama = models.load(write_llama(tmp_path / "of-two-layers"), dtype="float32")
     lm, settings = tiny_llama.on(mesh("2-2-2")), dict(max_new_tokens=80, **SHARED)
     wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
     tails = kvjax.nbytes(wanted.cache)["device"] // 2
@@ -441,13 +462,3 @@ def test_compiled_ahead_on_a_mesh(tiny_llama):
     assert kvjax.compile(lm, "static", batch=3, max_len=64, **SHARED).programs > 2
     found = kvjax.generate(lm, PROMPTS, max_len=64, max_new_tokens=9, **SHARED)
     assert found.stats.compilations == 0
-
-
-def test_evaluate_on_a_mesh(tiny_llama):
-    policies = {"4 bits": kvjax.policy(bits=4, block=8)}
-    text = np.random.default_rng(0).integers(0, 256, 130).tolist()
-    one, many = (
-        kvjax.evaluate(lm, text, policies, context=64)["4 bits"]
-        for lm in (tiny_llama, tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=4)))
-    )
-    assert many.overall.perplexity == pytest.approx(one.overall.perplexity, rel=1e-3)
