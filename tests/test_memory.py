@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrix import tiny_config, tiny_model
 
 import kvjax
 from benchmarks import plans
@@ -24,6 +23,7 @@ from kvjax.limits import (
 from kvjax.memory import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
 from kvjax.model_shape import SHAPES, ModelShape
 from kvjax.models.architecture import Architecture
+from tests.matrix import tiny_config, tiny_model
 
 MODEL, PARAMS = tiny_model()
 POLICIES = {
