@@ -25,14 +25,15 @@ from tests.matrix import (
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 MODEL = Architecture(CONFIG)
-DIM = 8
 
 
-def one_step(token, cache, heads=4, kv=2):
+def one_step(token, cache):
     """A step of a cache without a model: queries, keys and values come from a number a row."""
-    rows = jnp.arange(token.shape[0] * DIM, dtype=jnp.float32).reshape(-1, 1, 1, DIM)
-    x = jnp.sin(rows * token[:, None, None, None])
-    keys, queries = (jnp.broadcast_to(x, (len(token), n, 1, DIM)) for n in (kv, heads))
+    held = cache.layers[0]
+    channels = jnp.arange(1.0, 1.0 + held.head_dim)
+    x = jnp.sin(channels * token[:, None, None, None])
+    shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
+    keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys + 1)
         mixed = kvjax.attend(queries, cache, layer)
@@ -40,32 +41,35 @@ def one_step(token, cache, heads=4, kv=2):
     return token, kvjax.advance(cache, 1)
 
 
-def loop_of_steps(token, cache, **heads):
+def loop_of_steps(token, cache):
     def go_on(carry):
         return jnp.all(carry[1].length < carry[2])
 
     def step(carry):
-        return *one_step(*carry[:2], **heads), carry[2]
+        return *one_step(*carry[:2]), carry[2]
 
     return lax.while_loop(go_on, step, (token, cache, cache.length[0] + 5))[:2]
 
 
-def scan_of_steps(token, cache, **heads):
+def scan_of_steps(token, cache):
     def step(carry, _):
-        carry = one_step(*carry, **heads)
+        carry = one_step(*carry)
         return carry, carry[0]
 
     (_, cache), tokens = lax.scan(step, (token, cache), length=5)
     return tokens, cache
 
 
-def chunk(token, cache, heads=4, kv=2):
-    x = jnp.sin(token[:, None, None, None] + jnp.arange(16.0 * DIM).reshape(1, 1, 16, DIM))
+def chunk(token, cache):
+    held = cache.layers[0]
+    channels = jnp.arange(1.0, 1.0 + 16 * held.head_dim).reshape(1, 1, 16, -1)
+    x, mixed = jnp.sin(channels * token[:, None, None, None]), []
     lengths = jnp.clip(token.astype(jnp.int32), 0, 16)
-    keys, queries = (jnp.broadcast_to(x, (len(token), n, 16, DIM)) for n in (kv, heads))
+    shapes = ((len(token), heads, 16, held.head_dim) for heads in (held.kv_heads, 8))
+    keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys + 1, lengths=lengths)
-        mixed = kvjax.attend(queries, cache, layer, lengths=lengths)
+        mixed.append(kvjax.attend(queries, cache, layer, lengths=lengths))
     return mixed, kvjax.advance(cache, 16, lengths)
 
 
@@ -81,9 +85,7 @@ def large(layout, size):
 
 
 def compiled(form, policy, batch, max_len, layers=1):
-    config = dataclasses.replace(
-        CONFIG, num_hidden_layers=layers, windows=(None,) * layers, head_dim=DIM
-    )
+    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers)
     cache = jax.eval_shape(lambda: kvjax.init_cache(config, policy, batch=batch, max_len=max_len))
     token = jax.ShapeDtypeStruct((batch,), jnp.float32)
     program = jax.jit(PROGRAMS[form], donate_argnums=1).lower(token, cache).compile()

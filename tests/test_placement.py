@@ -169,8 +169,7 @@ def test_there_and_back():
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(("name", "bits"), [("offloaded", 16), ("offloaded_static", 4)])
 def test_generation_with_a_cache_on_the_host(tiny_llama, name, bits):
     place = {"offloaded": "dynamic", "offloaded_static": "static"}[name]
     prompts = ["A cache of keys and values" * 6, "abc"]
@@ -193,7 +192,7 @@ COPIED = {
 
 
 def compiled(name, max_len, form, prefetch=0, layers=2):
-    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers)
+    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers, head_dim=16)
     layout, *codecs = COPIED[name]
     if name.startswith("ring"):
         layout = replace(layout, window=max_len // 2)
@@ -216,7 +215,7 @@ def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
     assert temporary[0] == temporary[1] < 4_000_000
 
 
-STEPPED = tiny_config(num_hidden_layers=2, windows=(None, None))
+STEPPED = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 
 
 def step_at(length, policy):
