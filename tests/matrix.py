@@ -192,7 +192,7 @@ CACHE_PAIRS = (
 )  # fmt: skip
 MESH_PAIRS = (("layout", "mesh"), ("mesh", "heads"), ("codecs", "codecs"), ("mesh", "placement"))
 PATH_PAIRS = (("codecs", "codecs"), ("layout", "layout"))
-COPY_PAIRS = (("codecs", "layout"), ("form", "layout"), ("form", "codecs"))
+COPY_PAIRS = (("form", "layout"), ("form", "codecs"))
 
 
 class PathCell(NamedTuple):

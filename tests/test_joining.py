@@ -33,13 +33,13 @@ class Halves:
         raise ValueError("halves do not grow")
 
     def rounded(self, parts):
-        return Halves(self.max_len + -self.max_len % parts)
+        return Halves(self.slots + -self.slots % parts)
 
     def joined(self, other):
         return max(self, other, key=lambda layout: layout.max_len)
 
     def in_blocks(self, block, recent):
-        return Halves(max((self.max_len - 1) // block - recent, 1))
+        return Halves(max((self.slots - 1) // block - recent, 1))
 
     def runs(self, length, new):
         first = Run(length + self.half, self.half, self.max_len)
