@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import kvjax
-from kvjax._figures import readable_bytes
-from kvjax.memory import plan
-from kvjax.model_shape import SHAPES, ModelShape
+from kvjax.core.sizes import readable_bytes
+from kvjax.memory.planning import plan
+from kvjax.memory.shapes import SHAPES, ModelShape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- python -m benchmarks.plans -->\n", "<!-- end -->\n"

@@ -21,8 +21,9 @@ import numpy as np
 from scipy.special import log_softmax
 
 import kvjax
-from kvjax import _report, models
-from kvjax.evaluate import CacheBytes, Quality, evaluate, quality_of
+from kvjax.quality import reports as _report
+from kvjax import models
+from kvjax.quality.evaluation import CacheBytes, Quality, evaluate, quality_of
 from kvjax.models.tiny.data import part_tokens
 
 RESULTS = Path(__file__).parent / "results" / "quality"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks.programs import collectives, operations
-from kvjax._tree import tree_bytes
+from kvjax.core.trees import tree_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import LlamaConfig, RopeConfig
 

@@ -10,11 +10,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax._call import admit
-from kvjax._checks import is_traced
-from kvjax._typing import Counts, Tokens
-from kvjax.cache import KVCache
-from kvjax.status import note_non_finite
+from kvjax.cache.admission import admit
+from kvjax.core.checks import is_traced
+from kvjax.core.typing import Counts, Tokens
+from kvjax.cache.state import KVCache
+from kvjax.cache.status import note_non_finite
 
 from . import gpt2, llama
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig

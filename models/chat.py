@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvjax._errors import CheckpointError
+from kvjax.core.errors import CheckpointError
 
 from .fields import Fields, read_text
 

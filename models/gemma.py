@@ -14,10 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax._typing import Counts
-from kvjax.attention import self_attend
-from kvjax.cache import KVCache
-from kvjax.rotary import RotaryTable
+from kvjax.core.typing import Counts
+from kvjax.attention.attending import self_attend
+from kvjax.cache.state import KVCache
+from kvjax.core.rotary import RotaryTable
 
 from .config import GemmaConfig
 from .layers import (

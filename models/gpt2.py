@@ -9,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax._call import positions_from
-from kvjax.attention import self_attend
-from kvjax.cache import KVCache
+from kvjax.cache.admission import positions_from
+from kvjax.attention.attending import self_attend
+from kvjax.cache.state import KVCache
 
 from .config import GPT2Config
 from .layers import (

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvjax._errors import CheckpointError
+from kvjax.core.errors import CheckpointError
 
 EMBEDDED = Path(__file__).parent / "tiny"
 """The checkpoint that comes with the package."""

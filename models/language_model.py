@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax._context import outside
-from kvjax._device import put_over
-from kvjax.placement import Device
-from kvjax.spread import spread_over
+from kvjax.core.context import outside
+from kvjax.core.device import put_over
+from kvjax.placement.device import Device
+from kvjax.placement.spread import spread_over
 
 from .architecture import Architecture, Params
 from .chat import Message

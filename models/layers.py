@@ -8,9 +8,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax._device import on_cpu
-from kvjax._typing import Counts
-from kvjax.cache import KVCache
+from kvjax.core.device import on_cpu
+from kvjax.core.typing import Counts
+from kvjax.cache.state import KVCache
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

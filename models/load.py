@@ -7,9 +7,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax._errors import CheckpointError
-from kvjax.limits import auto_mesh
-from kvjax.placement import Device
+from kvjax.core.errors import CheckpointError
+from kvjax.memory.limits import auto_mesh
+from kvjax.placement.device import Device
 
 from . import weights
 from .architecture import Architecture, Params

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.rotary import RotaryTable, rotary_table
+from kvjax.core.rotary import RotaryTable, rotary_table
 
 from .config import GemmaConfig, LlamaConfig
 

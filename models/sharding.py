@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.mesh import TENSOR
-from kvjax.spread import COPIES, Spread, spread_over
+from kvjax.placement.mesh import TENSOR
+from kvjax.placement.spread import COPIES, Spread, spread_over
 
 
 class Divided(Enum):

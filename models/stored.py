@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._errors import CheckpointError
+from kvjax.core.errors import CheckpointError
 
 from .fields import read_json
 

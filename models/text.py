@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax._errors import CheckpointError
+from kvjax.core.errors import CheckpointError
 
 from .chat import ChatTemplates, Message, read_templates
 from .fields import Fields, read_json

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from kvjax._errors import CheckpointError
-from kvjax.placement import Device
+from kvjax.core.errors import CheckpointError
+from kvjax.placement.device import Device
 
 from .config import TensorNames
 from .stored import STORED_DTYPES, Stored, StoredTensor

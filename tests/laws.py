@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.rotary import rotary_table
+from kvjax.core.rotary import rotary_table
 from tests import naive
 from tests.matrix import OPERATIONS, Held, tiny_config
 

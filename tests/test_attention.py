@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _walk
-from kvjax._walk import COARSE, FINE, _block_sizes
+from kvjax.attention import blocks as _walk
+from kvjax.attention.blocks import COARSE, FINE, _block_sizes
 from tests import naive
 from tests.matrix import tiny_config
 

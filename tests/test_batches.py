@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax._chunks import prompt_chunks
-from kvjax.limits import InferenceLimits
-from kvjax.migrate import moved
+from kvjax.generation.prompts import prompt_chunks
+from kvjax.memory.limits import InferenceLimits
+from kvjax.operations.migration import moved
 
 BATCHES = [["abc", "the cache"], [[65, 66]], "a text", ["x" * 40] * 2]
 AT = {"max_new_tokens": 6, "eos_token_ids": (), "prefill_chunk": 16}
@@ -74,7 +74,7 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
         begun.set()
         return moved(cache, placement, places, **more)
 
-    monkeypatch.setattr(kvjax.batches, "moved", watched)
+    monkeypatch.setattr(kvjax.generation.batches, "moved", watched)
     results = kvjax.generate_batches(
         tiny_llama, batches, placement=kvjax.Device(), park=kvjax.Host(), **AT,
         limits=InferenceLimits(prefetch_steps=ahead),
@@ -109,8 +109,8 @@ def test_what_is_got_ready_is_used(tiny_llama, monkeypatch):
         ready.append((threading.current_thread().name, jax.config.jax_default_device))
         return prompt_chunks(*args)
 
-    monkeypatch.setattr(kvjax.batches, "prompt_chunks", watched)
-    monkeypatch.delattr(kvjax._stream, "prompt_chunks")
+    monkeypatch.setattr(kvjax.generation.batches, "prompt_chunks", watched)
+    monkeypatch.delattr(kvjax.generation.session, "prompt_chunks")
     device = jax.local_devices()[0]
     with jax.default_device(device):
         assert len(list(kvjax.generate_batches(tiny_llama, BATCHES, **AT))) == len(BATCHES)

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _cli_bench, _timed, bench, cli, model_shape, models
-from kvjax._bench_report import decode_rows, part_rows
+from kvjax.cli import bench_command as _cli_bench
+from kvjax.bench import timing as _timed
+from kvjax import bench, cli, models
+from kvjax.memory import shapes as model_shape
+from kvjax.bench.reports import decode_rows, part_rows
 from tests.checkpoints import write_llama
 
 BANDWIDTH = bench.Bandwidth(1e9, 5e8, {}, 4096)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvjax
-from kvjax.rotary import rotary_table
-from kvjax.status import OVERFLOW, REWOUND_TOO_FAR
+from kvjax.core.rotary import rotary_table
+from kvjax.cache.status import OVERFLOW, REWOUND_TOO_FAR
 from tests import naive
 from tests.matrix import BLOCK, CODECS, FULL, RAW, codes, tiny_config
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax._tree import tree_bytes
+from kvjax.core.trees import tree_bytes
 from kvjax.codecs._groups import rounded
 from kvjax.codecs._packing import pack, packed_rows, unpack
 from tests.matrix import CODECS, FULL

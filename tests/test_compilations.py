@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _loop
-from kvjax._stats import Meter
-from kvjax.generate import generate, stream
+from kvjax.generation import programs as _loop
+from kvjax.generation.statistics import Meter
+from kvjax.generation.generator import generate, stream
 
 SAMPLED: dict[str, Any] = {
     "temperature": 1.0,

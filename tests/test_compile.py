@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import _loop, models
-from kvjax.generate import generate, stream
+from kvjax.generation import programs as _loop
+from kvjax import models
+from kvjax.generation.generator import generate, stream
 from tests.checkpoints import write_llama
 
 POLICIES: dict[str, tuple[Any, int]] = {

@@ -9,19 +9,10 @@ import pytest
 from jax import lax
 
 import kvjax
-from kvjax._tree import tree_bytes
+from kvjax.core.trees import tree_bytes
 from kvjax.models.architecture import Architecture
 from tests.copies import assert_no_copy, copies
-from tests.matrix import (
-    CODECS,
-    COPY_PAIRS,
-    FORMS,
-    LAYOUTS,
-    RAW,
-    cells,
-    copy_cells,
-    tiny_config,
-)
+from tests.matrix import CODECS, COPY_PAIRS, FORMS, LAYOUTS, RAW, cells, copy_cells, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 MODEL = Architecture(CONFIG)

@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax import _loop
-from kvjax._request import capacity_bucket, chunk_bucket
-from kvjax.generate import generate, stream
+from kvjax.generation import programs as _loop
+from kvjax.generation.request import capacity_bucket, chunk_bucket
+from kvjax.generation.generator import generate, stream
 from kvjax.models.text import Tokenizer
-from kvjax.sampling import make_settings
+from kvjax.generation.sampling import make_settings
 from tests.copies import assert_no_copy
 from tests.scripted import scripted
 

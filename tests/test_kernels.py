@@ -13,10 +13,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax import _buckets
-from kvjax._paths import by_table, path_of
-from kvjax._tree import tree_bytes
-from kvjax.kernels.flash_decoding import TILE, decode
+from kvjax.attention import buckets as _buckets
+from kvjax.attention.paths import by_table, path_of
+from kvjax.core.trees import tree_bytes
+from kvjax.attention.kernels.flash_decoding import TILE, decode
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 
@@ -220,7 +220,7 @@ def test_splash_walks_where_a_text_goes_on():
 
 def test_cudnn_by_xla(monkeypatch):
     """The same arguments, with what computes them elsewhere."""
-    from kvjax.kernels import cudnn
+    from kvjax.attention.kernels import cudnn
 
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
     jax.clear_caches()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.layouts import UNLIMITED
-from kvjax.status import LOST, OVERFLOW
+from kvjax.cache.status import LOST, OVERFLOW
 from tests import laws
 from tests.matrix import tiny_config, tiny_model
 from tests.scripted import scripted

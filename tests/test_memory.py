@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 from benchmarks import plans
-from kvjax._figures import parse_bytes
-from kvjax._tree import tree_bytes
-from kvjax.limits import (
+from kvjax.core.sizes import parse_bytes
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.limits import (
     CHOICES,
     InferenceLimits,
     device_memory,
@@ -20,8 +20,8 @@ from kvjax.limits import (
     memory_left,
     what_fits,
 )
-from kvjax.memory import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
-from kvjax.model_shape import SHAPES, ModelShape
+from kvjax.memory.planning import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
+from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.models.architecture import Architecture
 from tests.matrix import tiny_config, tiny_model
 
@@ -335,10 +335,10 @@ def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 12345}
 
-    monkeypatch.setattr("kvjax.limits.default_device", Silent)
+    monkeypatch.setattr("kvjax.memory.limits.default_device", Silent)
     with pytest.raises(ValueError, match="cpu does not say how much memory it has"):
         device_memory()
-    monkeypatch.setattr("kvjax.limits.default_device", Saying)
+    monkeypatch.setattr("kvjax.memory.limits.default_device", Saying)
     assert device_memory() == 12345
 
 

@@ -16,8 +16,8 @@ from jax.sharding import AxisType
 
 import kvjax
 from kvjax import models
-from kvjax.limits import auto_mesh, device_memory
-from kvjax.memory import weight_bytes
+from kvjax.memory.limits import auto_mesh, device_memory
+from kvjax.memory.planning import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from tests.checkpoints import write_llama
@@ -273,7 +273,7 @@ def test_a_model_that_one_device_does_not_hold_is_spread():
 def test_the_default_device_is_asked_how_much_memory_it_has(monkeypatch, tiny_llama):
     size = weight_bytes(tiny_llama.architecture)
     small = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": size})
-    monkeypatch.setattr("kvjax.limits.default_device", lambda: small)
+    monkeypatch.setattr("kvjax.memory.limits.default_device", lambda: small)
     assert auto_mesh(tiny_llama.architecture).shape["tensor"] == 2
     assert device_memory() == size
 

@@ -9,18 +9,10 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.mesh import parse_mesh
-from kvjax.spread import spread_over
+from kvjax.placement.mesh import parse_mesh
+from kvjax.placement.spread import spread_over
 from tests.matrix import CODECS, FULL
-from tests.meshes import (
-    HEADS,
-    MAX_LEN,
-    ROWS,
-    SHAPES,
-    close,
-    mesh,
-    model_of,
-)
+from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of
 
 # Meshes as users have them.
 

@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh
 
 import kvjax
 from benchmarks.programs import collectives, counted, operations
-from kvjax._tree import tree_bytes
-from kvjax.memory import plan
-from kvjax.spread import spread_over
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.planning import plan
+from kvjax.placement.spread import spread_over
 from tests.copies import assert_no_copy
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 from tests.meshes import (

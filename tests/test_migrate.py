@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax._tree import tree_bytes
-from kvjax.budget import Budget, Sizes
-from kvjax.limits import InferenceLimits, memory_left
-from kvjax.memory import memory_report, plan
+from kvjax.core.trees import tree_bytes
+from kvjax.placement.budget import Budget, Sizes
+from kvjax.memory.limits import InferenceLimits, memory_left
+from kvjax.memory.planning import memory_report, plan
 from tests import laws
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 

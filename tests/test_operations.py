@@ -12,7 +12,7 @@ import kvjax
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GPT2Config, RopeConfig
-from kvjax.status import NO_SUCH_ROW, OVERFLOW
+from kvjax.cache.status import NO_SUCH_ROW, OVERFLOW
 from tests import laws
 from tests.matrix import tiny_config, tiny_model
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax._tree import tree_bytes
-from kvjax.memory import memory_report, plan
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.planning import memory_report, plan
 from tests import laws, transfers
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, tiny_config, tiny_model

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.evaluate import evaluate
+from kvjax.quality.evaluation import evaluate
 from kvjax.models.hub import EMBEDDED
 from kvjax.models.tiny.data import part_tokens
 from tests.checkpoints import write_biased_keys

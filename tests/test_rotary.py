@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.rotary import apply_rotary, rotary_table
+from kvjax.core.rotary import apply_rotary, rotary_table
 
 FREQUENCIES = 1.0 / 10000.0 ** (np.arange(0, 16, 2) / 16)
 

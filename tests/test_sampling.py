@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import sampling
-from kvjax.sampling import Filters, make_settings
+from kvjax.generation import sampling
+from kvjax.generation.sampling import Filters, make_settings
 
 VOCAB = 500
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import shape
+from kvjax.policies import model_config as shape
 from tests import naive
 from tests.matrix import tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.layouts import Split
-from kvjax.status import BAD_NUMBERS
+from kvjax.cache.status import BAD_NUMBERS
 from tests import laws
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 

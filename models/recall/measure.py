@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._checks import whole_number
-from kvjax._model import LanguageModel
-from kvjax._typing import Array
-from kvjax.cache import KVCache, init_cache
-from kvjax.evaluate import CHUNK, CacheBytes, cache_bytes, raise_for, with_room
-from kvjax.presets import PolicyChoice
+from kvjax.core.checks import whole_number
+from kvjax.generation.model import LanguageModel
+from kvjax.core.typing import Array
+from kvjax.cache.state import KVCache
+from kvjax.cache.creation import init_cache
+from kvjax.quality.evaluation import CHUNK, CacheBytes, cache_bytes, raise_for, with_room
+from kvjax.policies.presets import PolicyChoice
 
 from .. import load
 from . import FOLDER

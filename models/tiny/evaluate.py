@@ -142,7 +142,7 @@ def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
 
 def figures(lm: LanguageModel) -> dict[str, Any]:
     """Everything that the card says in numbers."""
-    from kvjax.generate import generate
+    from kvjax.generation.generator import generate
 
     texts = read_parts()
     backend = _backend(lm)

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.evaluate import evaluate
+from kvjax.quality.evaluation import evaluate
 
 SHAPE = (1, 2, 128, 64)
 BIG = 1e6
