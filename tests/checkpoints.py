@@ -39,12 +39,13 @@ def write_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def write_llama(folder: Path, *, seed: int = 0, dtype: Any = np.float32, **changes: Any) -> Path:
     """Write a random Llama: 2 layers, hidden 64, 4 heads, 2 key-value heads of 16, float32.
 
     Args:
       folder: where to; it is made.
       seed: of the weights.
+      dtype: that they are stored in; ``config.json`` says float32 all the same.
       changes: fields of ``config.json`` to set otherwise; the weights follow the sizes in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,9 @@ def write_llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
         folder / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
     )
-    save_file(llama_tensors(config, seed), folder / WEIGHTS, {"format": "pt"})
+    tensors = llama_tensors(config, seed)
+    stored = {name: x.astype(dtype, copy=False) for name, x in tensors.items()}
+    save_file(stored, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 

@@ -1,5 +1,6 @@
 """What all tests share: shapes checked at run time, sizes, compiled programs kept, a tiny model."""
 
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -21,11 +22,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 FULL = os.environ.get("KVJAX_FULL") == "1"
 """Whether the larger sizes of the same laws are asked for (``.ci/run --full``)."""
 
-# Compiling takes most of the tests' time, and half of that is spent on code that runs once. A flag
+# Compiling takes most of the tests' time, and most of that is spent on code that runs once. A flag
 # that is set already stays: `.ci/run` compiles as users do for the newest JAX and for the oracle.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if not FULL and "xla_backend_optimization_level" not in _FLAGS:
-    _FLAGS += " --xla_backend_optimization_level=0"
+    _FLAGS += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    _FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+    # A compiler aborts on a flag that it does not know: this one's are known up to JAX 0.10.
+    if importlib.metadata.version("jax").startswith("0.10."):
+        _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 # Meshes of simulated devices; what is not about them uses the first alone.
 if "xla_force_host_platform_device_count" not in _FLAGS:
     _FLAGS += " --xla_force_host_platform_device_count=8"
@@ -38,8 +43,22 @@ hypothesis.settings.register_profile("full", max_examples=400, deadline=None, de
 hypothesis.settings.load_profile("full" if FULL else "plain")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what stands in ``tests/oracle`` or says that it needs the extra."""
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark of what is a cell of the law matrix, and the counting of programs."""
+    config.addinivalue_line("markers", "cells: a cell of the law matrix (tests/matrix.py)")
+    if os.environ.get("KVJAX_COUNT") == "1":
+        from tests import counted
+
+        config.pluginmanager.register(counted.Counts())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a share of the law
+    matrix (``KVJAX_SHARD=k/n``) keep its cells alone."""
+    if os.environ.get("KVJAX_SHARD"):
+        others = [item for item in items if item.get_closest_marker("cells") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("cells") is not None]
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):
@@ -54,21 +73,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"needs {module} (the extra `oracle`)")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """Forget a file's compiled programs: each is memory maps, of which a process has only so many
-    (a compiler that gets no more of them crashes)."""
-    yield
-    import jax
-
-    jax.clear_caches()
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 40_000
+"""Above which compiled programs are forgotten: each is memory maps, of which a process may have
+65,530 (``vm.max_map_count``); a compiler that gets no more of them crashes."""
 
 
 @pytest.fixture(autouse=True)
-def forget_programs_of_meshes(request: pytest.FixtureRequest):
-    """The same after every test on a mesh, whose programs have many times the maps of others."""
+def forget_programs():
+    """Forget compiled programs where they have become too many."""
     yield
-    if request.path.stem.startswith("test_mesh"):
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         import jax
 
         jax.clear_caches()

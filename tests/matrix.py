@@ -1,80 +1,30 @@
-"""The law matrix: every policy that the laws are tested on. A new part joins by a line here."""
+"""The law matrix: every part that the laws are tested on. A new part joins by a line here.
 
+The laws' cells are chosen by ``tests/covering.py``: every pair of parts that can meet is in one.
+Of all other cells of the product, a run with ``KVJAX_SHARD=k/n`` has one share, and nothing else,
+and a run with ``KVJAX_FULL=1`` has all.
+"""
+
+import functools
+import itertools
 import os
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import LlamaConfig, RopeConfig
+from tests import covering, naive
 
-
-class Cell(NamedTuple):
-    """A policy, what its codec does to a number, and how close its logits come to the truth.
-
-    ``sight``: for a layer, the window and the sinks that the layout leaves to be seen. ``coded``:
-    for a layer, its ``naive.Coded``, if it has a tail.
-    """
-
-    policy: Any
-    store: Any = lambda x: x
-    tolerance: float = 1e-5
-    sight: Any = lambda layer: (None, 0)
-    coded: Any = lambda layer: None
-
-
-def _rounded(dtype: str) -> Any:
-    return lambda x: np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float64)
-
-
-CELLS = {
-    "dense-raw-device": Cell(kvjax.policy("static")),
-    "dense-bfloat16-device": Cell(
-        kvjax.policy("static", dtype="bfloat16"), _rounded("bfloat16"), 1e-3
-    ),
-    "dense-float16-device": Cell(
-        kvjax.policy("static", dtype="float16"), _rounded("float16"), 1e-3
-    ),
-    "growing-raw-device": Cell(kvjax.policy("dynamic")),
-    "ring-raw-device": Cell(
-        kvjax.policy("sliding_window", window=7, slack=4), sight=lambda layer: (7, 0)
-    ),
-    "ring-without-slack-raw-device": Cell(
-        kvjax.policy("sliding_window", window=5, slack=0), sight=lambda layer: (5, 0)
-    ),
-    "ring-sinks-raw-device": Cell(
-        kvjax.policy("sliding_window", window=7, sinks=3, slack=4), sight=lambda layer: (7, 3)
-    ),
-    "ring-sinks-bfloat16-device": Cell(
-        kvjax.policy("sliding_window", window=6, sinks=1, dtype="bfloat16"),
-        _rounded("bfloat16"), 1e-3, lambda layer: (6, 1),
-    ),
-    "hybrid-raw-device": Cell(
-        kvjax.policy("hybrid", slack=5), sight=lambda layer: ((None, 0), (9, 0))[layer]
-    ),
-    "dense-raw-host": Cell(kvjax.CachePolicy(placement=kvjax.Host(), block=8)),
-    "growing-raw-host-1": Cell(
-        kvjax.CachePolicy(kvjax.Growing(), placement=kvjax.Host(prefetch=1), block=8)
-    ),
-    "ring-sinks-raw-host-2": Cell(
-        kvjax.CachePolicy(kvjax.Ring(7, sinks=3, slack=17), placement=kvjax.Host(2), block=8),
-        sight=lambda layer: (7, 3),
-    ),
-    "listed-raw-device": Cell(
-        [
-            kvjax.CachePolicy(kvjax.Ring(6, sinks=2), kvjax.Raw("float32")),
-            kvjax.CachePolicy(kvjax.Dense()),
-        ],
-        sight=lambda layer: ((6, 2), (None, 0))[layer],
-    ),
-}  # fmt: skip
-
+FULL = os.environ.get("KVJAX_FULL") == "1"
+"""Whether every cell is asked for."""
+SHARD = os.environ.get("KVJAX_SHARD")
+"""``k/n``: one share alone of the cells that are not in the covering sets."""
 
 CODECS: dict[str, Any] = {
     "int8": kvjax.Int8(),
@@ -94,6 +44,9 @@ CODECS: dict[str, Any] = {
 }
 """Every codec of blocks, and wrappings of wrappings."""
 
+RAW: dict[str, Any] = {name: kvjax.Raw(name) for name in ("float32", "bfloat16", "float16")}
+"""Numbers that stand alone."""
+
 BLOCK = 8
 """Tokens of a block, in the cells: small, so that short texts have many."""
 
@@ -106,77 +59,241 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
 }
 """Layouts, and the window and the sinks that they leave to be seen."""
 
+PLACEMENTS: dict[str, Any] = {
+    "device": kvjax.Device(),
+    "host": kvjax.Host(),
+    "host-1": kvjax.Host(1),
+    "host-2": kvjax.Host(2),
+}
 
-def _coded_cells() -> dict[str, Cell]:
-    """Every codec on every layout: two a cell, as the model has two layers; on one of them the
-    values are another's, and on every second pair the window is the layer's own (hybrid)."""
-    names, cells = list(CODECS), {}
-    pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(0, len(names), 2)]
+MESHES = {"8-1-1": (8, 1, 1), "1-8-1": (1, 8, 1), "1-1-8": (1, 1, 8), "2-2-2": (2, 2, 2)}
+"""Devices along data, tensor and sequence."""
 
-    def cell(layout: str, pair: tuple[str, str], recent: int, place: Any) -> Cell:
-        made, sight = LAYOUTS[layout]
-        keys = [CODECS[name] for name in pair]
-        values = [CODECS[pair[1]], CODECS[pair[1]]]
-        policies = [
-            kvjax.CachePolicy(made, k, v, place, block=BLOCK, recent=recent)
-            for k, v in zip(keys, values, strict=True)
-        ]
-        return Cell(
-            policies,
-            tolerance=1e-3,
-            sight=lambda layer: sight,
-            coded=lambda layer: naive.Coded(
-                BLOCK, recent, codes(keys[layer]), codes(values[layer]), keys[layer].before_rotary
-            ),
-        )
+HEADS = {"multi-head": 8, "grouped": 2, "multi-query": 1}
+"""Key-value heads of a model with 8 heads of queries."""
 
-    for layout in LAYOUTS:
-        for number, pair in enumerate(pairs):
-            made = cell(layout, pair, number % 3, kvjax.Device())
-            cells[f"{layout}-{'-'.join(pair)}-device"] = made
-    # All others on the host are held against those on the device, exactly, in test_placement.py.
-    for prefetch, layout in enumerate(("dense", "growing", "sinks")):
-        made = cell(layout, pairs[prefetch], 1, kvjax.Host(prefetch))
-        cells[f"{layout}-{'-'.join(pairs[prefetch])}-host-{prefetch}"] = made
-    raw, int4 = kvjax.Raw(), CODECS["int4"]
-    mixed = kvjax.CachePolicy(kvjax.Dense(), raw, int4, block=BLOCK)
-    sliding = kvjax.CachePolicy(kvjax.Ring(slack=15), int4, raw, block=BLOCK)
-    both = [(raw, int4), (int4, raw)]
-    cells["hybrid-raw-and-int4-device"] = Cell(
-        kvjax.Hybrid(mixed, sliding), tolerance=1e-3,
-        sight=lambda layer: ((None, 0), (9, 0))[layer],
-        coded=lambda layer: naive.Coded(BLOCK, 1, *map(codes, both[layer]), False),
-    )  # fmt: skip
-    return cells
+FORMS = ("step", "while_loop", "scan", "chunk")
+"""Of programs that may not copy a cache: see ``tests/test_copies.py``."""
 
 
+class Operation(NamedTuple):
+    """What is done with a cache of three rows: the rows of the old one that the new rows go on
+    from, and how many tokens each of them has forgotten, None for all."""
+
+    change: Callable[[Any], Any]
+    rows: tuple[int, ...] = (0, 1, 2)
+    back: tuple[int | None, ...] = (0, 0, 0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _jitted(change: Callable[[Any], Any], cache: Any) -> Any:
+    return change(cache)
+
+
+def _inside(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Inside ``jit``, one program for all its steps."""
+    return functools.partial(_jitted, change)
+
+
+def _forked(cache: Any) -> Any:
+    other = kvjax.fork(cache)
+    jax.tree.map(lambda leaf: leaf.delete(), cache)
+    return other
+
+
+def _to_and_fro(cache: Any) -> Any:
+    """Every layer to another place, and back."""
+    there = cache.layers[0].policy.placement
+    other = kvjax.Device() if there.place == "host" else kvjax.Host()
+    return kvjax.migrate(kvjax.migrate(kvjax.fork(cache), other), there)
+
+
+def _converted(cache: Any) -> Any:
+    """To the policies that it has."""
+    policies = [layer.policy for layer in cache.layers]
+    most = None if cache.max_len >= kvjax.layouts.UNLIMITED else cache.max_len
+    return kvjax.convert(cache, policies, max_len=most)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "select": Operation(_inside(lambda c: kvjax.select(c, [2, 0, 0])), (2, 0, 0)),
+    "reset": Operation(
+        _inside(lambda c: kvjax.reset(c, np.array([True, False, False]))), back=(None, 0, 0)
+    ),
+    "fork": Operation(_forked),
+    "repeat": Operation(
+        _inside(lambda c: kvjax.select(kvjax.repeat(c, 2), [5, 0, 3])), (2, 0, 1)
+    ),
+    "rewind": Operation(
+        _inside(lambda c: kvjax.rewind(c, np.array([7, 3, 1]))), back=(7, 3, 1)
+    ),
+    "migrate": Operation(_to_and_fro),
+    "concatenate": Operation(
+        _inside(lambda c: kvjax.select(kvjax.concatenate([c, c]), [1, 5, 3])), (1, 2, 0)
+    ),
+    "convert": Operation(_inside(_converted)),
+    "grow": Operation(lambda c: kvjax.grow(kvjax.fork(c), 2 * c.max_len)),
+}  # fmt: skip
+"""Operations of one cache. ``grow`` is for what can grow."""
+
+
+def teams() -> list[tuple[str, ...]]:
+    """Codecs of a layer: of its keys, and of its values. Every codec of blocks is once of the one
+    and once of the other; numbers that stand alone go with their like."""
+    names = list(CODECS)
+    return [*((name,) for name in RAW), *zip(names, [*names[1:], names[0]], strict=True)]
+
+
+class CacheCell(NamedTuple):
+    """A cache of one layer, its codecs those of a team; what is done with it, one after the other,
+    whether it is filled token by token as well (a program more), and how long a text can be."""
+
+    codecs: tuple[str, ...]
+    layout: str
+    placement: str
+    operations: tuple[str, ...]
+    singly: bool
+    max_len: int
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.layout, *self.codecs, self.placement))
+
+
+class MeshCell(NamedTuple):
+    """A cache of one layer on a mesh."""
+
+    codecs: tuple[str, ...]
+    layout: str
+    mesh: str
+    heads: str
+    placement: str
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.layout, *self.codecs, self.mesh, self.heads, self.placement))
+
+
+class CopyCell(NamedTuple):
+    """A compiled program that may not copy its cache."""
+
+    codecs: tuple[str, ...]
+    layout: str
+    form: str
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.form, self.layout, *self.codecs))
+
+
+CACHE_PAIRS = (
+    ("codecs", "layout"), ("layout", "placement"), ("codecs", "placement"),
+    ("operations", "layout"), ("operations", "codecs"), ("singly", "layout"), ("singly", "codecs"),
+)  # fmt: skip
+MESH_PAIRS = (("layout", "mesh"), ("mesh", "heads"), ("codecs", "codecs"), ("mesh", "placement"))
+PATH_PAIRS = (("codecs", "codecs"), ("layout", "layout"))
+COPY_PAIRS = (("form", "layout"), ("form", "codecs"))
+
+
+class PathCell(NamedTuple):
+    """A cache of one layer that another path of attention reads."""
+
+    codecs: tuple[str, ...]
+    layout: str
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.layout, *self.codecs))
+
+
+def cache_cells() -> list[CacheCell]:
+    """The product of teams, layouts and placements. A cell does a third of the operations, and one
+    in four is filled token by token as well, in turns."""
+    every = []
+    sizes = len(teams()), len(LAYOUTS), len(PLACEMENTS)
+    for at in itertools.product(*map(range, sizes)):
+        team, layout, place = teams()[at[0]], [*LAYOUTS][at[1]], [*PLACEMENTS][at[2]]
+        growing = LAYOUTS[layout][0].resolve(1024, None).grows_to is not None
+        done = [name for name in OPERATIONS if growing or name != "grow"]
+        third = tuple(done[sum(at) % 3 :: 3])
+        max_len = 1024 if growing or sum(at) % 2 else 64
+        every.append(CacheCell(team, layout, place, third, sum(at) % 4 == 0, max_len))
+    return every
+
+
+def mesh_cells() -> list[MeshCell]:
+    """The product of teams, layouts, meshes, heads, and the first two places."""
+    places = list(PLACEMENTS)[:2]
+    return [
+        *itertools.starmap(MeshCell, itertools.product(teams(), LAYOUTS, MESHES, HEADS, places))
+    ]
+
+
+def copy_cells() -> list[CopyCell]:
+    """The product of teams, layouts and forms."""
+    return [*itertools.starmap(CopyCell, itertools.product(teams(), LAYOUTS, FORMS))]
+
+
+def path_cells() -> list[PathCell]:
+    """The product of teams and layouts."""
+    return [*itertools.starmap(PathCell, itertools.product(teams(), LAYOUTS))]
+
+
+_Cell = TypeVar("_Cell", CacheCell, MeshCell, CopyCell, PathCell)
+
+
+def cells(every: list[_Cell], kinds: Iterable[tuple[str, str]]) -> list[Any]:
+    """Parameters of a law: the covering set, or what the environment asks for instead."""
+    kinds = tuple(kinds)
+    chosen = covering.covering(every, lambda cell: covering.pairs_of(cell, kinds))
+    if SHARD:
+        number, parts = map(int, SHARD.split("/"))
+        chosen = covering.share(every, chosen, number, parts)
+    elif FULL:
+        chosen = every
+    return [pytest.param(cell, id=cell.id, marks=pytest.mark.cells) for cell in chosen]
+
+
+class Held(NamedTuple):
+    """A policy of one layer, what its codec does to a number, how close its results come to the
+    truth, the window and the sinks that it leaves to be seen, and what its tail does."""
+
+    policy: Any
+    store: Any = lambda x: x
+    tolerance: float = 1e-5
+    sight: tuple[int | None, int] = (None, 0)
+    coded: naive.Coded | None = None
+
+
+def held(codecs: tuple[str, ...], layout: str, placement: str = "device", recent: int = 1) -> Held:
+    """What the cells' names say."""
+    made, sight = LAYOUTS[layout]
+    place = PLACEMENTS[placement]
+    if codecs[0] in RAW:
+        raw, dtype = RAW[codecs[0]], codecs[0]
+        policy = kvjax.CachePolicy(made, raw, raw, place, block=BLOCK)
+        return Held(policy, rounded(dtype), 1e-5 if dtype == "float32" else 1e-3, sight)
+    keys, values = (CODECS[name] for name in codecs)
+    policy = kvjax.CachePolicy(made, keys, values, place, block=BLOCK, recent=recent)
+    tail = naive.Coded(BLOCK, recent, codes(keys), codes(values), keys.before_rotary)
+    return Held(policy, tolerance=1e-3, sight=sight, coded=tail)
+
+
+def rounded(dtype: str) -> Any:
+    """What a dtype does to a number."""
+    return lambda x: np.asarray(x, jnp.dtype(dtype)).astype(np.float64)
+
+
+@functools.cache
 def codes(codec: Any) -> Any:
     """What a codec does to a block of float32 numbers [kv_heads, block, head_dim]."""
     codec = codec.resolve("float32", jax.default_backend())
     there_and_back = jax.jit(lambda x: codec.decode(codec.encode(x)))
 
     def coded(x: np.ndarray) -> np.ndarray:
-        return np.asarray(there_and_back(jnp.asarray(x, jnp.float32)[None, :, None]))[0, :, 0]
+        return np.asarray(there_and_back(np.asarray(x, np.float32)[None, :, None]))[0, :, 0]
 
     return coded
-
-
-FULL = os.environ.get("KVJAX_FULL") == "1"
-"""Whether every cell is asked for (``.ci/run --full``)."""
-
-
-def cells(names: Iterable[str], *, one_in: int, first: int = 0) -> list[Any]:
-    """Parameters of a law whose cells take long to compile: some of them, and in a full run all."""
-    left = pytest.mark.skip(reason="one of the cells of a full run (KVJAX_FULL=1, .ci/run --full)")
-    return [
-        pytest.param(name, marks=() if FULL or number % one_in == first % one_in else (left,))
-        for number, name in enumerate(names)
-    ]
-
-
-CODED = _coded_cells()
-"""The cells of codecs that stand behind a tail."""
-CELLS |= CODED
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:

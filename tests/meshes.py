@@ -7,14 +7,9 @@ import jax
 import numpy as np
 
 import kvjax
-from tests.matrix import tiny_model
+from tests.matrix import HEADS, MESHES, tiny_model
 
-SHAPES = {"8-1-1": (8, 1, 1), "1-8-1": (1, 8, 1), "1-1-8": (1, 1, 8), "2-2-2": (2, 2, 2)}
-"""Devices along data, tensor and sequence."""
-
-
-HEADS = {"multi-head": 8, "grouped": 2, "multi-query": 1}
-"""Key-value heads of a model with 8 heads of queries."""
+SHAPES = MESHES
 ROWS, MAX_LEN = 8, 64
 
 

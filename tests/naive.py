@@ -43,8 +43,12 @@ def logits(
         window, sinks = sight(number)
         windows = [w for w in (window, config.windows[number]) if w is not None]
         cap = None if window is None else sinks + min(windows) - 1
-        seen = {"window": min(windows, default=None), "sinks": sinks}
-        mixed = _attention(h, layer["self_attn"], config, store, cap, seen, coded(number))
+        projections = (layer["self_attn"][name] for name in ("q_proj", "k_proj", "v_proj"))
+        mixed = attended(
+            *(_projected(h, weights, config.head_dim) for weights in projections),
+            store=store, cap=cap, window=min(windows, default=None), sinks=sinks,
+            coded=coded(number), theta=config.rope.theta,
+        ).reshape(len(h), -1)  # fmt: skip
         x = x + mixed @ layer["self_attn"]["o_proj"]["weight"].T
         h = _rms(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
         gate = h @ layer["mlp"]["gate_proj"]["weight"].T
@@ -88,58 +92,58 @@ def rotate(x: np.ndarray, position: int, theta: float = 10000.0) -> np.ndarray:
     return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
 
-def _attention(
-    x: np.ndarray,
-    weights: Any,
-    config: Any,
-    store: Any,
-    cap: int | None,
-    seen: dict[str, Any],
-    coded: Coded | None,
+def attended(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    store: Any = lambda x: x,
+    cap: int | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    coded: Coded | None = None,
+    theta: float = 10000.0,
 ) -> np.ndarray:
-    size, theta = config.head_dim, config.rope.theta
+    """A text's attention [tokens, heads, head_dim], token by token, from what stands unrotated in
+    [tokens, heads, head_dim]; ``cap``: the farthest that sinks are looked at from."""
     rows = []
-    heads = range(config.num_key_value_heads)
-    keys: dict[int, list[np.ndarray]] = {h: [] for h in heads}
-    values: dict[int, list[np.ndarray]] = {h: [] for h in heads}
+    heads = range(keys.shape[1])
+    held: tuple[dict, dict] = ({h: [] for h in heads}, {h: [] for h in heads})
     body: tuple[dict, dict] = ({h: [] for h in heads}, {h: [] for h in heads})
-    group = config.num_attention_heads // config.num_key_value_heads
-    plain: list[np.ndarray] = []
-    for position, token in enumerate(x):
-        q = (weights["q_proj"]["weight"] @ token).reshape(-1, size)
-        k = (weights["k_proj"]["weight"] @ token).reshape(-1, size)
-        v = (weights["v_proj"]["weight"] @ token).reshape(-1, size)
-        plain.append(k)
+    group = queries.shape[1] // keys.shape[1]
+    for position, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         for head in heads:
-            keys[head].append(store(rotate(k[head], position, theta)))
-            values[head].append(store(v[head]))
+            held[0][head].append(store(rotate(k[head], position, theta)))
+            held[1][head].append(store(v[head]))
         old = 0  # tokens that this query sees through the codec
         if coded is not None:
             old = max(position // coded.block - coded.recent, 0) * coded.block
             while len(body[0][0]) < old:
-                _encode_block(coded, len(body[0][0]), plain, keys, values, body, theta)
-        first = min(seen["sinks"], old)
+                _encode_block(coded, len(body[0][0]), keys, *held, body, theta)
+        first = min(sinks, old)
         k_seen, v_seen = (
             {h: every[h][:first] + part[h][first:old] + every[h][old:] for h in heads}
-            for every, part in ((keys, body[0]), (values, body[1]))
+            for every, part in zip(held, body, strict=True)
         )
         rows.append(
-            np.concatenate(
-                [
-                    attention(
-                        rotate(q[head], position, theta),
-                        k_seen[head // group],
-                        v_seen[head // group],
-                        sink_query=None
-                        if cap is None
-                        else rotate(q[head], min(position, cap), theta),
-                        **seen,
-                    )
-                    for head in range(config.num_attention_heads)
-                ]
-            )
+            [
+                attention(
+                    rotate(one, position, theta),
+                    k_seen[head // group],
+                    v_seen[head // group],
+                    window=window,
+                    sinks=sinks,
+                    sink_query=None if cap is None else rotate(one, min(position, cap), theta),
+                )
+                for head, one in enumerate(q)
+            ]
         )
-    return np.array(rows)
+    return np.array(rows).reshape(queries.shape)
+
+
+def _projected(x: np.ndarray, weights: Any, size: int) -> np.ndarray:
+    """[tokens, heads, head_dim]."""
+    return (x @ weights["weight"].T).reshape(len(x), -1, size)
 
 
 def _encode_block(

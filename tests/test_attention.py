@@ -1,17 +1,19 @@
 """Attention's settings, one by one, against a list of tokens."""
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
-from matrix import tiny_config
 
 import kvjax
 from kvjax.attention import blocks
 from kvjax.attention.blocks import COARSE, FINE, _block_sizes
+from tests import naive
+from tests.matrix import tiny_config
 
 HEADS, KV, DIM = 6, 2, 8
 PATHS = ("blocks", "reference")
@@ -21,34 +23,47 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def filled(cache, keys, values, new):
+    return kvjax.advance(kvjax.append(cache, 0, keys, values), new)
+
+
 def held(length, max_len, seed=1, dim=DIM):
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=dim)
     cache = kvjax.init_cache(config, batch=1, max_len=max_len)
     keys, values = random(1, KV, length, dim, seed=seed), random(1, KV, length, dim, seed=seed + 1)
-    cache = kvjax.advance(kvjax.append(cache, 0, keys, values), length - 1)
-    return cache, keys[0].astype(float), values[0].astype(float)
+    return filled(cache, keys, values, length - 1), keys[0].astype(float), values[0].astype(float)
 
 
-@pytest.mark.parametrize("path", PATHS)
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"window": 1}, {"window": 200}, {"window": 50, "sinks": 4}, {"soft_cap": 2.0},
+    {"scale": 0.7},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("length,max_len", [(1, 1), (9, 9), (130, 131), (700, 4096), (4500, 4700)])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {}, {"window": 1}, {"window": 200}, {"window": 50, "sinks": 4}, {"soft_cap": 2.0},
-        {"scale": 0.7},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings(path, length, max_len, settings):
+def test_settings(length, max_len):
+    """On both paths, in one program."""
     cache, keys, values = held(length, max_len)
     queries = random(1, HEADS, 1, DIM, seed=5)
-    found = np.asarray(kvjax.attend(queries, cache, 0, path=path, **settings))
-    for head in range(HEADS):
-        kv = head // (HEADS // KV)
-        wanted = naive.attention(
-            queries[0, head, 0].astype(float), list(keys[kv]), list(values[kv]), **settings
-        )
-        np.testing.assert_allclose(found[0, head, 0], wanted, atol=1e-5)
+
+    @jax.jit
+    def call(cache):
+        return [
+            [kvjax.attend(queries, cache, 0, path=path, **settings) for path in PATHS]
+            for settings in SETTINGS
+        ]
+
+    for settings, found in zip(SETTINGS, call(cache), strict=True):
+        for head in range(HEADS):
+            kv = head // (HEADS // KV)
+            wanted = naive.attention(
+                queries[0, head, 0].astype(float), list(keys[kv]), list(values[kv]), **settings
+            )
+            for path, mixed in zip(PATHS, found, strict=True):
+                np.testing.assert_allclose(
+                    mixed[0, head, 0], wanted, atol=1e-5, err_msg=f"{path}, {settings}"
+                )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -62,7 +77,8 @@ def test_bias_by_position(path):
 
     cache, keys, values = held(40, 64)
     queries = random(1, HEADS, 1, DIM, seed=5)
-    found = np.asarray(kvjax.attend(queries, cache, 0, bias=alibi, path=path))
+    call = jax.jit(lambda cache: kvjax.attend(queries, cache, 0, bias=alibi, path=path))
+    found = np.asarray(call(cache))
     for head in range(HEADS):
         kv = head // (HEADS // KV)
         scores = keys[kv] @ queries[0, head, 0] / DIM**0.5 - slopes[head] * np.arange(39, -1, -1)
@@ -75,7 +91,8 @@ def test_bias_by_position(path):
 @pytest.mark.parametrize("settings", [{}, {"window": 30}, {"window": 30, "sinks": 3}], ids=str)
 def test_a_text_without_a_cache(new, settings):
     queries, keys, values = (random(1, h, new, DIM, seed=h) for h in (HEADS, KV, KV))
-    found = np.asarray(kvjax.self_attend(queries, keys, values, **settings))
+    call = jax.jit(lambda *text: kvjax.self_attend(*text, **settings))
+    found = np.asarray(call(queries, keys, values))
     for at in {0, 3, new // 2, new - 1}:
         wanted = naive.attention(
             queries[0, 4, at].astype(float), list(keys[0, 1, : at + 1].astype(float)),
@@ -110,7 +127,7 @@ def test_every_length_is_walked_to_its_end(heads, policy):
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=DIM)
     cache = kvjax.init_cache(config, kvjax.policy("static", **policy), batch=1, max_len=2500)
     keys, values = random(1, KV, 2400, DIM, seed=1), random(1, KV, 2400, DIM, seed=2)
-    cache = kvjax.advance(kvjax.append(cache, 0, keys, values), 2400)
+    cache = filled(cache, keys, values, 2400)
     fine, coarse = _block_sizes(2500 // 64, 64, KV * DIM)
     assert 1 < fine < coarse
     queries = random(1, heads, 1, DIM, seed=3)
@@ -202,7 +219,8 @@ def test_scores_however_low_count(low):
     def bias(queries, keys):
         return jnp.where(keys[:, None, None] % 2 == 0, low, 2 * low)
 
-    found = [kvjax.attend(queries, cache, 0, bias=bias, path=path) for path in PATHS]
+    attend = jax.jit(lambda c: [kvjax.attend(queries, c, 0, bias=bias, path=p) for p in PATHS])
+    found = attend(cache)
     assert jnp.abs(found[0]).max() > 0.1
     for other in found[1:]:
         np.testing.assert_allclose(found[0], other, atol=1e-5)

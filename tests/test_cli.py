@@ -132,7 +132,7 @@ def test_dtype_is_honoured(run, tiny_llama_dir):
 
 def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
     """The figures say which layers moved."""
-    common = ("generate", "x" * 200, "--model", tiny_llama_dir, "--max-new-tokens", 250)
+    common = ("generate", "x" * 200, "--model", tiny_llama_dir, "--max-new-tokens", 70)
     whole = json.loads(run(*common, "--cache", "dynamic", "--json")[1])["stats"]
     assert whole["moves"] == []
     most = whole["cache_bytes"]["device"] - 1
@@ -241,15 +241,17 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     text, plot = tmp_path / "text.txt", tmp_path / "plot.svg"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
     arguments = ("eval", "--model", tiny_llama_dir, "--file", text, "--context", 200)
-    arguments = (*arguments, "--policy", "bits=8", "--policy", "static,key_bits=4,value_bits=2")
+    # The same bits by two names, whose programs are the same.
+    named = "static,key_bits=8,value_bits=8"
+    arguments = (*arguments, "--policy", "bits=8", "--policy", named)
     code, out, err = run(*arguments, "--plot", plot, "--time-steps", 2)
     assert (code, err) == (0, "")
     heading, first, second, *_ = out.splitlines()
     assert heading.startswith("policy") and "mean KL" in heading
-    assert first.startswith("bits=8") and second.startswith("static,key_bits=4,value_bits=2")
+    assert first.startswith("bits=8") and second.startswith(named)
     assert plot.read_text(encoding="utf-8").startswith("<?xml")
     code, out, _ = run(*arguments, "--json")
-    assert code == 0 and set(json.loads(out)) == {"bits=8", "static,key_bits=4,value_bits=2"}
+    assert code == 0 and set(json.loads(out)) == {"bits=8", named}
     assert_refused(run("eval", "--model", tiny_llama_dir), "no text: give a --file")
     assert_refused(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
 
@@ -277,12 +279,14 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     assert found["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
     code, out, _ = run("plan", "--shape", "gpt2", "--json")
     assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
-    arguments = ("--shape", "gpt2", "--batch", 64, "--cache", "auto", "--memory", "2GB")
+    config = tmp_path / "config.json"
+    small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 300}
+    config.write_text(json.dumps({"model_type": "gpt2", **small}), encoding="utf-8")
+    arguments = ("--config", config, "--batch", 64, "--cache", "auto", "--memory", "140MB")
     found = json.loads(run("plan", *arguments, "--json")[1])
     assert set(found["plan"]["cache"]) == {"device", "host"}
     assert found["plan"]["cache"]["device"] <= found["fits"][0]["allowed"]
-    assert len(found["fits"]) > 1 and found["plan"]["weights"] + found["fits"][0]["allowed"] < 2e9
-    config = tmp_path / "config.json"
+    assert len(found["fits"]) > 1 and found["plan"]["weights"] + found["fits"][0]["allowed"] < 1.4e8
     config.write_text('{"hidden_size": 8}', encoding="utf-8")
     for refused, message in {
         ("--config", config): "the config has no num_attention_heads or n_head",
@@ -369,10 +373,12 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     assert found.stderr == ""
 
 
-def test_a_mesh(run, tiny_llama_dir, tiny_llama):
+def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
     arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
     wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
-    for mesh in ("auto", "tensor=4", "data=2,sequence=2", "data=2, tensor=2,sequence=2"):
+    # What is computed on which mesh is looked at in tests/test_mesh_generate.py.
+    more = ("tensor=4", "data=2,sequence=2") if full else ()
+    for mesh in ("auto", "data=2, tensor=2,sequence=2", *more):
         code, out, _ = run("generate", "abc", *arguments, "--mesh", mesh)
         assert (code, out) == (0, wanted + "\n")
     for wrong, message in {

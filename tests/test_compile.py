@@ -6,8 +6,10 @@ import jax
 import pytest
 
 import kvjax
+from kvjax import models
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
+from tests.checkpoints import write_llama
 
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),
@@ -19,72 +21,78 @@ POLICIES: dict[str, tuple[Any, int]] = {
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1}
 
 
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A model of one layer, for each is one more to compile in every program."""
+    return models.load(
+        str(write_llama(tmp_path_factory.mktemp("one") / "llama", num_hidden_layers=1))
+    )
+
+
 def prompt(length):
     return [(7 * i) % 250 for i in range(length)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_generation_compiles_nothing_afterwards(tiny_llama, name):
+def test_generation_compiles_nothing_afterwards(lm, name):
     """Neither any length of prompts nor any number of new tokens."""
     jax.clear_caches()
     policy, max_len = POLICIES[name]
     settings: dict[str, Any] = {"max_len": max_len, "prefill_chunk": 32, "eos_token_ids": ()}
-    made = kvjax.compile(tiny_llama, policy, batch=2, **settings)
+    made = kvjax.compile(lm, policy, batch=2, **settings)
     assert made.compilations >= made.programs and made.seconds > 0
     assert made.temporaries is None or made.temporaries > 0
     for length in (1, 15, 16, 17, 32, 33, 50, 64, 65, max_len - 1):
         prompts = [prompt(length), prompt(1 + length // 3)]
         for count in {1, min(3, max_len - length), max_len - length}:
             settings |= {"max_new_tokens": count, "cache": policy}
-            result = generate(tiny_llama, prompts, seed=length, **settings)
+            result = generate(lm, prompts, seed=length, **settings)
             assert result.stats.compilations == 0, (length, count)
             assert [len(tokens) for tokens in result.tokens] == [count, count]
-    again = kvjax.compile(
-        tiny_llama, policy, batch=2, max_len=max_len, prefill_chunk=32, eos_token_ids=()
-    )
+    again = kvjax.compile(lm, policy, batch=2, max_len=max_len, prefill_chunk=32, eos_token_ids=())
     assert (again.compilations, again.programs) == (0, made.programs)
 
 
-def test_the_programs_are_those_that_can_come(tiny_llama):
+def test_the_programs_are_those_that_can_come(lm):
     """Widths of 16, 32 and 64, the first token, and the loop: a text of 50 tokens has no more."""
-    assert kvjax.compile(tiny_llama, max_len=50).programs == 3 + 1 + 1
-    assert kvjax.compile(tiny_llama, max_len=10).programs == 1 + 1 + 1
-    assert kvjax.compile(tiny_llama, max_len=50, prefill_chunk=20).programs == 2 + 1 + 1
+    assert kvjax.compile(lm, max_len=50).programs == 3 + 1 + 1
+    assert kvjax.compile(lm, max_len=10).programs == 1 + 1 + 1
+    assert kvjax.compile(lm, max_len=50, prefill_chunk=20).programs == 2 + 1 + 1
     growing = kvjax.CachePolicy(kvjax.Growing(start=16))
     # Up to 16 tokens one width; up to 64 those of 32 and 64; up to 80 the rest of one that is cut.
-    assert kvjax.compile(tiny_llama, growing, max_len=80, prefill_chunk=64).programs == (
+    assert kvjax.compile(lm, growing, max_len=80, prefill_chunk=64).programs == (
         1 + (1 + 1) + (2 + 1) + (1 + 1)
     )
 
 
-def test_settings_choose_programs(tiny_llama):
+def test_settings_choose_programs(lm):
     jax.clear_caches()
     settings: dict[str, Any] = {"max_len": 40, **SAMPLED}
-    kvjax.compile(tiny_llama, min_new_tokens=3, **settings)
+    kvjax.compile(lm, min_new_tokens=3, **settings)
     for more in ({}, {"temperature": 0.1, "top_k": 50, "repetition_penalty": 2.0}):
         given: dict[str, Any] = settings | {"max_new_tokens": 9, "min_new_tokens": 2} | more
-        assert generate(tiny_llama, [prompt(9)], **given).stats.compilations == 0
-    for piece in stream(tiny_llama, [prompt(5)], max_new_tokens=12, min_new_tokens=1, **settings):
+        assert generate(lm, [prompt(9)], **given).stats.compilations == 0
+    for piece in stream(lm, [prompt(5)], max_new_tokens=12, min_new_tokens=1, **settings):
         assert piece.stats.compilations == 0
-    assert generate(tiny_llama, [prompt(9)], max_len=40, max_new_tokens=9).stats.compilations > 0
+    assert generate(lm, [prompt(9)], max_len=40, max_new_tokens=9).stats.compilations > 0
 
 
-def test_a_stop_string_compiles_nothing(tiny_llama):
+def test_a_stop_string_compiles_nothing(lm):
     jax.clear_caches()
-    kvjax.compile(tiny_llama, max_len=64)
-    whole = generate(tiny_llama, ["Once"], max_new_tokens=20, max_len=64)
+    kvjax.compile(lm, max_len=64)
+    whole = generate(lm, ["Once"], max_new_tokens=20, max_len=64)
     assert whole.stats.compilations == 0
     stop = whole.text[0][5:7]
-    result = generate(tiny_llama, ["Once"], max_new_tokens=20, max_len=64, stop=stop)
+    result = generate(lm, ["Once"], max_new_tokens=20, max_len=64, stop=stop)
     assert result.stats.stop_reasons == ("stop",) and result.stats.compilations == 0
 
 
-def test_the_model_is_not_run(tiny_llama, monkeypatch):
+def test_the_model_is_not_run(lm, monkeypatch):
     """Its programs are lowered and compiled, and never called."""
     called = []
     for name in ("prefill", "decode"):
         monkeypatch.setattr(programs, name, _Watched(getattr(programs, name), called))
-    kvjax.compile(tiny_llama, max_len=20)
+    kvjax.compile(lm, max_len=20)
     assert called == []
 
 
@@ -107,13 +115,13 @@ class _Watched:
         ({"policy": None}, "cache is None"),
     ],
 )
-def test_wrong_arguments_are_refused(tiny_llama, changes, message):
+def test_wrong_arguments_are_refused(lm, changes, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.compile(tiny_llama, **{"max_len": 20, **changes})
+        kvjax.compile(lm, **{"max_len": 20, **changes})
 
 
-def test_a_cache_is_no_policy(tiny_llama):
-    cache = kvjax.init_cache(tiny_llama.config, max_len=20)
+def test_a_cache_is_no_policy(lm):
+    cache = kvjax.init_cache(lm.config, max_len=20)
     with pytest.raises(ValueError, match="a policy, not a cache"):
-        kvjax.compile(tiny_llama, cache, max_len=20)
+        kvjax.compile(lm, cache, max_len=20)
     assert not cache.length.is_deleted()

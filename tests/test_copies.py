@@ -1,108 +1,138 @@
 """The copy law: no step moves a cache, or half a layer of one, in vain."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from copies import assert_no_copy, copies
 from jax import lax
-from matrix import CODECS, cells, tiny_config
 
 import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.models.architecture import Architecture
+from tests.copies import assert_no_copy, copies
+from tests.matrix import CODECS, COPY_PAIRS, FORMS, LAYOUTS, RAW, cells, copy_cells, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 MODEL = Architecture(CONFIG)
 
 
-def one_step(params, token, cache):
-    logits, cache = MODEL.apply(params, token[:, None], cache)
-    return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), cache
+def one_step(token, cache):
+    """A step of a cache without a model: queries, keys and values come from a number a row."""
+    held = cache.layers[0]
+    channels = jnp.arange(1.0, 1.0 + held.head_dim)
+    x = jnp.sin(channels * token[:, None, None, None])
+    shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
+    keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
+    for layer in range(len(cache.layers)):
+        cache = kvjax.append(cache, layer, keys, keys + 1)
+        mixed = kvjax.attend(queries, cache, layer)
+        token = token + mixed.sum((1, 2, 3))
+    return token, kvjax.advance(cache, 1)
 
 
-def loop_of_steps(params, token, cache):
+def loop_of_steps(token, cache):
     def go_on(carry):
         return jnp.all(carry[1].length < carry[2])
 
     def step(carry):
-        token, cache = one_step(params, *carry[:2])
-        return token, cache, carry[2]
+        return *one_step(*carry[:2]), carry[2]
 
     return lax.while_loop(go_on, step, (token, cache, cache.length[0] + 5))[:2]
 
 
-def scan_of_steps(params, token, cache):
+def scan_of_steps(token, cache):
     def step(carry, _):
-        carry = one_step(params, *carry)
+        carry = one_step(*carry)
         return carry, carry[0]
 
     (_, cache), tokens = lax.scan(step, (token, cache), length=5)
     return tokens, cache
 
 
-def chunk(params, token, cache):
-    tokens = jnp.tile(token[:, None], (1, 16))
-    return MODEL.apply(params, tokens, cache, last_only=True, lengths=token)
+def chunk(token, cache):
+    held = cache.layers[0]
+    channels = jnp.arange(1.0, 1.0 + 16 * held.head_dim).reshape(1, 1, 16, -1)
+    x, mixed = jnp.sin(channels * token[:, None, None, None]), []
+    lengths = jnp.clip(token.astype(jnp.int32), 0, 16)
+    shapes = ((len(token), heads, 16, held.head_dim) for heads in (held.kv_heads, 8))
+    keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
+    for layer in range(len(cache.layers)):
+        cache = kvjax.append(cache, layer, keys, keys + 1, lengths=lengths)
+        mixed.append(kvjax.attend(queries, cache, layer, lengths=lengths))
+    return mixed, kvjax.advance(cache, 16, lengths)
 
 
-PAIRS = [(a, b) for a, b in zip([*CODECS][::2], [*CODECS][1::2], strict=True)]
+PROGRAMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps, "chunk": chunk}
 
 
-def coded(layout, names, size):
-    """A codec a layer, for keys and values; with rings, sinks."""
-    held = kvjax.Dense() if layout == "dense" else kvjax.Ring(size // 2, sinks=4)
-    return [kvjax.CachePolicy(held, CODECS[name], CODECS[name]) for name in names]
+def large(layout, size):
+    """A layout of the matrix, of so many tokens."""
+    made, (window, _) = LAYOUTS[layout]
+    if window is not None:
+        return dataclasses.replace(made, window=size // 2, slack=128)
+    return dataclasses.replace(made, start=size) if layout == "growing" else made
 
 
-CODED = {
-    f"{layout}-{'-'.join(names)}": functools.partial(coded, layout, names)
-    for layout in ("dense", "ring")
-    for names in PAIRS
-}
-POLICIES = {
-    "dense": lambda size: kvjax.policy("static"),
-    "dense-bfloat16": lambda size: kvjax.policy("static", dtype="bfloat16"),
-    "dense-float16": lambda size: kvjax.policy("static", dtype="float16"),
-    "growing": lambda size: kvjax.CachePolicy(kvjax.Growing(start=size)),
-    "ring": lambda size: kvjax.policy("sliding_window", window=size // 2, slack=128),
-    "ring-bfloat16": lambda size: kvjax.policy("sliding_window", window=size, dtype="bfloat16"),
-    "ring-sinks": lambda size: kvjax.policy("sliding_window", window=size // 2, sinks=4),
-    "listed": lambda size: [
-        kvjax.CachePolicy(kvjax.Ring(size // 2, sinks=1)), kvjax.CachePolicy(kvjax.Dense()),
-    ],
-    **CODED,
-}  # fmt: skip
-"""The policies of the law matrix, at sizes that a copy of would show."""
-FORMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps, "chunk": chunk}
-
-
-def compiled(form, policy, batch, max_len):
-    params = MODEL.abstract_params()
-    cache = jax.eval_shape(lambda: kvjax.init_cache(CONFIG, policy, batch=batch, max_len=max_len))
-    token = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    program = jax.jit(FORMS[form], donate_argnums=2).lower(params, token, cache).compile()
+def compiled(form, policy, batch, max_len, layers=1):
+    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers)
+    cache = jax.eval_shape(lambda: kvjax.init_cache(config, policy, batch=batch, max_len=max_len))
+    token = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    program = jax.jit(PROGRAMS[form], donate_argnums=1).lower(token, cache).compile()
     return program, cache
 
 
-def of_all(forms, **some):
-    """Each form with the raw policies, and with some or all of the coded ones."""
-    for number, form in enumerate(forms):
-        yield from (pytest.param(form, name) for name in POLICIES if name not in CODED)
-        for cell in cells(CODED, first=number, **some):
-            yield pytest.param(form, *cell.values, marks=cell.marks)
+@pytest.mark.parametrize("cell", cells(copy_cells(), COPY_PAIRS))
+def test_cache_is_aliased_and_never_copied(cell):
+    check(cell)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [*of_all(["step"], one_in=1), *of_all([*FORMS][1:], one_in=3)]
-)
-def test_cache_is_aliased_and_never_copied(form, name):
+def check(cell):
+    """The law of a cell: no copy, and no temporaries that grow with the cache."""
+    codecs = [RAW.get(name) or CODECS[name] for name in cell.codecs]
     # A block of 1,024 tokens, decoded, is more than half of 8,192 tokens of one bit each.
+    sizes = (8192, 32768) if cell.codecs[0] in RAW else (131072, 524288)
     temporary = []
-    for max_len in (131072, 524288) if name in CODED else (8192, 32768):
-        program, cache = compiled(form, POLICIES[name](max_len), 2, max_len)
+    for size in sizes:
+        policy = kvjax.CachePolicy(large(cell.layout, size), codecs[0], codecs[-1])
+        program, cache = compiled(cell.form, policy, 2, size)
         smallest = min(tree_bytes(layer) for layer in cache.layers)
+        assert_no_copy(program, kvjax.nbytes(cache)["device"], smallest)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_copies_nothing(form):
+    """Layers of different layouts, and the weights beside them."""
+
+    def step(token, cache, params):
+        logits, cache = MODEL.apply(params, token[:, None].astype(jnp.int32), cache)
+        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.float32), cache
+
+    def call(token, cache, params):
+        if form == "chunk":
+            tokens = jnp.tile(token[:, None], (1, 16)).astype(jnp.int32)
+            return MODEL.apply(params, tokens, cache, last_only=True)
+        if form == "while_loop":
+            going = lambda carry: jnp.all(carry[1].length < 5)  # noqa: E731
+            return lax.while_loop(going, lambda c: step(*c, params), (token, cache))
+        if form == "scan":
+            return lax.scan(lambda c, _: (step(*c, params), None), (token, cache), length=5)[0]
+        return step(token, cache, params)
+
+    temporary = []
+    for size in (8192, 32768):
+        policy = [
+            kvjax.CachePolicy(kvjax.Ring(size // 2, sinks=1)), kvjax.CachePolicy(kvjax.Dense()),
+        ]  # fmt: skip
+        cache = jax.eval_shape(
+            lambda size=size, policy=policy: kvjax.init_cache(CONFIG, policy, batch=2, max_len=size)
+        )
+        token = jax.ShapeDtypeStruct((2,), jnp.float32)
+        lowered = jax.jit(call, donate_argnums=1).lower(token, cache, MODEL.abstract_params())
+        program, smallest = lowered.compile(), min(tree_bytes(layer) for layer in cache.layers)
         assert_no_copy(program, kvjax.nbytes(cache)["device"], smallest)
         temporary.append(program.memory_analysis().temp_size_in_bytes)
     assert temporary[0] == temporary[1]
@@ -110,17 +140,21 @@ def test_cache_is_aliased_and_never_copied(form, name):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_batches_do_not_copy(batch):
-    program, cache = compiled("step", kvjax.policy("static"), batch, 4096)
+    program, cache = compiled("step", kvjax.policy("static"), batch, 4096, layers=2)
     size = kvjax.nbytes(cache)["device"]
-    assert_no_copy(program, size, size // CONFIG.num_hidden_layers)
+    assert_no_copy(program, size, size // 2)
 
 
-@pytest.mark.parametrize("form", ["while_loop", "scan"])
-@pytest.mark.parametrize("name", ["dense", "dense-int8-int4", "ring-int8-int4"])
+@pytest.mark.parametrize(
+    ("form", "name"), [("while_loop", "dense"), ("scan", "dense"), ("scan", "dense-int8-int4"),
+                       ("while_loop", "ring-int8-int4")],
+)  # fmt: skip
 def test_a_single_row_is_not_copied_in_a_loop(form, name):
     # Its axis of length 1 lets a compiler order a body in another way in the loop than outside.
-    size = 131072
-    program, cache = compiled(form, POLICIES[name](size), 1, size)
+    layout, *names = name.split("-")
+    codecs = [CODECS[each] for each in names] or [kvjax.Raw()]
+    policy = kvjax.CachePolicy(large(layout, 131072), codecs[0], codecs[-1])
+    program, cache = compiled(form, policy, 1, 131072)
     smallest = min(tree_bytes(layer) for layer in cache.layers)
     assert_no_copy(program, kvjax.nbytes(cache)["device"], smallest)
     assert program.memory_analysis().temp_size_in_bytes < smallest // 2

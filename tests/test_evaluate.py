@@ -15,6 +15,7 @@ from kvjax.quality import reports
 from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
 
 CONTEXT = 320
+AT = {"context": CONTEXT, "chunk": CONTEXT // 2}  # chunks of one width: a program a policy
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def found(embedded, tokens):
-    return evaluate(embedded, tokens, POLICIES, context=CONTEXT)
+    return evaluate(embedded, tokens, POLICIES, **AT)
 
 
 def test_the_full_cache_differs_from_itself_in_nothing(found):
@@ -57,7 +58,7 @@ def test_fewer_bits_are_worse_and_fewer_bytes(found):
 
 def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, tokens):
     policy, text = POLICIES["bits=2"], tokens[:CONTEXT]
-    in_chunks = evaluate(embedded, text, {"": policy}, context=CONTEXT)[""].overall
+    in_chunks = evaluate(embedded, text, {"": policy}, **AT)[""].overall
     cache = kvjax.init_cache(embedded.config, policy, max_len=CONTEXT)
     step = jax.jit(embedded.architecture.apply, donate_argnums=2)
     nats = []
@@ -105,9 +106,9 @@ def test_tables_plots_and_json(found, tmp_path):
 
 
 def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):
-    quality = evaluate(
-        embedded, tokens, {"": kvjax.policy(bits=4)}, context=CONTEXT, windows=1, time_steps=3
-    )[""]
+    quality = evaluate(embedded, tokens, {"": kvjax.policy(bits=4)}, **AT, windows=1, time_steps=3)[
+        ""
+    ]
     assert quality.step_ms is not None and quality.step_ms > 0
 
 
@@ -141,6 +142,6 @@ def test_a_growing_cache_grows_along_the_text(embedded, tokens):
         "dynamic": kvjax.policy("dynamic", bits=4),
         "raw": kvjax.policy("dynamic"),
     }
-    found = evaluate(embedded, tokens, policies, context=CONTEXT, windows=1)
+    found = evaluate(embedded, tokens, policies, **AT, windows=1)
     assert found["dynamic"].overall.mean_kl == pytest.approx(found["static"].overall.mean_kl, 0.02)
     assert found["raw"].overall.mean_kl < 1e-9

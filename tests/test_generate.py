@@ -20,6 +20,9 @@ from tests.scripted import scripted
 
 PROMPTS = [list(range(40, 77)), [7], list(range(100, 120))]
 EOS = 257
+FILTERED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
+# Prompts of any length in chunks of one width, and the default capacity: the tests share programs.
+SHARED: dict[str, Any] = {"prefill_chunk": 16, "eos_token_ids": ()}
 
 
 def joined(*merges):
@@ -62,12 +65,12 @@ def test_greedy_tokens_are_those_of_the_uncached_model(tiny_llama, chunk):
     [
         {},
         {"temperature": 1.2, "seed": 5},
-        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
+        FILTERED,
     ],
     ids=["greedy", "sampled", "filtered"],
 )
 def test_without_a_cache_come_the_same_tokens(tiny_llama, settings):
-    settings = {"max_new_tokens": 12, "eos_token_ids": ()} | settings
+    settings = {"max_new_tokens": 12} | SHARED | settings
     cached = generate(tiny_llama, PROMPTS, **settings)
     uncached = generate(tiny_llama, PROMPTS, **settings, use_cache=False)
     assert uncached.tokens == cached.tokens
@@ -76,12 +79,7 @@ def test_without_a_cache_come_the_same_tokens(tiny_llama, settings):
 
 
 def test_a_row_has_the_same_text_whatever_else_is_in_the_batch(tiny_llama):
-    settings: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "eos_token_ids": (),
-    }
+    settings = {"max_new_tokens": 20, **SHARED, **FILTERED}
     together = generate(tiny_llama, PROMPTS, seed=[11, 5, 8], **settings)
     reversed_rows = generate(tiny_llama, PROMPTS[::-1], seed=[8, 5, 11], **settings)
     assert reversed_rows.tokens == together.tokens[::-1]
@@ -95,7 +93,7 @@ def test_a_row_has_the_same_text_whatever_else_is_in_the_batch(tiny_llama):
 
 
 def test_the_repetition_penalty_knows_prompt_and_new_tokens(tiny_llama):
-    settings: dict[str, Any] = {"max_new_tokens": 8, "repetition_penalty": 1.8, "eos_token_ids": ()}
+    settings = {"max_new_tokens": 8, "repetition_penalty": 1.8, **SHARED}
     expected = [naive_greedy(tiny_llama, prompt, 8, penalty=1.8) for prompt in PROMPTS]
     assert generate(tiny_llama, PROMPTS, **settings).tokens == expected
 
@@ -324,17 +322,15 @@ def test_the_result_of_a_stream_comes_at_its_end(byte_tokenizer):
 
 
 def test_a_cache_is_continued(tiny_llama):
-    settings: dict[str, Any] = {"eos_token_ids": (), "max_len": 128}
+    settings = {"max_len": 64, **SHARED}
     whole = generate(tiny_llama, PROMPTS, max_new_tokens=14, **settings)
     first = generate(tiny_llama, PROMPTS, max_new_tokens=6, **settings)
     kept = kvjax.fork(first.cache)
-    second = generate(
-        tiny_llama, first.unfed, cache=first.cache, max_new_tokens=8, eos_token_ids=()
-    )
+    second = generate(tiny_llama, first.unfed, cache=first.cache, max_new_tokens=8, **SHARED)
     assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == whole.tokens
     np.testing.assert_array_equal(second.cache.length, whole.cache.length)
     assert first.cache.layers[0].keys.is_deleted()  # donated
-    again = generate(tiny_llama, first.unfed, cache=kept, max_new_tokens=8, eos_token_ids=())
+    again = generate(tiny_llama, first.unfed, cache=kept, max_new_tokens=8, **SHARED)
     assert again.tokens == second.tokens
 
 
@@ -373,13 +369,13 @@ def test_the_capacity_of_the_cache(byte_tokenizer):
 def test_a_chunk_padded_past_the_capacity_loses_nothing(tiny_llama):
     prompt = [list(range(30, 51))]
     exact = generate(tiny_llama, prompt, max_new_tokens=4, max_len=25, eos_token_ids=())
-    roomy = generate(tiny_llama, prompt, max_new_tokens=4, max_len=64, eos_token_ids=())
+    roomy = generate(tiny_llama, prompt, max_new_tokens=4, max_len=64, **SHARED)
     assert exact.tokens == roomy.tokens
 
 
 def test_a_policy_for_each_layer_and_a_dtype(tiny_llama):
     policy = kvjax.policy("static", dtype="bfloat16")
-    settings: dict[str, Any] = {"max_new_tokens": 4, "max_len": 64}
+    settings = {"max_new_tokens": 4, "max_len": 64, **SHARED}
     one = generate(tiny_llama, PROMPTS, cache=policy, **settings)
     two = generate(tiny_llama, PROMPTS, cache=[policy, kvjax.policy("static")], **settings)
     full = generate(tiny_llama, PROMPTS, **settings)
@@ -389,7 +385,7 @@ def test_a_policy_for_each_layer_and_a_dtype(tiny_llama):
 
 
 def test_the_figures(tiny_llama):
-    stats = generate(tiny_llama, PROMPTS, max_new_tokens=5, eos_token_ids=()).stats
+    stats = generate(tiny_llama, PROMPTS, max_new_tokens=5, **SHARED).stats
     assert dataclasses.asdict(stats).keys() == {
         "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
         "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons", "moves",

@@ -10,30 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from copies import assert_no_copy
 from jax.experimental.pallas import tpu as pltpu
-from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config
 
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.kernels.flash_decoding import TILE, decode
 from kvjax.attention.paths import by_table, path_of
 from kvjax.core.trees import tree_bytes
+from tests.copies import assert_no_copy
+from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 
 HEADS, KV, DIM = 4, 2, 16
 CALLS = ("jit", "pjit")
 LENGTHS = (0, 9, 61)
 """Tokens of the rows before the call that is looked at."""
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Buckets and pieces so small that short texts have many."""
-    for name, value in (("LEAST", 16), ("TILE", 8), ("PIECE", 16)):
-        monkeypatch.setattr(buckets, name, value)
-    jax.clear_caches()  # a layer's trace is kept, and knows other sizes
-    yield
-    jax.clear_caches()
 
 
 def random(*shape, seed=0, dtype="float32"):
@@ -47,7 +37,7 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
     )
     cache = kvjax.init_cache(config, policy, batch=len(lengths), max_len=max_len)
     room = cache.layers[0].policy.layout.chunk or max(lengths) or 1
-    step = jax.jit(append)
+    step = APPEND
     for start in range(0, max(lengths), room):
         shape = (len(lengths), kv, room, dim)
         count = jnp.clip(jnp.asarray(lengths) - start, 0, room)
@@ -56,17 +46,29 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
     if layer.tail is not None or not spoil:
         return cache
     layout = layer.policy.layout
-    empty = layout.positions(cache.length, cache.written[:, 0], jnp.arange(layout.slots)) < 0
-    spoilt = [
-        codec.encode(jnp.where(empty[:, None, :, None], jnp.nan, codec.decode(store)))
-        for codec, store in ((layer.policy.keys, layer.keys), (layer.policy.values, layer.values))
-    ]
-    return replace(cache, layers=(replace(layer, keys=spoilt[0], values=spoilt[1]),))
+    positions = jax.jit(layout.positions)(
+        cache.length, cache.written[:, 0], np.arange(layout.slots)
+    )
+    empty = np.asarray(positions) < 0
+
+    @jax.jit
+    def spoilt(keys, values):
+        both = (layer.policy.keys, keys), (layer.policy.values, values)
+        return [
+            codec.encode(jnp.where(empty[:, None, :, None], jnp.nan, codec.decode(store)))
+            for codec, store in both
+        ]
+
+    keys, values = spoilt(layer.keys, layer.values)
+    return replace(cache, layers=(replace(layer, keys=keys, values=values),))
 
 
 def append(cache, keys, values, lengths):
     cache = kvjax.append(cache, 0, keys, values, lengths=lengths)
     return kvjax.advance(cache, keys.shape[2], lengths=lengths)
+
+
+APPEND = jax.jit(append)
 
 
 def both(path, cache, new=1, heads=HEADS, **settings) -> tuple[np.ndarray, np.ndarray]:
@@ -98,46 +100,6 @@ def agree(path, cache, tolerance=1e-5, **settings):
 SETTINGS: list[dict[str, Any]] = [
     {}, {"window": 7}, {"window": 20, "sinks": 3}, {"chunk": 16}, {"soft_cap": 2.0, "scale": 0.7},
 ]  # fmt: skip
-
-
-CASES = {
-    f"{layout}-{name}": (layout, name)
-    for layout, name in [
-        *((layout, "raw") for layout in LAYOUTS),
-        *((layout, name) for n, name in enumerate(CODECS) for layout in [[*LAYOUTS][n % 5]]),
-    ]
-}
-"""Every layout raw, and every codec on one of them."""
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("case", cells(CASES, one_in=2))
-def test_buckets(case):
-    layout, name = CASES[case]
-    codec = CODECS.get(name, kvjax.Raw())
-    agree("buckets", filled(kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)))
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_buckets_and_settings(settings):
-    agree("buckets", filled(kvjax.policy("static")), new=5, **settings)
-
-
-@pytest.mark.usefixtures("small")
-def test_gradients_through_buckets():
-    cache = filled(kvjax.policy("static"), (5, 61), spoil=False)
-    queries = random(2, HEADS, 3, DIM)
-
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def slope(queries, new, path):
-        held = kvjax.append(cache, 0, new, new)
-        return jnp.sum(jnp.sin(kvjax.attend(queries, held, 0, path=path)))
-
-    found, wanted = (slope(queries, random(2, KV, 3, DIM), p) for p in ("buckets", "reference"))
-    for a, b in zip(found, wanted, strict=True):
-        assert np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 200, 256, 5000, 131072, 2**20])

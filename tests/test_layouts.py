@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix import tiny_config, tiny_model
-from scripted import scripted
 
 import kvjax
 from kvjax.cache.status import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED
+from tests import laws
+from tests.matrix import tiny_config, tiny_model
+from tests.scripted import scripted
 
 CONFIG = tiny_config(windows=(None, None))
 
@@ -102,15 +103,22 @@ def test_bytes_are_those_of_the_formula(name, settings, slots):
 def fill(cache, tokens, start=0):
     shape = (cache.batch, 2, tokens, 8)
     rng = np.random.default_rng([start, tokens])
-    for layer in range(len(cache.layers)):
-        keys = rng.normal(size=shape).astype(np.float32)
+    return appended(cache, [rng.normal(size=shape).astype(np.float32) for _ in cache.layers])
+
+
+@jax.jit
+def appended(cache, every):
+    for layer, keys in enumerate(every):
         cache = kvjax.append(cache, layer, keys, 2 * keys)
-    return kvjax.advance(cache, tokens)
+    return kvjax.advance(cache, every[0].shape[2])
+
+
+READ = jax.jit(kvjax.read, static_argnums=1)
 
 
 def content(cache, layer, row=0):
     """What a layer holds of a row, by position."""
-    keys, values, positions = (np.asarray(x) for x in kvjax.read(cache, layer))
+    keys, values, positions = (np.asarray(x) for x in READ(cache, layer))
     return {
         int(p): (keys[row, :, slot].tolist(), values[row, :, slot].tolist())
         for slot, p in enumerate(positions[row])
@@ -223,16 +231,15 @@ def test_what_is_refused(call, message):
 
 def test_a_long_text_far_out_has_the_logits_of_the_same_text_at_the_beginning():
     """At position 1,000,000 float32 angles would be off by hundredths of a radian."""
-    model, params = tiny_model(windows=(None, None))
     policy = kvjax.policy("sliding_window", window=6)
     tokens = np.random.default_rng(0).integers(0, 61, (1, 40)).astype(np.int32)
     logits = []
     for start in (0, 1_000_000):
-        cache = kvjax.init_cache(model.config, policy, batch=1)
+        cache = kvjax.init_cache(CONFIG, policy, batch=1)
         at = jnp.full(1, start, jnp.int32)
         cache = dataclasses.replace(cache, length=at, written=jnp.full((1, 2), start, jnp.int32))
         for token in tokens.T:
-            found, cache = jax.jit(model.apply)(params, token[:, None], cache)
+            found, cache = laws.mixtures(token[:, None], cache)
             logits.append(np.asarray(found)[0, 0])
     near, far = np.array(logits[:40]), np.array(logits[40:])
     # The first tokens' windows reach before the beginning, where the far text holds nothing real.
@@ -241,10 +248,8 @@ def test_a_long_text_far_out_has_the_logits_of_the_same_text_at_the_beginning():
 
 def feed(cache, numbers):
     """Append tokens whose keys and values are their numbers, in every layer."""
-    x = jnp.broadcast_to(jnp.asarray(numbers, jnp.float32)[:, None], (1, 2, len(numbers), 8))
-    for layer in range(len(cache.layers)):
-        cache = kvjax.append(cache, layer, x, x)
-    return kvjax.advance(cache, len(numbers))
+    x = np.broadcast_to(np.asarray(numbers, np.float32)[:, None], (1, 2, len(numbers), 8))
+    return appended(cache, [x for _ in cache.layers])
 
 
 def seen(cache, layer):

@@ -2,9 +2,10 @@
 
 import functools
 import importlib
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,50 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.planning import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
-from tests.matrix import tiny_config
+from tests.checkpoints import write_llama
+from tests.matrix import cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
 
-# Generation.
+
+@pytest.fixture(scope="module")
+def tiny_llama_dir(tmp_path_factory):
+    """Of one layer, in place of the other tests' of two: every layer compiles anew."""
+    return write_llama(tmp_path_factory.mktemp("checkpoints") / "llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tiny_llama_dir):
+    return models.load(tiny_llama_dir, dtype="float32")
+
 
 PROMPTS = ["Once upon a time", "Hi", "abcdefgh" * 5]
+# Prompts of any length in chunks of one width: the tests share programs.
+SHARED: dict[str, Any] = {"prefill_chunk": 16, "eos_token_ids": ()}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("cache", ["static", "dynamic", "quantized", "offloaded"])
-def test_generated_tokens_are_those_of_one_device(tiny_llama, cache, shape):
-    settings = dict(max_new_tokens=40, eos_token_ids=())
+class On(NamedTuple):
+    """Something on something; of a run, each of either is in one such."""
+
+    what: str
+    where: str
+
+    @property
+    def id(self) -> str:
+        return "-".join(self)
+
+
+def each_on_each(what: Any, where: Any) -> list[Any]:
+    """All of them by themselves; the other pairs are of the shards."""
+    every = [On(*names) for names in itertools.product(what, where)]
+    return cells(every, [("what", "what"), ("where", "where")])
+
+
+@pytest.mark.parametrize(
+    "cell", each_on_each(["static", "dynamic", "quantized", "offloaded"], SHAPES)
+)
+def test_generated_tokens_are_those_of_one_device(tiny_llama, cell):
+    cache, shape = cell
+    settings = dict(max_new_tokens=40, **SHARED)
     wanted = kvjax.generate(tiny_llama, PROMPTS, cache=cache, **settings)
     lm = tiny_llama.on(mesh(shape))
     found = kvjax.generate(lm, PROMPTS, cache=cache, **settings)
@@ -42,7 +75,7 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cache, shape):
     assert found.cache.batch == -(-3 // found.cache.spread.rows) * found.cache.spread.rows
     # What was there goes on, in the rows that were asked for.
     more = [
-        kvjax.generate(model, made.unfed, cache=made.cache, max_new_tokens=3)
+        kvjax.generate(model, made.unfed, cache=made.cache, max_new_tokens=3, **SHARED)
         for model, made in ((tiny_llama, wanted), (lm, found))
     ]
     assert more[0].tokens == more[1].tokens
@@ -50,8 +83,8 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cache, shape):
 
 def test_nothing_compiles_twice_on_a_mesh(tiny_llama):
     lm = tiny_llama.on(mesh("2-2-2"))
-    kvjax.generate(lm, PROMPTS, max_new_tokens=20)
-    again = kvjax.generate(lm, PROMPTS[::-1], max_new_tokens=11)
+    kvjax.generate(lm, PROMPTS, max_new_tokens=20, **SHARED)
+    again = kvjax.generate(lm, PROMPTS[::-1], max_new_tokens=11, **SHARED)
     assert again.stats.compilations == 0
 
 
@@ -61,51 +94,63 @@ def _set(shape, kind, names=("data", "tensor", "sequence")):
 
 
 def test_generation_inside_a_mesh_that_is_set(tiny_llama):
-    wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=8).tokens
+    settings = dict(max_new_tokens=8, **SHARED)
+    wanted = kvjax.generate(tiny_llama, PROMPTS, **settings).tokens
     lm = tiny_llama.on(mesh("2-2-2"))
     outer = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     for kind, names in ((AxisType.Auto, None), (AxisType.Explicit, None), (None, "x")):
         context = jax.set_mesh(outer) if names else _set((2, 2, 2), kind)
         with context:
             set_mesh = jax.sharding.get_abstract_mesh()
-            assert kvjax.generate(lm, PROMPTS, max_new_tokens=8).tokens == wanted
-            assert kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=8).tokens == wanted
-            running = kvjax.stream(lm, PROMPTS, max_new_tokens=8)
+            assert kvjax.generate(lm, PROMPTS, **settings).tokens == wanted
+            assert kvjax.generate(tiny_llama, PROMPTS, **settings).tokens == wanted
+            running = kvjax.stream(lm, PROMPTS, **settings)
             for _ in running:
                 assert jax.sharding.get_abstract_mesh() == set_mesh
             assert running.result.tokens == wanted
-            found = kvjax.generate_batches(tiny_llama, [PROMPTS], max_new_tokens=8, mesh=lm.mesh)
+            found = kvjax.generate_batches(tiny_llama, [PROMPTS], mesh=lm.mesh, **settings)
             assert [result.tokens for result in found] == [wanted]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_of_ones_own_inside_the_mesh_that_is_set(tiny_llama, shape):
+STEPPED = {"static": ("static", 1e-5), "8 bits": (kvjax.policy("static", bits=8), 1e-3)}
+"""Policies, and how close their logits come."""
+
+
+def stepped(lm: Any, over: Any, policy: Any) -> np.ndarray:
+    """The logits after a prompt and four steps of a function of one's own."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(params, cache, token, lengths=None):
+        logits, cache = lm.apply(params, token, cache, lengths=lengths, last_only=True)
+        return cache, logits
+
+    cache = kvjax.init_cache(lm.config, policy, batch=8, max_len=64, mesh=over)
+    tokens, lengths = lm.encode((PROMPTS * 3)[:8])
+    cache, logits = step(lm.params, cache, tokens, lengths)
+    placed = [leaf.sharding for leaf in jax.tree.leaves(cache)]
+    for _ in range(4):
+        before = cache
+        cache, logits = step(lm.params, cache, jnp.argmax(logits, -1))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert step._cache_size() == 2
+    assert [leaf.sharding for leaf in jax.tree.leaves(cache)] == placed
+    return np.asarray(logits)
+
+
+@pytest.fixture(scope="module")
+def stepped_on_one_device(tiny_llama):
+    return functools.cache(lambda name: stepped(tiny_llama, None, STEPPED[name][0]))
+
+
+@pytest.mark.parametrize("cell", each_on_each(STEPPED, SHAPES))
+def test_a_step_of_ones_own_inside_the_mesh_that_is_set(tiny_llama, stepped_on_one_device, cell):
+    name, shape = cell
+    policy, tolerance = STEPPED[name]
     over, lm = mesh(shape), tiny_llama.on(mesh(shape))
-    texts = (PROMPTS * 3)[:8]
-
-    def logits_of(lm, over, policy):
-        @functools.partial(jax.jit, donate_argnums=1)
-        def step(params, cache, token, lengths=None):
-            logits, cache = lm.apply(params, token, cache, lengths=lengths, last_only=True)
-            return cache, logits
-
-        cache = kvjax.init_cache(lm.config, policy, batch=8, max_len=64, mesh=over)
-        tokens, lengths = lm.encode(texts)
-        cache, logits = step(lm.params, cache, tokens, lengths)
-        placed = [leaf.sharding for leaf in jax.tree.leaves(cache)]
-        for _ in range(4):
-            before = cache
-            cache, logits = step(lm.params, cache, jnp.argmax(logits, -1))
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-        assert step._cache_size() == 2
-        assert [leaf.sharding for leaf in jax.tree.leaves(cache)] == placed
-        return np.asarray(logits)
-
-    for policy, tolerance in (("static", 1e-5), (kvjax.policy("static", bits=8), 1e-3)):
-        wanted = logits_of(tiny_llama, None, policy)
-        with jax.set_mesh(over):
-            found = logits_of(lm, over, policy)
-        close([found], [wanted], tolerance)
+    wanted = stepped_on_one_device(name)
+    with jax.set_mesh(over):
+        found = stepped(lm, over, policy)
+    close([found], [wanted], tolerance)
 
 
 def test_another_mesh_that_is_set_is_refused(tiny_llama):
@@ -134,62 +179,73 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
 
 def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
     over = mesh("2-2-2")
+    filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
     ways = (
-        {"temperature": 0.9, "top_k": 20, "seed": 3},
-        {"repetition_penalty": 1.3},
         {"use_cache": False},
-        {"seed": [5, 6, 7], "temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3},
+        filters | {"seed": 3},
+        filters | {"seed": [5, 6, 7]},
     )
     for way in ways:
-        wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, **way)
-        found = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, mesh=over, **way)
+        settings = dict(max_new_tokens=12, **SHARED, **way)
+        wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
+        found = kvjax.generate(tiny_llama, PROMPTS, mesh=over, **settings)
         assert found.tokens == wanted.tokens
-    stop = wanted.text[0][3:5]
-    wanted = kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=12, stop=stop, **ways[3])
-    pieces = list(running := kvjax.stream(
-        tiny_llama, PROMPTS, max_new_tokens=12, stop=stop, mesh=over, **ways[3]
-    ))  # fmt: skip
+    settings["stop"] = wanted.text[0][3:5]
+    wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
+    pieces = list(running := kvjax.stream(tiny_llama, PROMPTS, mesh=over, **settings))
     assert running.result.text == wanted.text
     assert ["".join(piece.text[row] for piece in pieces) for row in range(3)] == wanted.text
 
 
 def test_a_cache_elsewhere_is_refused(tiny_llama):
-    made = kvjax.generate(tiny_llama, PROMPTS[:2], max_new_tokens=3)
+    made = kvjax.generate(tiny_llama, PROMPTS[:2], max_new_tokens=3, **SHARED)
     lm = tiny_llama.on(mesh("2-2-2"))
     with pytest.raises(ValueError, match=r"kvjax.migrate.cache, mesh=lm.mesh. moves it there"):
         kvjax.generate(lm, made.unfed, cache=made.cache)
     cache = kvjax.migrate(kvjax.fork(made.cache), mesh=lm.mesh)
-    found = kvjax.generate(lm, made.unfed, cache=cache, max_new_tokens=5)
-    wanted = kvjax.generate(tiny_llama, made.unfed, cache=made.cache, max_new_tokens=5)
+    settings = dict(max_new_tokens=5, **SHARED)
+    found = kvjax.generate(lm, made.unfed, cache=cache, **settings)
+    wanted = kvjax.generate(tiny_llama, made.unfed, cache=made.cache, **settings)
     assert found.tokens == wanted.tokens
 
 
 def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
     lm = tiny_llama.on(kvjax.make_mesh(data=4))
     one = kvjax.InferenceLimits(max_batch_size=3)
-    made = kvjax.generate(lm, PROMPTS, max_new_tokens=2, limits=one)
+    settings = dict(max_new_tokens=2, **SHARED)
+    made = kvjax.generate(lm, PROMPTS, limits=one, **settings)
     with pytest.raises(ValueError, match="3 prompts, but max_batch_size is 2"):
         kvjax.generate(lm, PROMPTS, limits=kvjax.InferenceLimits(max_batch_size=2))
     # A text must not be taken for such a row.
     with pytest.raises(ValueError, match="the cache has texts in 3 rows, but there are 2 prompts"):
-        kvjax.generate(lm, made.unfed[:2], cache=made.cache, max_new_tokens=2)
-    assert kvjax.generate(lm, made.unfed, cache=made.cache, max_new_tokens=2).cache.batch == 4
+        kvjax.generate(lm, made.unfed[:2], cache=made.cache, **settings)
+    assert kvjax.generate(lm, made.unfed, cache=made.cache, **settings).cache.batch == 4
 
 
 def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
-    policies = {"8": kvjax.policy(bits=8, block=8)}
-    text = list(range(40))
-    wanted = kvjax.evaluate(tiny_llama, text, policies, context=32)["8"].overall
-    lm = tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=2))
-    found = kvjax.evaluate(lm, text, policies, context=32)["8"].overall
-    assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-4)
+    settings = {
+        "policies": {
+            "8 bits": kvjax.policy(bits=8, block=8), "4 bits": kvjax.policy(bits=4, block=8),
+        },
+        "text": np.random.default_rng(0).integers(0, 256, 130).tolist(),
+        "context": 64,
+    }  # fmt: skip
+    one, many = (
+        kvjax.evaluate(each, **settings)
+        for each in (tiny_llama, tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=4)))
+    )
+    for name, tolerance in (("8 bits", 1e-4), ("4 bits", 1e-3)):
+        wanted = one[name].overall.perplexity
+        assert many[name].overall.perplexity == pytest.approx(wanted, rel=tolerance)
     with pytest.raises(ValueError, match="one text is evaluated, which a mesh can't divide"):
-        kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), text, policies, context=32)
+        kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), **settings)
 
 
 def test_batches_on_a_mesh(tiny_llama):
-    wanted = [r.tokens for r in kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]])]
-    over = kvjax.generate_batches(tiny_llama, [PROMPTS, PROMPTS[:1]], mesh=mesh("2-2-2"))
+    batches, settings = [PROMPTS, PROMPTS[:1]], dict(max_new_tokens=12, **SHARED)
+    wanted = [r.tokens for r in kvjax.generate_batches(tiny_llama, batches, **settings)]
+    over = kvjax.generate_batches(tiny_llama, batches, mesh=mesh("2-2-2"), **settings)
     assert [r.tokens for r in over] == wanted
 
 
@@ -228,8 +284,9 @@ def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, 
     monkeypatch.setattr(importlib.import_module("kvjax.models.load"), "auto_mesh", small)
     lm = models.load(tiny_llama_dir, dtype="float32")
     assert lm.mesh is not None and lm.mesh.shape["tensor"] == 2
-    found = kvjax.generate(lm, PROMPTS, max_new_tokens=9)
-    assert found.tokens == kvjax.generate(tiny_llama, PROMPTS, max_new_tokens=9).tokens
+    settings = dict(max_new_tokens=9, **SHARED)
+    found = kvjax.generate(lm, PROMPTS, **settings)
+    assert found.tokens == kvjax.generate(tiny_llama, PROMPTS, **settings).tokens
     assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
 
 
@@ -283,34 +340,35 @@ def test_gradients_and_odd_ends_on_a_mesh():
 
 def test_bench_on_a_mesh(tiny_llama):
     lm, settings = tiny_llama.on(mesh("2-2-2")), dict(prompts=[16], steps=4, repeats=1)
+    settings["bandwidth"] = kvjax.bench.Bandwidth(1e9, 5e8, {}, 4096)
     found = kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, batches=[2], **settings)
     assert len(found.cells) == 1
     with pytest.raises(ValueError, match="1 rows can't be divided among data=2"):
         kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, **settings)
 
 
-def test_pmap_of_a_decode_step(embedded):
+def test_pmap_of_a_decode_step(tiny_llama):
     """A batch a device, over replicated parameters, as older scripts have it."""
     devices = jax.devices()[:4]
     prompts = np.arange(4 * 2 * 7, dtype=np.int32).reshape(4, 2, 7) % 250
 
     def caches():
-        made = kvjax.init_cache(embedded.config, "static", batch=2, max_len=32)
+        made = kvjax.init_cache(tiny_llama.config, "static", batch=2, max_len=32)
         return replicate(made, devices)
 
     @functools.partial(jax.pmap, in_axes=(None, 0, 0), devices=devices, donate_argnums=2)
     def decode_step(params, token, cache):
-        logits, cache = embedded.apply(params, token, cache)
+        logits, cache = tiny_llama.apply(params, token, cache)
         return jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), cache
 
-    token, cache = decode_step(embedded.params, prompts, caches())
+    token, cache = decode_step(tiny_llama.params, prompts, caches())
     found = [token]
     for _ in range(5):
-        token, cache = decode_step(embedded.params, token, cache)
+        token, cache = decode_step(tiny_llama.params, token, cache)
         found.append(token)
     found = np.concatenate([np.asarray(x) for x in found], axis=2)
     for part, tokens in zip(prompts, found, strict=True):
-        wanted = kvjax.generate(embedded, part.tolist(), max_new_tokens=6, eos_token_ids=())
+        wanted = kvjax.generate(tiny_llama, part.tolist(), max_new_tokens=6, **SHARED)
         assert tokens.tolist() == wanted.tokens
 
 
@@ -343,32 +401,48 @@ def odd_llama():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [gemma, gpt2, odd_llama])
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4, "sequence": 2}, {"sequence": 3}])
-def test_every_family_on_a_mesh(make, sizes):
-    model = Architecture(make())
+FAMILIES = {"gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama}
+DIVIDED = {
+    "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},
+    "sequence-3": {"sequence": 3},
+    "tensor-2": {"tensor": 2},
+}
+
+
+@functools.cache
+def family_of(name: str) -> Any:
+    """A model of a family, its parameters, and its logits on one device."""
+    model = Architecture(FAMILIES[name]())
     params = jax.tree.map(lambda x: x if x.ndim == 1 else 8 * x, model.init_params(0))
+    return model, params, family_logits(model, params, None)
+
+
+def family_logits(model: Any, params: Any, over: Any) -> Any:
     tokens = np.random.default_rng(0).integers(0, 61, (2, 14)).astype(np.int32)
+    cache = kvjax.init_cache(model.config, "hybrid", batch=2, max_len=50, mesh=over)
+    call = jax.jit(model.apply)
+    found = []
+    for part in np.split(tokens, [9, 10, 11, 12, 13], axis=1):
+        each, cache = call(params, part, cache)
+        found.append(each)
+    return [*found, jax.jit(model.apply)(params, tokens)]
 
-    def logits(params, over):
-        cache = kvjax.init_cache(model.config, "hybrid", batch=2, max_len=50, mesh=over)
-        call = jax.jit(model.apply)
-        found = []
-        for part in np.split(tokens, [9, 10, 11, 12, 13], axis=1):
-            each, cache = call(params, part, cache)
-            found.append(each)
-        return [*found, jax.jit(model.apply)(params, tokens)]
 
-    over = kvjax.make_mesh(**sizes)
+@pytest.mark.parametrize("cell", each_on_each(FAMILIES, DIVIDED))
+def test_every_family_on_a_mesh(cell):
+    family, sizes = cell
+    model, params, wanted = family_of(family)
+    over = kvjax.make_mesh(**DIVIDED[sizes])
     placed = jax.device_put(params, model.param_shardings(over))
-    found, wanted = logits(placed, over), logits(params, None)
+    found = family_logits(model, placed, over)
     close(found, wanted)
     # And the pass without a cache is what both are held against.
     close([np.concatenate(found[:-1], axis=1)], wanted[-1:])
 
 
-def test_memory_on_a_mesh(tiny_llama):
-    lm, settings = tiny_llama.on(mesh("2-2-2")), dict(max_new_tokens=400, eos_token_ids=())
+def test_memory_on_a_mesh(tmp_path):
+    tiny_llama = models.load(write_llama(tmp_path / "of-two-layers"), dtype="float32")
+    lm, settings = tiny_llama.on(mesh("2-2-2")), dict(max_new_tokens=80, **SHARED)
     wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
     tails = kvjax.nbytes(wanted.cache)["device"] // 2
     auto = kvjax.policy("auto", memory=tails)
@@ -376,7 +450,8 @@ def test_memory_on_a_mesh(tiny_llama):
     assert found.tokens == wanted.tokens
     assert kvjax.nbytes(found.cache, found.cache.spread)["device"] <= tails
     limits = kvjax.InferenceLimits(cache_memory_ratio=0.5, device_memory=10**7)
-    assert kvjax.generate(lm, PROMPTS, limits=limits, max_new_tokens=3).stats.new_tokens == 9
+    few = kvjax.generate(lm, PROMPTS, limits=limits, max_new_tokens=3, **SHARED)
+    assert few.stats.new_tokens == 9
     tight = kvjax.InferenceLimits(cache_memory_ratio=0.001, device_memory=10**7)
     with pytest.raises(ValueError, match="the cache would take"):
         kvjax.generate(lm, PROMPTS, limits=tight, max_new_tokens=3)
@@ -384,15 +459,6 @@ def test_memory_on_a_mesh(tiny_llama):
 
 def test_compiled_ahead_on_a_mesh(tiny_llama):
     lm = tiny_llama.on(mesh("2-2-2"))
-    assert kvjax.compile(lm, "static", batch=3, max_len=64).programs > 2
-    assert kvjax.generate(lm, PROMPTS, max_len=64, max_new_tokens=9).stats.compilations == 0
-
-
-def test_evaluate_on_a_mesh(tiny_llama):
-    policies = {"4 bits": kvjax.policy(bits=4, block=8)}
-    text = np.random.default_rng(0).integers(0, 256, 130).tolist()
-    one, many = (
-        kvjax.evaluate(lm, text, policies, context=64)["4 bits"]
-        for lm in (tiny_llama, tiny_llama.on(kvjax.make_mesh(tensor=2, sequence=4)))
-    )
-    assert many.overall.perplexity == pytest.approx(one.overall.perplexity, rel=1e-3)
+    assert kvjax.compile(lm, "static", batch=3, max_len=64, **SHARED).programs > 2
+    found = kvjax.generate(lm, PROMPTS, max_len=64, max_new_tokens=9, **SHARED)
+    assert found.stats.compilations == 0

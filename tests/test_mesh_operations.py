@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.placement.mesh import parse_mesh
 from kvjax.placement.spread import spread_over
-from tests.matrix import CODECS
+from tests.matrix import CODECS, FULL
 from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of
 
 # Meshes as users have them.
@@ -90,21 +90,30 @@ def test_paths_agree_on_a_mesh(shape):
     rng = np.random.default_rng(1)
     keys, values = rng.normal(size=(2, 8, 2, 333, 8)).astype(np.float32)
     queries = rng.normal(size=(8, 8, 1, 8)).astype(np.float32)
-    cache = kvjax.advance(kvjax.append(cache, 0, keys, values), 332)
-    found = [
-        np.asarray(kvjax.attend(queries, cache, 0, path=path))
-        for path in ("reference", "blocks", "buckets")
-    ]
+
+    @jax.jit
+    def call(cache):
+        held = kvjax.advance(kvjax.append(cache, 0, keys, values), 332)
+        paths = ("reference", "blocks", "buckets")
+        return [kvjax.attend(queries, held, 0, path=path) for path in paths]
+
+    found = [np.asarray(x) for x in call(cache)]
     close(found[1:], found[:1] * 2)
 
 
 # Operations, and moves between meshes.
 
 
-def filled(policy, over, tokens=24):
-    config = model_of("grouped")[0].config
-    cache = kvjax.init_cache(config, policy, batch=ROWS, max_len=MAX_LEN, mesh=over)
-    return fed(cache, range(0, tokens, 8), 8)
+@functools.cache
+def _filled(name, shape):
+    config, over = model_of("grouped")[0].config, None if shape is None else mesh(shape)
+    cache = kvjax.init_cache(config, SOME[name], batch=ROWS, max_len=MAX_LEN, mesh=over)
+    return fed(cache, range(0, 24, 8))
+
+
+def filled(name, shape=None):
+    """A cache of 24 tokens a row on such a mesh, or on one device."""
+    return kvjax.fork(_filled(name, shape))
 
 
 @jax.jit
@@ -114,17 +123,18 @@ def _call(cache, keys, values):
     return kvjax.advance(cache, keys.shape[3])
 
 
-def fed(cache, starts, new):
+def fed(cache, starts):
+    """Eight tokens more for each of ``starts``."""
     for start in starts:
         rng = np.random.default_rng(start)
-        keys, values = rng.normal(size=(2, 2, ROWS, 2, new, 8)).astype(np.float32)
+        keys, values = rng.normal(size=(2, 2, ROWS, 2, 8, 8)).astype(np.float32)
         cache = _call(cache, keys, values)
     return cache
 
 
 def with_room(cache):
-    short = cache.grows_to is not None and int(np.max(cache.length)) + 3 > cache.max_len
-    return kvjax.grow(cache, 40) if short else cache
+    short = cache.grows_to is not None and int(np.max(cache.length)) + 8 > cache.max_len
+    return kvjax.grow(cache, MAX_LEN) if short else cache
 
 
 @jax.jit
@@ -145,27 +155,32 @@ SOME = {
 }
 CHANGES = {
     "select": lambda c: kvjax.select(c, [3, 1, 7, 0, 0, 2, 5, 4]),
-    "select-in-jit": lambda c: jax.jit(kvjax.select)(c, jnp.array([3, 1, 7, 0, 0, 2, 5, 4])),
     "rewind": lambda c: kvjax.rewind(c, np.array([0, 1, 2, 3, 1, 1, 2, 0])),
     "repeat": lambda c: kvjax.select(kvjax.repeat(c, 2), np.arange(1, 17, 2)),
-    "concatenate": lambda c: kvjax.select(kvjax.concatenate([c, kvjax.fork(c)]), range(4, 12)),
+    "concatenate": lambda c: kvjax.select(kvjax.concatenate([c, c]), np.arange(4, 12)),
     "reset": lambda c: kvjax.reset(c, np.arange(ROWS) % 2 == 0),
     "convert": lambda c: kvjax.convert(
         c, [kvjax.CachePolicy(kvjax.Ring(7), kvjax.Raw("float32"), kvjax.Raw("float32"))] * 2
     ),
+}
+"""Each in one program; eager ones do the same: see below."""
+EVERY = {name: jax.jit(change) for name, change in CHANGES.items()} | {
     "grow": lambda c: c if c.grows_to is None else kvjax.grow(c, 40),
+    "select-eager": lambda c: kvjax.select(c, [3, 1, 7, 0, 0, 2, 5, 4]),
 }
 
 
 @pytest.mark.parametrize("shape", ["1-1-8", "2-2-2"])
 @pytest.mark.parametrize("name", SOME)
 def test_operations_are_those_of_one_device(name, shape):
-    alone, spread = filled(SOME[name], None), filled(SOME[name], mesh(shape))
-    for change in CHANGES.values():
-        wanted, found = change(kvjax.fork(alone)), change(kvjax.fork(spread))
-        places = {leaf.sharding.mesh for leaf in jax.tree.leaves(found)}
-        assert places == {spread.spread.mesh}
-        wanted, found = (fed(with_room(cache), [50], 3) for cache in (wanted, found))
+    """Every one on every policy, on one of the two meshes; a full run has both."""
+    turn = list(SOME).index(name) + (shape == "2-2-2")
+    for change in list(EVERY.values())[slice(None) if FULL else slice(turn % 2, None, 2)]:
+        alone, spread = filled(name), filled(name, shape)
+        over = spread.spread.mesh
+        wanted, found = change(alone), change(spread)
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(found)} == {over}
+        wanted, found = (fed(with_room(cache), [50]) for cache in (wanted, found))
         assert np.array_equal(wanted.length, found.length)
         close([np.asarray(x) for x in seen(found)], [np.asarray(x) for x in seen(wanted)])
         kvjax.check(found)
@@ -188,10 +203,14 @@ INSIDE = {
 """What may stand inside ``jit``, where the compiler has a say in where results are."""
 
 
-@pytest.mark.parametrize("name", ["dense", "int4", "ring-host"])
-@pytest.mark.parametrize("operation", INSIDE)
-def test_an_operation_inside_jit_leaves_each_device_its_share(name, operation):
-    cache = filled(SOME[name], mesh("2-2-2"))
+HELD = ("dense", "int4", "ring-host")
+TURNS = [(name, HELD[(number + n) % 3]) for n in range(3) for number, name in enumerate(INSIDE)]
+"""Every operation with every policy; the first of them have each once."""
+
+
+@pytest.mark.parametrize(("operation", "name"), TURNS if FULL else TURNS[: len(INSIDE)])
+def test_an_operation_inside_jit_leaves_each_device_its_share(operation, name):
+    cache = filled(name, "2-2-2")
     change = INSIDE[operation]
     wanted, found = change(cache), jax.jit(change)(cache)
     for alone, inside in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
@@ -199,17 +218,25 @@ def test_an_operation_inside_jit_leaves_each_device_its_share(name, operation):
         assert np.array_equal(np.asarray(inside), np.asarray(alone))
 
 
+def spread_of(over):
+    return None if over is None else spread_over(over, 2)
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_a_text_goes_on_on_another_mesh(name):
+    """Each policy on two of the meshes after another, and at last on the host of a third; in a full
+    run on all."""
     sizes = [{"sequence": 8}, None, {"data": 2, "tensor": 2, "sequence": 2}, {"sequence": 3}, {}]
-    cache, alone = filled(SOME[name], mesh("2-2-2")), filled(SOME[name], None)
+    turn = list(SOME).index(name)
+    sizes = [*sizes[turn:], *sizes[:turn]][: None if FULL else 2]
+    cache, alone = filled(name, "1-1-8" if turn % 2 else "2-2-2"), filled(name)
     for number, some in enumerate(sizes):
         over = None if some is None else kvjax.make_mesh(**some)
-        before = jax.tree.leaves(cache)
+        before, same = jax.tree.leaves(cache), cache.spread == spread_of(over)
         cache = kvjax.migrate(cache, mesh=over)
-        assert any(array.is_deleted() for array in before)
-        assert cache.spread == (None if over is None else spread_over(over, 2))
-        alone, cache = (fed(with_room(each), [70 + number], 2) for each in (alone, cache))
+        assert same or any(array.is_deleted() for array in before)
+        assert cache.spread == spread_of(over)
+        alone, cache = (fed(with_room(each), [70 + number]) for each in (alone, cache))
         close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
     cache = kvjax.migrate(cache, kvjax.Host(), mesh=mesh("1-1-8"))
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.layers[0].keys)}
@@ -218,12 +245,12 @@ def test_a_text_goes_on_on_another_mesh(name):
 
 
 def test_wrong_moves_are_refused():
-    cache = filled(SOME["dense"], mesh("2-2-2"))
+    cache = filled("dense", "2-2-2")
     with pytest.raises(ValueError, match="all layers are on the same devices"):
         kvjax.migrate(cache, layers=[0], mesh=None)
     with pytest.raises(ValueError, match="8 rows can't be divided among data=3"):
         kvjax.migrate(cache, mesh=kvjax.make_mesh(data=3))
     with pytest.raises(ValueError, match=r"on different devices: kvjax.migrate"):
-        kvjax.concatenate([cache, filled(SOME["dense"], None)])
+        kvjax.concatenate([cache, filled("dense")])
     with pytest.raises(ValueError, match="3 rows can't be divided among data=2"):
         kvjax.select(cache, [0, 1, 2])

@@ -14,7 +14,7 @@ from kvjax.core.trees import tree_bytes
 from kvjax.memory.planning import plan
 from kvjax.placement.spread import spread_over
 from tests.copies import assert_no_copy
-from tests.matrix import CODECS, tiny_model
+from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 from tests.meshes import (
     HEADS,
     MAX_LEN,
@@ -25,6 +25,7 @@ from tests.meshes import (
     mesh,
     model_of,
 )
+from tests.test_copies import PROGRAMS
 
 # Every collective of a step that is not of the model as a whole, by hand: see docs/sharding.md.
 A_LAYER = {
@@ -40,31 +41,14 @@ def step(model, params, token, cache):
     return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), cache
 
 
-def loop(model, params, token, cache):
-    def one(carry):
-        number, token, cache = carry
-        return number + 1, *step(model, params, token, cache)
-
-    return jax.lax.while_loop(lambda carry: carry[0] < 5, one, (0, token, cache))[1:]
-
-
-def scan(model, params, token, cache):
-    def one(carry, _):
-        return step(model, params, *carry), None
-
-    return jax.lax.scan(one, (token, cache), length=5)[0]
-
-
-FORMS = {"step": step, "while_loop": loop, "scan": scan}
-
-
-def compiled(policy, shape, *, form="step", max_len=8192, heads="multi-head", **changes):
+def compiled(shape, heads="multi-head", **changes):
+    """A model's step."""
     model, _ = tiny_model(num_attention_heads=8, num_key_value_heads=HEADS[heads], **changes)
     over = mesh(shape)
-    cache = abstract_cache(model.config, policy, ROWS, max_len, over)
+    cache = abstract_cache(model.config, "static", ROWS, 8192, over)
     params = abstract_params(model, over)
     token = jax.ShapeDtypeStruct((ROWS,), jnp.int32, sharding=cache.length.sharding)
-    program = jax.jit(functools.partial(FORMS[form], model), donate_argnums=2)
+    program = jax.jit(functools.partial(step, model), donate_argnums=2)
     return program.lower(params, token, cache).compile(), cache
 
 
@@ -81,34 +65,42 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*((name, "step") for name in COPIED), ("dense", "while_loop"), ("int4", "scan")],
-)
-def test_a_device_copies_nothing_and_gathers_nothing(name, form, shape):
+LAW = [
+    (name, shape, ("step", "while_loop", "scan")[(number + turn) % 3])
+    for number, name in enumerate(COPIED)
+    for turn, shape in enumerate(SHAPES)
+    if FULL or (number + turn) % 2 == 0
+]
+"""Every policy on every second mesh, so that each mesh has dense ones and rings."""
+
+
+@pytest.mark.parametrize(("name", "shape", "form"), LAW)
+def test_a_device_copies_nothing_and_gathers_nothing(name, shape, form):
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=8)
     temporary = []
     for size in (131072, 524288):
-        program, cache = compiled(COPIED[name](size), shape, form=form, max_len=size)
-        each = kvjax.nbytes(cache, cache.spread)["device"]
-        layer = each // len(cache.layers)
-        assert_no_copy(program, each, layer)
-        assert all(found.bytes <= layer // 20 for found in collectives(program))
+        cache = abstract_cache(config, COPIED[name](size), ROWS, size, mesh(shape))
+        token = jax.ShapeDtypeStruct((ROWS,), jnp.float32, sharding=cache.length.sharding)
+        program = jax.jit(PROGRAMS[form], donate_argnums=1).lower(token, cache).compile()
+        assert_of_a_device(program, cache)
         temporary.append(program.memory_analysis().temp_size_in_bytes)
     assert temporary[0] == temporary[1]
 
 
+def assert_of_a_device(program, cache):
+    each = kvjax.nbytes(cache, cache.spread)["device"]
+    layer = each // len(cache.layers)
+    assert_no_copy(program, each, layer)
+    assert all(found.bytes <= layer // 20 for found in collectives(program))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_collectives_of_a_layer(shape):
-    two, four = (
-        counted(
-            compiled(kvjax.policy("static"), shape, num_hidden_layers=n, windows=(None,) * n)[0]
-        )
-        for n in (2, 4)
-    )
-    assert {kind: (four[kind] - two[kind]) / 2 for kind in four if four[kind] > two[kind]} == (
-        A_LAYER[shape]
-    )
+    """And a model's step on a mesh copies nothing either."""
+    programs = [compiled(shape, num_hidden_layers=n, windows=(None,) * n) for n in (1, 2)]
+    assert_of_a_device(*programs[1])
+    one, two = (counted(program) for program, _ in programs)
+    assert {kind: two[kind] - one[kind] for kind in two if two[kind] > one[kind]} == A_LAYER[shape]
 
 
 def test_the_search_finds_a_cache_that_is_gathered():
@@ -148,7 +140,8 @@ def test_bytes_of_a_device_are_as_planned(shape, heads, bits):
 @pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
 def test_bytes_and_operations_halve_as_devices_double(axis):
     # Of the cache, which is far larger than all else here.
-    model, _ = tiny_model(num_attention_heads=8, num_key_value_heads=8)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    model, _ = tiny_model(**sizes, windows=(None,))
     moved, made = [], []
     for count in (1, 2, 4, 8):
         over = kvjax.make_mesh(**{axis: count})

@@ -1,18 +1,20 @@
 """Operations one after another: what a mixed, short, wrapped or rewound cache must survive."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrix import tiny_config, tiny_model
 
 import kvjax
 from kvjax.cache.status import NO_SUCH_ROW, OVERFLOW
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GPT2Config, RopeConfig
+from tests import laws
+from tests.matrix import tiny_config, tiny_model
 
 CONFIG = tiny_config(windows=(None, None))
 TOKENS = np.random.default_rng(3).integers(0, 61, (2, 900)).astype(np.int32)
@@ -22,12 +24,17 @@ def of(*layouts):
     return [kvjax.CachePolicy(layout) for layout in layouts]
 
 
+@functools.cache
+def stepping(model):
+    return jax.jit(model.apply)
+
+
 def feed(model, params, cache, start, stop, *, rows=1, size=20):
     """Feed some of the tokens, a few at a time; the last logits and the cache."""
-    step = jax.jit(model.apply)
+    step = laws.mixtures if params is None else functools.partial(stepping(model), params)
     logits = None
     while start < stop:
-        logits, cache = step(params, TOKENS[:rows, start : min(start + size, stop)], cache)
+        logits, cache = step(TOKENS[:rows, start : min(start + size, stop)], cache)
         start += size
     return np.asarray(logits)[:, -1], cache
 
@@ -36,13 +43,17 @@ def close(found, wanted, tolerance=1e-5):
     assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
+READ = jax.jit(kvjax.read, static_argnums=1)
+
+
 def positions(cache, layer, row=0):
-    return sorted(p for p in np.asarray(kvjax.read(cache, layer)[2])[row].tolist() if p >= 0)
+    return sorted(p for p in np.asarray(READ(cache, layer)[2])[row].tolist() if p >= 0)
 
 
 @pytest.fixture(scope="module")
 def windowed():
-    return tiny_model(windows=(8, 64))
+    """The model of nothing but a cache."""
+    return tiny_model(windows=(8, 64))[0], None
 
 
 @pytest.mark.parametrize("slacks", [(2, 20), (20, 2), (4, 30)])
@@ -87,9 +98,9 @@ def test_a_converted_ring_that_is_shorter_than_its_window_is_rewound_no_further(
 def test_sinks_that_fill_more_than_a_coarse_block_are_all_seen():
     cache = kvjax.init_cache(CONFIG, of(Ring(100, sinks=1100, slack=63), Dense()), max_len=5000)
     rng = np.random.default_rng(0)
+    feed_one = jax.jit(lambda c, x: kvjax.advance(kvjax.append(c, 0, x, x[..., ::-1]), 50))
     for _ in range(30):
-        x = rng.normal(size=(1, 2, 50, 8)).astype(np.float32)
-        cache = kvjax.advance(kvjax.append(cache, 0, x, x[..., ::-1]), 50)
+        cache = feed_one(cache, rng.normal(size=(1, 2, 50, 8)).astype(np.float32))
     x = rng.normal(size=(1, 2, 1, 8)).astype(np.float32)
     cache = kvjax.append(cache, 0, x, x)
     queries = rng.normal(size=(1, 4, 1, 8)).astype(np.float32)
@@ -137,14 +148,16 @@ def test_what_is_no_number_goes_with_its_text(policy, path):
     good = np.random.default_rng(0).normal(size=(2, 2, 4, 8)).astype(np.float32)
     queries = np.random.default_rng(1).normal(size=(2, 4, 1, 8)).astype(np.float32)
 
+    @jax.jit
     def fill(cache, x):
         for layer in range(2):
             cache = kvjax.append(cache, layer, x, x)
         return kvjax.advance(cache, x.shape[2])
 
+    @jax.jit
     def mixed(cache):
         cache = kvjax.append(cache, 0, good[:, :, :1], good[:, :, :1])
-        return np.asarray(kvjax.attend(queries, cache, 0, path=path))
+        return kvjax.attend(queries, cache, 0, path=path)
 
     wanted = mixed(fill(cache, good))
     broken = fill(fill(cache, good), np.full_like(good, np.nan))

@@ -2,7 +2,6 @@
 at a time."""
 
 import dataclasses
-import functools
 import itertools
 from dataclasses import replace
 
@@ -10,24 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transfers
-from copies import assert_no_copy
-from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config, tiny_model
 
 import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.planning import memory_report, plan
-from kvjax.models.architecture import Architecture
+from tests import laws, transfers
+from tests.copies import assert_no_copy
+from tests.matrix import BLOCK, CODECS, tiny_config, tiny_model
+from tests.test_copies import PROGRAMS
 
 MODEL, PARAMS = tiny_model()
-APPLY = jax.jit(MODEL.apply, donate_argnums=2)
+APPLY = laws.mixtures
 TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (2, 60)).astype(np.int32)
 CUTS = (0, 16, 32, 33, 34, 50, 51)
-NOT_GROWING = [name for name in LAYOUTS if name != "growing"]
-NAMES = list(CODECS)
-PAIRS = [(a, NAMES[(n + 1) % len(NAMES)]) for n, a in enumerate(NAMES) if n % 2 == 0]
-CODED = [(layout, pair) for layout in LAYOUTS for pair in PAIRS]
-"""Every layout with every codec, of keys or of values."""
 
 
 def policies(layout, keys, values, places=None):
@@ -44,7 +38,7 @@ def fed(policy, cuts=CUTS, cache=None, lengths=None):
     found = []
     for start, stop in itertools.pairwise(cuts):
         real = None if lengths is None else np.clip(lengths - start, 0, stop - start)
-        logits, cache = APPLY(PARAMS, TEXT[:, start:stop], cache, lengths=real)
+        logits, cache = APPLY(TEXT[:, start:stop], cache, lengths=real)
         found.append(np.asarray(logits))
     kvjax.check(cache)
     return np.concatenate(found, axis=1), cache
@@ -60,46 +54,6 @@ def kinds(cache):
 
 def assert_on_host(cache):
     assert kinds(cache) == ({"pinned_host"}, {"device"})
-
-
-@functools.cache
-def on_device(layout, codecs):
-    """Logits and arrays of two rows of different lengths, from the device."""
-    near, _ = policies(LAYOUTS[layout][0], *(CODECS[name] for name in codecs))
-    return fed(near, lengths=np.array([51, 41]))
-
-
-@pytest.mark.parametrize(
-    ("layout", "codecs", "prefetch"),
-    [
-        pytest.param(*cell.values[0], prefetch, marks=cell.marks)
-        for prefetch in (0, 1, 2)
-        for cell in cells(CODED, one_in=8, first=3 * prefetch)
-    ],
-)
-def test_the_same_codec_gives_the_same_logits_from_the_host(layout, codecs, prefetch):
-    """Exactly, in rows of different lengths."""
-    wanted, held = on_device(layout, codecs)
-    keys, values = (CODECS[name] for name in codecs)
-    far = kvjax.CachePolicy(LAYOUTS[layout][0], keys, values, kvjax.Host(prefetch), block=BLOCK)
-    found, cache = fed(far, lengths=np.array([51, 41]))
-    assert np.array_equal(found, wanted)
-    assert_on_host(cache)
-    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(held), strict=True):
-        assert np.array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.parametrize("layout", NOT_GROWING)
-def test_raw_keys_and_values_from_the_host(layout):
-    """A raw cache has no tail on the device, and is walked in other blocks."""
-    places = (kvjax.Device(), kvjax.Host(), kvjax.Host(prefetch=1), kvjax.Host(2))
-    near, *far = policies(LAYOUTS[layout][0], kvjax.Raw(), kvjax.Raw(), places)
-    wanted, _ = fed(near)
-    found, cache = fed(far[0])
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    assert_on_host(cache)
-    for ahead in far[1:]:
-        assert np.array_equal(fed(ahead)[0], found)
 
 
 def test_the_order_of_accelerators():
@@ -185,37 +139,37 @@ def test_operations_leave_bodies_on_the_host():
         "grown": (kvjax.grow(kvjax.fork(cache), 128), [0, 1]),
         "converted": (kvjax.convert(cache, far), [0, 1]),
     }
-    wanted, _ = MODEL.apply(PARAMS, TEXT[:, 48:52], cache)
+    wanted, _ = APPLY(TEXT[:, 48:52], cache)
     for name, (other, rows) in caches.items():
         assert_on_host(other)
-        found, _ = MODEL.apply(PARAMS, TEXT[rows, 48:52], other)
+        found, _ = APPLY(TEXT[rows, 48:52], other)
         assert np.abs(found - wanted[np.asarray(rows)]).max() <= 1e-5, name
     keys, _, positions = kvjax.read(cache, 0)
     assert keys.sharding.memory_kind == "device"
     assert sorted(positions[0].tolist())[-48:] == list(range(48))
     again = kvjax.rewind(cache, 5)
-    again = MODEL.apply(PARAMS, TEXT[:, 43:48], again)[1]
-    assert np.abs(MODEL.apply(PARAMS, TEXT[:, 48:52], again)[0] - wanted).max() <= 1e-5
+    again = APPLY(TEXT[:, 43:48], again)[1]
+    assert np.abs(APPLY(TEXT[:, 48:52], again)[0] - wanted).max() <= 1e-5
 
 
 def test_there_and_back():
     """To the other place and back, a hundred times: nothing drifts, and nothing is left behind."""
     near, far = policies(kvjax.Dense(), CODECS["int4"], CODECS["int8"])
     _, cache = fed(near, (0, 16, 32, 48))
-    wanted, _ = MODEL.apply(PARAMS, TEXT[:, 48:52], cache)
+    wanted, _ = APPLY(TEXT[:, 48:52], cache)
+    convert = jax.jit(lambda c, to: kvjax.convert(c, list(to)), static_argnums=1)
     live = None
     for turn in range(100):
-        cache = kvjax.convert(cache, [far, near] if turn % 2 else far)  # half of the layers too
-        cache = kvjax.convert(cache, near)
+        cache = convert(cache, (far, near) if turn % 2 else (far, far))  # half of the layers too
+        cache = convert(cache, (near, near))
         count = len(jax.live_arrays())
         assert live is None or count <= live
         live = count if turn == 1 else live
-    found, _ = MODEL.apply(PARAMS, TEXT[:, 48:52], cache)
+    found, _ = APPLY(TEXT[:, 48:52], cache)
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(("name", "bits"), [("offloaded", 16), ("offloaded_static", 4)])
 def test_generation_with_a_cache_on_the_host(tiny_llama, name, bits):
     place = {"offloaded": "dynamic", "offloaded_static": "static"}[name]
     prompts = ["A cache of keys and values" * 6, "abc"]
@@ -230,7 +184,6 @@ def test_generation_with_a_cache_on_the_host(tiny_llama, name, bits):
     assert_on_host(more.cache)
 
 
-CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 COPIED = {
     "dense-raw": (kvjax.Dense(), kvjax.Raw(), kvjax.Raw()),
     "dense-int4": (kvjax.Dense(), CODECS["int4"], CODECS["int8"]),
@@ -239,27 +192,13 @@ COPIED = {
 
 
 def compiled(name, max_len, form, prefetch=0, layers=2):
-    config = replace(CONFIG, num_hidden_layers=layers, windows=(None,) * layers)
-    model = Architecture(config)
+    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers, head_dim=16)
     layout, *codecs = COPIED[name]
     if name.startswith("ring"):
         layout = replace(layout, window=max_len // 2)
     policy = kvjax.CachePolicy(layout, *codecs, kvjax.Host(prefetch))
     cache = kvjax.init_cache(config, policy, batch=2, max_len=max_len)
-
-    def step(params, token, cache):
-        logits, cache = model.apply(params, token[:, None], cache)
-        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), cache
-
-    def loop(params, token, cache):
-        def go_on(carry):
-            return jnp.all(carry[1].length < 20)
-
-        return jax.lax.while_loop(go_on, lambda carry: step(params, *carry), (token, cache))
-
-    token = jnp.zeros(2, jnp.int32)
-    run = {"step": step, "while_loop": loop}[form]
-    lowered = jax.jit(run, donate_argnums=2).lower(model.abstract_params(), token, cache)
+    lowered = jax.jit(PROGRAMS[form], donate_argnums=1).lower(jnp.zeros(2), cache)
     return lowered.compile(), cache
 
 
@@ -276,15 +215,17 @@ def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
     assert temporary[0] == temporary[1] < 4_000_000
 
 
+STEPPED = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
+
+
 def step_at(length, policy):
     """A decode step behind so many tokens of every row, equation by equation: what moved, and the
     cache before it."""
-    cache = kvjax.init_cache(CONFIG, policy, batch=2, max_len=32768)
+    cache = kvjax.init_cache(STEPPED, policy, batch=2, max_len=32768)
     held = jnp.full((2,), length, jnp.int32)
     cache = replace(cache, length=held, written=jnp.stack([held] * len(cache.layers), 1))
-    model = Architecture(CONFIG)
-    args = model.init_params(0), jnp.zeros((2, 1), jnp.int32), cache
-    _, moves = transfers.run(jax.make_jaxpr(model.apply)(*args), *args)
+    args = jnp.zeros(2), cache
+    _, moves = transfers.run(jax.make_jaxpr(PROGRAMS["step"])(*args), *args)
     return moves.to, cache
 
 
@@ -311,9 +252,9 @@ def test_every_block_comes_in_once(prefetch, codec):
 def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     """Of 65 steps one sends a block of each row, keys and values, and reads what it replaces."""
     policy = kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), kvjax.Raw(), kvjax.Host(prefetch))
-    block = policy.block * CONFIG.num_key_value_heads * CONFIG.head_dim * 4
+    block = policy.block * STEPPED.num_key_value_heads * STEPPED.head_dim * 4
     sent = [step_at(length, policy)[0]["Host"] for length in (1023, 1024, 1025, 1087, 1088)]
-    every = [block] * 2 * 2 * len(range(CONFIG.num_hidden_layers))
+    every = [block] * 2 * 2 * STEPPED.num_hidden_layers
     assert sent == [[], every, [], [], every]
 
 

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.generation.sampling import (
-    Filters,
-    filter_logits,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    make_settings,
-    penalize,
-    sample,
-)
+from kvjax.generation import sampling
+from kvjax.generation.sampling import Filters, make_settings
 
 VOCAB = 500
+
+# As generation runs them, and one program for all numbers.
+keep_top_k, keep_top_p, keep_min_p, penalize = map(
+    jax.jit, (sampling.keep_top_k, sampling.keep_top_p, sampling.keep_min_p, sampling.penalize)
+)
+sample, filter_logits = (
+    jax.jit(function, static_argnums=1) for function in (sampling.sample, sampling.filter_logits)
+)
 
 
 def some_logits(rows=4, vocab=VOCAB, seed=0, scale=3.0):
@@ -192,7 +192,7 @@ def test_draws_follow_the_distribution(settings):
     filters, numbers = make_settings(seeds=range(draws), **settings)
     count = jnp.zeros(draws, jnp.int32)
     tiled = jnp.asarray(np.tile(row, (draws, 1)))
-    tokens, _ = jax.jit(sample, static_argnums=1)(tiled, filters, numbers, count=count)
+    tokens, _ = sample(tiled, filters, numbers, count=count)
     filtered = filter_logits(
         tiled[:1], filters, jax.device_put(make_settings(seeds=[0], **settings)[1]), count=count[:1]
     )
@@ -210,7 +210,7 @@ def test_draws_of_one_seed_follow_the_distribution_over_the_tokens_of_a_text():
     filters, settings = make_settings(seeds=[7] * draws, temperature=1.0)
     tiled = jnp.asarray(np.tile(row, (draws, 1)))
     count = jnp.arange(draws, dtype=jnp.int32)
-    tokens, _ = jax.jit(sample, static_argnums=1)(tiled, filters, settings, count=count)
+    tokens, _ = sample(tiled, filters, settings, count=count)
     shares = np.bincount(np.asarray(tokens), minlength=4) / draws
     np.testing.assert_allclose(shares, np.exp(row[0]), atol=0.012)
 
@@ -278,7 +278,7 @@ def test_nothing_is_sorted(settings):
     filters, numbers = make_settings(seeds=[0, 1], temperature=1.0, **settings)
     logits: Any = jax.ShapeDtypeStruct((2, VOCAB), jnp.float32)
     count: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
-    program = jax.jit(sample, static_argnums=1).lower(logits, filters, numbers, count=count)
+    program = sample.lower(logits, filters, numbers, count=count)
     assert not re.search(r"\bsort\(|TopK", program.compile().as_text() or "")
 
 

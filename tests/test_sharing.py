@@ -5,13 +5,13 @@ import types
 
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import pytest
-from matrix import tiny_config
 
 import kvjax
-from kvjax.policies import model_config
+from kvjax.policies import model_config as shape
+from tests import naive
+from tests.matrix import tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=3, windows=(None, None, None))
 
@@ -89,8 +89,8 @@ def peers(**more):
 )
 def test_configs_with_the_names_of_transformers(special, windows, sources):
     config = peers(**special)
-    assert model_config.layer_windows(config) == windows
-    assert model_config.layer_sources(config) == sources
+    assert shape.layer_windows(config) == windows
+    assert shape.layer_sources(config) == sources
     cache = kvjax.init_cache(config, kvjax.policy("hybrid", slack=0), max_len=64)
     slots = [cache.layer(number).keys.shape[2] for number in range(4)]
     assert slots == [window or 64 for window in windows]
@@ -124,8 +124,9 @@ def test_cross_attention_sees_all_that_was_written(path):
     memory = kvjax.advance(memory, 7, lengths)
     queries = random(3, 4, new, 8, seed=2)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(memory)]
+    attend = jax.jit(lambda m: kvjax.attend(queries, m, 1, causal=False, path=path))
     for _ in range(2):
-        found = np.asarray(kvjax.attend(queries, memory, 1, causal=False, path=path))
+        found = np.asarray(attend(memory))
         for row in range(2):
             for token in (0, 1, new - 1):
                 for head in range(4):
@@ -145,11 +146,18 @@ def test_chunked_attention_begins_anew(policy):
     """A query sees its own chunk of six positions only; a ring of six holds enough for that."""
     cache = kvjax.init_cache(peers(attention_chunk_size=6), policy, batch=1, max_len=40)
     keys, values, queries = random(1, 2, 20, 8), random(1, 2, 20, 8, seed=1), random(1, 4, 20, 8)
+
+    @jax.jit
+    def step(cache, keys, values, queries):
+        cache = kvjax.append(cache, 0, keys, values)
+        paths = ("blocks", "reference")
+        found = [kvjax.attend(queries, cache, 0, chunk=6, path=path) for path in paths]
+        return kvjax.advance(cache, keys.shape[2]), found
+
     for start, new in ((0, 4), (4, 4), (8, 1), (9, 3), (12, 4), (16, 4)):
         part = slice(start, start + new)
-        cache = kvjax.append(cache, 0, keys[:, :, part], values[:, :, part])
-        for path in ("blocks", "reference"):
-            found = kvjax.attend(queries[:, :, part], cache, 0, chunk=6, path=path)
+        cache, mixed = step(cache, *(x[:, :, part] for x in (keys, values, queries)))
+        for found in mixed:
             for token in range(start, start + new):
                 first = token // 6 * 6
                 wanted = naive.attention(
@@ -158,7 +166,6 @@ def test_chunked_attention_begins_anew(policy):
                     list(values[0, 1, first : token + 1].astype(float)),
                 )
                 np.testing.assert_allclose(found[0, 3, token - start], wanted, atol=1e-5)
-        cache = kvjax.advance(cache, new)
     whole = kvjax.self_attend(queries, keys, values, chunk=6)
     assert jnp.abs(whole[:, :, 16:] - found).max() < 1e-5
     with pytest.raises(ValueError, match="chunk must be a whole number, at least 1, got 0"):

@@ -7,26 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 import kvjax
 from kvjax.cache.status import BAD_NUMBERS
-from kvjax.core.rotary import rotary_table
 from kvjax.layouts import Split
+from tests import laws
+from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 
-MODEL, PARAMS = tiny_model(windows=(None, None))
 CONFIG = tiny_config(windows=(None, None))
 BATCH, KV, DIM, MAX_LEN = 2, 2, 8, 80
-TABLE = rotary_table(1.0 / 10000.0 ** (np.arange(0, DIM, 2) / DIM))
-TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (BATCH, MAX_LEN))
+TEXT = np.random.default_rng(0).integers(0, 61, (BATCH, MAX_LEN))
 INT4 = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int2"], block=BLOCK)
-APPLY = jax.jit(MODEL.apply)
+APPLY = laws.mixtures
+CONVERT = jax.jit(kvjax.convert, static_argnums=1)
+READ = jax.jit(kvjax.read, static_argnums=1)
 
 
 def fed(policy, tokens, *, max_len=MAX_LEN, cache=None, start=0):
     if cache is None:
         cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=max_len)
-    return APPLY(PARAMS, TEXT[:, start : start + tokens].astype(np.int32), cache)
+    return APPLY(TEXT[:, start : start + tokens].astype(np.int32), cache)
 
 
 def close(a, b, tolerance=1e-5):
@@ -59,6 +59,7 @@ def test_a_block_can_always_be_taken_back(layout):
     """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""
     made, _ = LAYOUTS[layout]
     policy = kvjax.CachePolicy(made, CODECS["int4"], CODECS["int8"], block=BLOCK)
+    rewind = jax.jit(kvjax.rewind)
     for tokens in (30, 41, 48, 49, 63):
         cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=MAX_LEN)
         for start, new in calls(0, tokens, 16):
@@ -66,7 +67,7 @@ def test_a_block_can_always_be_taken_back(layout):
         assert cache.revocable is not None and cache.revocable <= int(kvjax.rewindable(cache).min())
         back = min(int(kvjax.rewindable(cache).min()), tokens)
         assert back >= BLOCK
-        again = kvjax.rewind(cache, back)
+        again = rewind(cache, back)
         kvjax.check(again)
         for start, new in calls(tokens - back, tokens, 5):
             _, again = fed(None, new, cache=again, start=start)
@@ -94,8 +95,8 @@ def test_grown_selected_repeated_and_joined_caches_go_on_alike():
     }
     for _, (other, rows) in others.items():
         tokens = TEXT[rows, 50:55].astype(np.int32)
-        found, _ = APPLY(PARAMS, tokens, other)
-        wanted, _ = APPLY(PARAMS, tokens, kvjax.select(straight, rows))
+        found, _ = APPLY(tokens, other)
+        wanted, _ = APPLY(tokens, kvjax.select(straight, rows))
         close(found, wanted)
 
 
@@ -111,7 +112,7 @@ def test_saved_and_restored_it_goes_on_alike(tmp_path):
     for a, b in zip(leaves, jax.tree.leaves(restored), strict=True):
         assert a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
     tokens = TEXT[:, 50:55].astype(np.int32)
-    wanted, found = (APPLY(PARAMS, tokens, x)[0] for x in (cache, restored))
+    wanted, found = (APPLY(tokens, x)[0] for x in (cache, restored))
     assert np.array_equal(np.asarray(found), np.asarray(wanted))
 
 
@@ -119,10 +120,10 @@ def test_rows_begin_anew_after_a_reset():
     _, cache = fed(INT4, 60)
     cache = kvjax.reset(cache, np.array([True, False]))
     text = np.concatenate([TEXT[:1, :20], TEXT[1:, 60:80]]).astype(np.int32)
-    found, _ = APPLY(PARAMS, text, cache)
+    found, _ = APPLY(text, cache)
     fresh, _ = fed(INT4, 20)
     _, whole = fed(INT4, 60)
-    wanted, _ = APPLY(PARAMS, TEXT[:, 60:80].astype(np.int32), whole)
+    wanted, _ = APPLY(TEXT[:, 60:80].astype(np.int32), whole)
     close(found[0], fresh[0])
     close(found[1], wanted[1])
 
@@ -131,16 +132,16 @@ def test_converted_to_another_policy():
     """Raw to codec is what the codec would have made of the text; codec to raw is what it gives."""
     _, raw = fed("static", 50)
     _, coded = fed(INT4, 50)
-    made = kvjax.convert(raw, INT4)
+    made = CONVERT(raw, INT4)
     # Of the first layer: what comes to the second depends on what its queries saw of the first.
     for a, b in zip(*map(jax.tree.leaves, (made.layers[0], coded.layers[0])), strict=True):
         np.testing.assert_array_equal(a, b)
     back = kvjax.convert(coded, "static")
-    *both, positions = kvjax.read(coded, 0)
+    *both, positions = READ(coded, 0)
     order = np.argsort(np.asarray(positions[0]))[-50:]
     in_tail = 50 - 3 * BLOCK  # from here on the tail has them raw, whether seen so or not
-    exact = kvjax.read(raw, 0)
-    for found, wanted, true in zip(kvjax.read(back, 0), both, exact, strict=False):
+    exact = READ(raw, 0)
+    for found, wanted, true in zip(READ(back, 0), both, exact, strict=False):
         seen = np.asarray(wanted)[0][:, order]
         np.testing.assert_array_equal(found[0, :, :in_tail], seen[:, :in_tail])
         np.testing.assert_array_equal(found[0, :, in_tail:50], true[0, :, in_tail:50])
@@ -278,7 +279,7 @@ def partly_converted():
 def test_what_a_conversion_had_not_is_not_read():
     converted, always, values = partly_converted()
     for cache in (converted, always):
-        _, found, positions = kvjax.read(cache, 0)
+        _, found, positions = READ(cache, 0)
         held = np.flatnonzero(np.asarray(positions[0]) >= 0)
         assert len(held) >= 20
         wanted = values[0][:, np.asarray(positions[0])[held]]
@@ -289,7 +290,7 @@ def test_a_block_that_lacks_tokens_is_encoded_as_well_as_a_whole_one():
     converted, always, values = partly_converted()
     worst = []
     for cache in (converted, always):
-        _, found, positions = kvjax.read(cache, 0)
+        _, found, positions = READ(cache, 0)
         at = np.asarray(positions[0])
         seen = np.flatnonzero(at >= 20)  # what the next query sees
         worst.append(np.abs(np.asarray(found[0])[:, seen] - values[0][:, at[seen]]).max())

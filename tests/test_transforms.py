@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from matrix import tiny_model
 
 import kvjax
+from tests.matrix import tiny_model
 
 MODEL, PARAMS = tiny_model()
 CONFIG = MODEL.config
+STEP = jax.jit(MODEL.apply, donate_argnums=2)
 TOKENS = jax.random.randint(jax.random.key(3), (2, 12), 0, CONFIG.vocab_size)
 
 
@@ -75,10 +76,12 @@ def test_a_16_bit_cache_refuses_gradients_or_gives_them():
     resolved = kvjax.policy(dtype="bfloat16").resolve(16, None, "float32")
     if resolved.keys.as_bits:
         with pytest.raises(ValueError, match="no gradient passes through a 16-bit cache"):
-            jax.grad(loss)(PARAMS)
+            jax.jit(jax.grad(loss))(PARAMS)
     else:
-        found = jax.grad(loss)(PARAMS)["model"]["layers"]["0"]["self_attn"]["k_proj"]["weight"]
-        wanted = jax.grad(uncached)(PARAMS)["model"]["layers"]["0"]["self_attn"]["k_proj"]
+        found = jax.jit(jax.grad(loss))(PARAMS)["model"]["layers"]["0"]["self_attn"]["k_proj"][
+            "weight"
+        ]
+        wanted = jax.jit(jax.grad(uncached))(PARAMS)["model"]["layers"]["0"]["self_attn"]["k_proj"]
         assert jnp.abs(found - wanted["weight"]).max() < 0.05 * jnp.abs(wanted["weight"]).max()
 
 
@@ -94,8 +97,9 @@ def test_vmap_over_separate_caches():
 
     together, caches = jax.jit(jax.vmap(run))(texts, lengths)
     assert caches.length.tolist() == [[9], [6], [3]]
+    single = jax.jit(run)
     for row in range(3):
-        alone, _ = run(texts[row], lengths[row])
+        alone, _ = single(texts[row], lengths[row])
         assert jnp.abs(together[row] - alone).max() <= 1e-5 * jnp.abs(alone).max()
 
 
@@ -108,7 +112,7 @@ def test_a_users_step_compiles_once_as_the_cache_fills():
 
 
 def test_donation_leaves_no_second_cache_alive():
-    step = jax.jit(MODEL.apply, donate_argnums=2)
+    step = STEP
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=64)
     _, cache = step(PARAMS, TOKENS[:, :1], cache)
     shape = cache.layers[0].keys.shape
@@ -139,9 +143,10 @@ def test_custom_attention_with_what_read_gives():
 def test_nan_in_a_users_own_loop_is_recorded_and_raised():
     broken = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
     cache = kvjax.init_cache(CONFIG, "static", batch=2, max_len=8)
-    _, cache = MODEL.apply(PARAMS, TOKENS[:, :2], cache)
+    step = jax.jit(MODEL.apply)
+    _, cache = step(PARAMS, TOKENS[:, :1], cache, lengths=np.asarray([1, 1]))
     kvjax.check(cache)
-    _, cache = jax.jit(MODEL.apply)(broken, TOKENS[:, 2:3], cache, lengths=np.asarray([1, 0]))
+    _, cache = step(broken, TOKENS[:, 2:3], cache, lengths=np.asarray([1, 0]))
     with pytest.raises(kvjax.NonFiniteError, match=r"row\(s\) 0 are not finite"):
         kvjax.check(cache)
 

@@ -39,8 +39,8 @@ def write_far(
         def one(
             row: Array, into: Array, run: Run = run, skip: Array = skip, copy: Array | None = copy
         ) -> Array:
-            mine = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in (x, run.start))
-            origin, new, real = _window(run, *mine, skip[row], count[row])
+            mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
+            origin, new, real = _window(run, mine, run.start[row], skip[row], count[row])
             at, shape = (row, 0, origin, *[0] * (into.ndim - 3)), (1, *new.shape)
             if copy is None:
                 old = place.near(lax.dynamic_slice(into, at, shape))

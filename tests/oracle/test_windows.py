@@ -25,7 +25,7 @@ PROMPTS = (7, 12, 36)
 """Shorter than a window, as long, and three times as long."""
 MORE = 4
 """Tokens that every row is given after its prompt."""
-CHUNKS = (11, 5, 1, 1, 7)
+CHUNKS = (11, 5, 1, 1, 5)
 
 SMALL = {
     "vocab_size": 67,

@@ -1,0 +1,157 @@
+"""The laws of a cell: a cache of one layer, filled in any chunks, against plain numpy."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.core.rotary import rotary_table
+from tests import naive
+from tests.matrix import OPERATIONS, Held, tiny_config
+
+KV, GROUP, DIM, WIDTH, TOKENS = 2, 2, 8, 16, 60
+LENGTHS = (44, 31, 1)
+"""Tokens of the rows, before the last call of a test."""
+TABLE = rotary_table(1.0 / 10000.0 ** (np.arange(0, DIM, 2) / DIM))
+
+
+@functools.cache
+def texts(rows: int = 3, heads: int = KV * GROUP, kv: int = KV) -> tuple[np.ndarray, ...]:
+    """Queries, keys and values of each row's text, float32[rows, heads, tokens, head_dim]."""
+    rng = np.random.default_rng(0)
+    shapes = ((rows, count, TOKENS, DIM) for count in (heads, kv, kv))
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+
+def truth(held: Held, *of: int) -> np.ndarray:
+    """What each token of each text gets: [rows, heads, tokens, head_dim]."""
+    window, sinks = held.sight
+    cap = None if window is None else sinks + window - 1
+    rows = [
+        naive.attended(
+            *(x.astype(np.float64).swapaxes(0, 1) for x in row), store=held.store, cap=cap,
+            window=window, sinks=sinks, coded=held.coded,
+        )
+        for row in zip(*texts(*of), strict=True)
+    ]  # fmt: skip
+    return np.array(rows).swapaxes(1, 2)
+
+
+@jax.jit
+def call(cache: Any, queries: Any, keys: Any, values: Any, lengths: Any) -> Any:
+    """A step of a model of one layer: its mixture, and the cache."""
+    cache = kvjax.append(cache, 0, keys, values, rotary=TABLE, lengths=lengths)
+    mixed = kvjax.attend(queries, cache, 0, rotary=TABLE, lengths=lengths)
+    return mixed, kvjax.advance(cache, keys.shape[2], lengths)
+
+
+def empty(held: Held, max_len: int, rows: int = 3, kv: int = KV, **more: Any) -> Any:
+    """A cache for texts."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=kv)
+    return kvjax.init_cache(config, held.policy, batch=rows, max_len=max_len, **more)
+
+
+def step(cache: Any, begins: Any, take: Any, width: int, text: Any, of: Any = None) -> Any:
+    """Feed each row so many tokens from where it stands, padded to a width; their mixtures, with
+    zeros for the padding. ``of``: the text of each row, where that is not the row's own."""
+    order = np.arange(len(begins)) if of is None else np.asarray(of)
+    at = np.minimum(np.asarray(begins)[:, None] + np.arange(width), TOKENS - 1)
+    parts = (np.take_along_axis(x[order], at[:, None, :, None], axis=2) for x in text)
+    mixed, cache = call(cache, *parts, np.asarray(take, np.int32))
+    real = np.arange(width) < np.asarray(take)[:, None]
+    return np.where(real[:, None, :, None], np.asarray(mixed), 0), cache
+
+
+def wanted(true: np.ndarray, begins: Any, take: Any, width: int, of: Any = None) -> np.ndarray:
+    """The same of the truth."""
+    order = np.arange(len(begins)) if of is None else np.asarray(of)
+    at = np.minimum(np.asarray(begins)[:, None] + np.arange(width), TOKENS - 1)
+    real = np.arange(width) < np.asarray(take)[:, None]
+    mixed = np.take_along_axis(true[order], at[:, None, :, None], axis=2)
+    return np.where(real[:, None, :, None], mixed, 0)
+
+
+_TOKENS = np.random.default_rng(3).normal(size=(61, KV * (GROUP + 2), DIM)).astype(np.float32)
+"""Of each token, its queries, keys and values."""
+
+
+@jax.jit
+def mixtures(tokens: Any, cache: Any, lengths: Any = None) -> Any:
+    """A model of nothing but a cache, of any layers: what the tokens int[rows, new] get in each
+    layer, [rows, new, channels], and the cache. It compiles in a part of a model's time."""
+    numbers = jax.numpy.asarray(_TOKENS)[tokens].swapaxes(1, 2)
+    queries, keys, values = jax.numpy.split(numbers, (KV * GROUP, KV * (GROUP + 1)), axis=1)
+    found = []
+    for layer, held in enumerate(cache.layers):
+        settings = {"rotary": TABLE, "lengths": lengths}
+        cache = kvjax.append(cache, layer, keys + layer, values - layer, **settings)
+        found.append(kvjax.attend(queries, cache, layer, window=held.window, **settings))
+    mixed = jax.numpy.concatenate(found, axis=1).swapaxes(1, 2)
+    return mixed.reshape(*mixed.shape[:2], -1), kvjax.advance(cache, keys.shape[2], lengths)
+
+
+def close(found: Any, true: Any, tolerance: float) -> None:
+    """Finite, and equal but for so much of the largest number."""
+    found, true = np.asarray(found), np.asarray(true)
+    assert np.all(np.isfinite(found))
+    assert np.abs(found - true).max() <= tolerance * max(np.abs(true).max(), 1e-30)
+
+
+def fill(cache: Any, sizes: Any, text: Any, lengths: Any, true: Any, tolerance: float) -> Any:
+    """Feed the texts in calls of ``sizes``, (width, tokens of each row); what every token gets is
+    the truth, and then the cache holds the texts."""
+    begins = np.zeros(len(lengths), int)
+    for width, take in sizes:
+        found, cache = step(cache, begins, take, width, text)
+        close(found, wanted(true, begins, take, width), tolerance)
+        begins += take
+    kvjax.check(cache)
+    assert np.asarray(cache.length).tolist() == begins.tolist() == list(lengths)
+    return cache
+
+
+def in_chunks(lengths: Any, width: int) -> list[tuple[int, np.ndarray]]:
+    """Full calls, each row's rest in its last one."""
+    lengths, starts = np.asarray(lengths), range(0, max(lengths), width)
+    return [(width, np.clip(lengths - start, 0, width)) for start in starts]
+
+
+def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
+    """After an operation the texts go on as if their rows had always been there."""
+    operation = OPERATIONS[name]
+    begins = [
+        0 if back is None else LENGTHS[row] - back
+        for row, back in zip(operation.rows, operation.back, strict=True)
+    ]
+    changed = operation.change(cache)
+    kvjax.check(changed)
+    assert np.asarray(changed.length).tolist() == begins, name
+    take = np.array([WIDTH, 9, 3])
+    found, changed = step(changed, begins, take, WIDTH, texts(), operation.rows)
+    kvjax.check(changed)
+    close(found, wanted(true, begins, take, WIDTH, operation.rows), tolerance)
+
+
+def same_arrays(a: Any, b: Any) -> None:
+    """Bit by bit."""
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+
+
+READ = jax.jit(lambda cache: kvjax.read(cache, 0))
+
+
+def check_reading(cache: Any, dtype: Any) -> None:
+    """Users see real numbers, at the positions that a row may see."""
+    keys, values, positions = READ(cache)
+    assert keys.shape == values.shape == (*keys.shape[:2], positions.shape[1], DIM)
+    assert keys.dtype == values.dtype == np.dtype(dtype)
+    layout = cache.layers[0].policy.layout
+    for row, length in zip(np.asarray(positions), np.asarray(cache.length), strict=True):
+        there = row[row >= 0].tolist()
+        first = 0 if layout.window is None else max(0, length - layout.window)
+        assert len({*there}) == len(there)
+        assert {*range(min(layout.sinks, length)), *range(first, length)} <= {*there}
+        assert {*there} <= {*range(length)}

@@ -1,0 +1,157 @@
+"""A layout and a codec that nobody built before join the law matrix by a line each."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.layouts import Region, Run
+from tests import matrix, test_copies, test_mesh, test_recompute
+from tests.covering import covering, pairs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The second half of a text stands before the first: slot ``(p + half) % slots``."""
+
+    max_len: int | None = None
+    chunk = window = grows_to = None
+    sinks, open_ended = 0, False
+
+    def resolve(self, max_len, window, room=None, back=16):
+        return Halves(max_len if self.max_len is None else self.max_len)
+
+    slots = limit = reach = property(lambda self: self.max_len)
+    half = property(lambda self: self.max_len // 2)
+
+    def grown(self, to):
+        raise ValueError("halves do not grow")
+
+    def rounded(self, parts):
+        return Halves(self.slots + -self.slots % parts)
+
+    def joined(self, other):
+        return max(self, other, key=lambda layout: layout.max_len)
+
+    def in_blocks(self, block, recent):
+        return Halves(max((self.slots - 1) // block - recent, 1))
+
+    def runs(self, length, new):
+        first = Run(length + self.half, self.half, self.max_len)
+        return [first, Run(length + self.half - self.max_len, 0, self.half)]
+
+    def positions(self, length, written, slots):
+        held = (slots - self.half) % self.max_len
+        return jnp.where(held < length[:, None], held, -1)
+
+    def slot_of(self, positions):
+        return (positions + self.half) % self.max_len
+
+    def regions(self):
+        return (Region(0, self.max_len),)
+
+    def occupied(self, length):
+        return jnp.where(jnp.max(length) > 0, self.max_len, 0)
+
+    def bounds(self, length, start, size):
+        return jnp.int32(0), jnp.max(length) - 1
+
+    def hiding(self, length, positions, missing):
+        return length, jnp.any(missing, axis=1)
+
+    def rewindable(self, length, written):
+        return length
+
+
+@dataclasses.dataclass(frozen=True)
+class Sixteenths:
+    """Whole numbers of sixteenths, up to eight."""
+
+    dtype: str | None = None
+    blockwise, before_rotary, joins_heads = True, False, False
+
+    def resolve(self, model_dtype, platform):
+        return Sixteenths(self.dtype or model_dtype)
+
+    def empty(self, shape):
+        return jnp.zeros(shape, jnp.int8)
+
+    def encode(self, x):
+        x = jnp.nan_to_num(x.astype(jnp.float32), posinf=8.0, neginf=-8.0)
+        return jnp.round(16 * x.clip(-7.9, 7.9)).astype(jnp.int8)
+
+    def decode(self, store):
+        return (store / 16).astype(self.dtype)
+
+    def nbytes(self, shape):
+        return int(np.prod(shape))
+
+    def scores(self, queries, store):
+        return plain_scores(queries, self.decode(store))
+
+    def mix(self, weights, store):
+        return plain_mix(weights, self.decode(store))
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The two lines."""
+    monkeypatch.setitem(matrix.LAYOUTS, "halves", (Halves(), (None, 0)))
+    monkeypatch.setitem(matrix.CODECS, "sixteenths", Sixteenths())
+
+
+TEAM = ("sixteenths", "int8")
+
+
+def test_they_join_the_covering_sets_and_do_not_multiply_them(joined):
+    every = matrix.cache_cells()
+    chosen = covering(every, lambda cell: pairs_of(cell, matrix.CACHE_PAIRS))
+    assert {c.layout for c in chosen if "sixteenths" in c.codecs} == {*matrix.LAYOUTS}
+    codecs = {name for cell in chosen if cell.layout == "halves" for name in cell.codecs}
+    assert codecs == {*matrix.CODECS, *matrix.RAW}
+    matrix_alone = {"halves", "sixteenths"}
+    old = [c for c in every if c.layout != "halves" and not matrix_alone & {*c.codecs}]
+    before = covering(old, lambda cell: pairs_of(cell, matrix.CACHE_PAIRS))
+    assert len(chosen) <= len(before) + len(matrix.CODECS) + len(matrix.RAW)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_laws_of_caches_hold(joined, place):
+    operations = tuple(name for name in matrix.OPERATIONS if name != "grow")
+    cell = matrix.CacheCell(TEAM, "halves", place, operations, place == "device", 64)
+
+    @settings(max_examples=3)
+    @given(data=st.data())
+    def chunks(data):
+        test_recompute.check_chunks(cell, data)
+
+    chunks()
+    test_recompute.check_operations(cell)
+    if place == "host":
+        test_recompute.check_place(cell)
+
+
+def test_the_law_of_meshes_holds(joined):
+    test_mesh.check(matrix.MeshCell(TEAM, "halves", "2-2-2", "grouped", "device"))
+
+
+def test_the_copy_law_holds(joined):
+    test_copies.check(matrix.CopyCell(TEAM, "halves", "while_loop"))
+
+
+def test_a_wrong_layout_does_not_pass(joined, monkeypatch):
+    """The law sees one slot that is not where it was said to be."""
+    monkeypatch.setattr(
+        Halves, "positions", lambda self, length, written, slots: jnp.where(
+            slots < length[:, None], slots, -1)
+    )  # fmt: skip
+    cell = matrix.CacheCell(("float32",), "halves", "device", ("fork",), False, 48)
+    jax.clear_caches()  # a layer's trace is kept, and knows the right one
+    with pytest.raises(AssertionError):
+        test_recompute.filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+    jax.clear_caches()
