@@ -16,7 +16,8 @@ from matrix import BLOCK, CODECS, LAYOUTS, cells, tiny_config, tiny_model
 
 import kvjax
 from kvjax.core.trees import tree_bytes
-from kvjax.memory.planning import memory_report, plan
+from kvjax.memory.planning import plan
+from kvjax.memory.sizes import memory_report
 from kvjax.models.architecture import Architecture
 
 MODEL, PARAMS = tiny_model()

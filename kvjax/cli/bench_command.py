@@ -115,7 +115,7 @@ def _random(name: str, dtype: str | None) -> Any:
     Raises:
       ValueError: if there is no such shape, kvjax runs no model of it, or it is more than memory.
     """
-    from kvjax.memory.planning import weight_bytes
+    from kvjax.memory.weights import weight_bytes
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import DTYPES
     from kvjax.models.generation import GenerationDefaults

@@ -191,7 +191,7 @@ def info(
 
     import kvjax
     from kvjax import models
-    from kvjax.memory.planning import bytes_a_token
+    from kvjax.memory.sizes import bytes_a_token
 
     lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)

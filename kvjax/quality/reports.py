@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.policies.presets import PolicyChoice, policy
-from kvjax.quality.evaluation import Quality, pareto_front
+from kvjax.quality.figures import Quality, pareto_front
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
