@@ -11,8 +11,12 @@ from kvjax.cli.common import (
     DtypeOption,
     GroupOption,
     KeyBitsOption,
+    MinPOption,
     ModelOption,
     RevisionOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     ValueBitsOption,
     use_compilation_cache,
 )
@@ -42,10 +46,10 @@ def bench(
     key_bits: KeyBitsOption = None,
     value_bits: ValueBitsOption = None,
     group_size: GroupOption = None,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
     steps: Annotated[int, typer.Option(help="Steps that are timed together, at most 128.")] = 32,
     repeats: Annotated[int, typer.Option(help="How often; medians are shown.")] = 5,
     prefill: Annotated[bool, typer.Option(help="Time prefill too.")] = True,
@@ -63,6 +67,8 @@ def bench(
     bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size}
     given = "".join(f",{name}={n}" for name, n in bits.items() if n is not None)
     named = {words + given: reports.parse_policy(words + given) for words in _policies(cache)}
+    if plot is not None:
+        reports.pyplot()  # if it is missing, that is told before anything is measured
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
     if shape is None:
         lm: Any = models.load(model, dtype=dtype, revision=revision)

@@ -43,7 +43,14 @@ CacheMemoryOption = Annotated[
     str | None,
     typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
 ]
-
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+TopKOption = Annotated[int | None, typer.Option(help="Sample among the k likeliest.")]
+TopPOption = Annotated[
+    float | None, typer.Option(help="Sample among the likeliest that make up p.")
+]
+MinPOption = Annotated[
+    float | None, typer.Option(help="Sample among those of at least p times the likeliest.")
+]
 
 MeshOption = Annotated[
     str,

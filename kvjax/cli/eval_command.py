@@ -60,18 +60,13 @@ def evaluate(
         as_table = reports.columns(measure.rows(shares))
         typer.echo(to_json(reports.as_figures(shares)) if as_json else as_table)
         return
+    if plot is not None:
+        reports.pyplot()  # if it is missing, that is told before anything is measured
     if file is None and model is not None:
         raise ValueError("no text: give a --file")
     lm = models.load(model, dtype=dtype, revision=revision)
     text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-    found = evaluate(
-        lm,
-        text,
-        named,
-        context=context,
-        windows=windows,
-        time_steps=time_steps,
-    )
+    found = evaluate(lm, text, named, context=context, windows=windows, time_steps=time_steps)
     if plot is not None:
         reports.plot_quality(found, plot, title=model or "the embedded model")
     if as_json:
