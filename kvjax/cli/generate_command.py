@@ -6,37 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.common import (
-    BitsOption,
-    CacheMemoryOption,
-    CacheOption,
-    DtypeOption,
-    GroupOption,
-    KeyBitsOption,
-    MeshOption,
-    MinPOption,
-    ModelOption,
-    PrefetchOption,
-    RevisionOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    ValueBitsOption,
-    given_mesh,
-    read,
-    use_compilation_cache,
-    utf8,
-)
+from kvjax.cli import options
+from kvjax.cli.common import given_mesh, read, use_compilation_cache, utf8
 from kvjax.cli.figures import figures, one_line, to_json
-from kvjax.cli.processes import (
-    CoordinatorOption,
-    DistributedOption,
-    HeartbeatOption,
-    ProcessesOption,
-    ProcessIdOption,
-    StartTimeoutOption,
-    joined,
-)
+from kvjax.cli.processes import joined
 from kvjax.generation.settings import Settings
 
 
@@ -48,15 +21,15 @@ def generate(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read the prompt from a file (UTF-8).")
     ] = None,
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    dtype: DtypeOption = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 128,
     min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many.")] = 0,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
     ] = None,
@@ -67,29 +40,27 @@ def generate(
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
-    cache: CacheOption = "static",
-    kv_bits: BitsOption = None,
-    key_bits: KeyBitsOption = None,
-    value_bits: ValueBitsOption = None,
-    group_size: GroupOption = None,
-    prefetch: PrefetchOption = None,
-    cache_memory: CacheMemoryOption = None,
-    mesh: MeshOption = "auto",
-    distributed: DistributedOption = False,
-    coordinator: CoordinatorOption = None,
-    processes: ProcessesOption = None,
-    process_id: ProcessIdOption = None,
-    start_timeout: StartTimeoutOption = 60,
-    heartbeat_timeout: HeartbeatOption = 20,
+    cache: options.Cache = "static",
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
+    prefetch: options.Prefetch = None,
+    cache_memory: options.CacheMemory = None,
+    mesh: options.Mesh = "auto",
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    processes: options.Processes = None,
+    process_id: options.ProcessId = None,
+    start_timeout: options.StartTimeout = 60,
+    heartbeat_timeout: options.Heartbeat = 20,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute everything again for every token.")
     ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end.")
-    ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Continue a prompt, given as text, in a file, or on standard input."""
     words = _prompt(text, prompt, file)

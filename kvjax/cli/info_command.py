@@ -1,32 +1,21 @@
 """``kvjax info``: a model, its cache, and the devices."""
 
-from typing import Annotated
-
 import typer
 
-from kvjax.cli.common import (
-    BitsOption,
-    CacheOption,
-    DtypeOption,
-    GroupOption,
-    KeyBitsOption,
-    ModelOption,
-    RevisionOption,
-    ValueBitsOption,
-)
+from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
 
 
 def info(
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    dtype: DtypeOption = None,
-    cache: CacheOption = "static",
-    kv_bits: BitsOption = None,
-    key_bits: KeyBitsOption = None,
-    value_bits: ValueBitsOption = None,
-    group_size: GroupOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
+    cache: options.Cache = "static",
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show a model, the bytes its cache takes a token, and the devices."""
     import jax

@@ -7,11 +7,10 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
-import typer
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
@@ -19,35 +18,6 @@ from kvjax.core.checks import whole_number
 
 NO_MEMORY = "RESOURCE_EXHAUSTED"
 """The status of an error of a device without memory left."""
-
-DistributedOption = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="One of many processes that run the same command, each with its own devices; only the "
-        "first prints. Who is who comes from the next three, or from the cluster, where JAX knows "
-        "it (Slurm, Open MPI, Kubernetes, TPU).",
-    ),
-]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="JAX_COORDINATOR_ADDRESS",
-        help="Host and port where process 0 listens: 10.0.0.1:1234.",
-    ),
-]
-ProcessesOption = Annotated[
-    int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="How many there are.")
-]
-ProcessIdOption = Annotated[
-    int | None, typer.Option(envvar="JAX_PROCESS_ID", help="Which this one is, 0 the first.")
-]
-StartTimeoutOption = Annotated[
-    int, typer.Option(help="Seconds to wait for the other processes at the start.")
-]
-HeartbeatOption = Annotated[
-    int, typer.Option(help="Seconds of silence after which a process counts as ended.")
-]
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Generation over a stream of batches: the next one is got ready while the present one runs."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import jax
 
@@ -18,8 +18,6 @@ from kvjax.generation.settings import Options, Settings, spelled_out
 from kvjax.generation.streaming import GenerationResult, Stream
 from kvjax.operations.migration import let_go, migrate, moved
 from kvjax.placement.device import Device, check_placement
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -92,24 +90,6 @@ class _Waiting:
     begun: Future[KVCache | None] | None = None
 
 
-class _Second:
-    """The second thread, in which the caller's default device is the default too."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "kvjax-batches")
-        self._device = jax.config.values["jax_default_device"]
-
-    def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
-        def inside() -> _T:
-            with jax.default_device(self._device):
-                return call(*args)
-
-        return self._pool.submit(inside)
-
-    def stop(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _run(
     lm: LanguageModel,
     batches: Iterator[Prompts | Batch],
@@ -119,7 +99,9 @@ def _run(
     ahead: int,
 ) -> Iterator[GenerationResult]:
     waiting: deque[_Waiting] = deque()
-    second, more = _Second(), True
+    # The caller's default device is the second thread's too.
+    device = jax.default_device(jax.config.values["jax_default_device"])
+    second, more = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__), True
     taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
     try:
         while True:
@@ -149,7 +131,7 @@ def _run(
                 following.begun = second.submit(_first_layers, following.ready, placement, ahead)
             yield _result(lm, present, placement, park)
     finally:
-        second.stop()
+        second.shutdown(wait=True, cancel_futures=True)
 
 
 def _failed(error: Exception) -> Future[Any]:

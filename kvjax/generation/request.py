@@ -120,34 +120,21 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if options.eos_token_ids is not None:
         check_ids(lm.config, eos, "eos_token_ids")
     filters, settings = make_settings(
-        seeds=seeds,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        min_new_tokens=least,
-        eos_token_ids=eos,
-    )
+        seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+        min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+        min_new_tokens=least, eos_token_ids=eos,
+    )  # fmt: skip
     return Request(
-        prompts=rows,
-        rows=asked,
-        spread=spread,
-        start=start,
-        need=longest + limit,
+        prompts=rows, rows=asked, spread=spread, start=start, need=longest + limit,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
         max_len=options.max_len if alike(1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen if options.use_cache else None,
-        cache=given,
-        eos=frozenset(eos),
-        stops=stop_strings(lm, options.stop),
-        limit=limit,
-        filters=filters,
-        settings=settings,
-    )
+        cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop), limit=limit,
+        filters=filters, settings=settings,
+    )  # fmt: skip
 
 
 def capacity_bucket(tokens: int) -> int:
