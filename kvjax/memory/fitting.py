@@ -86,26 +86,22 @@ def what_fits(
         return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
 
     @functools.cache
-    def row(name: str, tokens: int, place: str = "device") -> int:
+    def size(name: str, rows: int, tokens: int, place: str) -> int:
         if place == "device":
-            return device_bytes(model.config, named[name], 1, tokens)
-        return cache_nbytes(model.config, named[name], max_len=tokens).get(place, 0)
+            return device_bytes(model.config, named[name], rows, tokens)
+        return cache_nbytes(model.config, named[name], batch=rows, max_len=tokens).get(place, 0)
 
     def taken(name: str, rows: int, tokens: int, place: str = "device") -> int:
         # Rows are alike, but where a memory decides which layers are on the device.
         if budget_of(named[name]) is None:
-            return rows * row(name, tokens, place)
-        if place == "device":
-            return device_bytes(model.config, named[name], rows, tokens)
-        sizes = cache_nbytes(model.config, named[name], batch=rows, max_len=tokens)
-        return sizes.get(place, 0)
+            return rows * size(name, 1, tokens, place)
+        return size(name, rows, tokens, place)
 
     def holds(name: str, rows: int, tokens: int) -> bool:
         try:
-            size = taken(name, rows, tokens)
+            return -(-taken(name, rows, tokens) // devices) <= allowed(rows, tokens)
         except ValueError:  # too much even with all layers on the host
             return False
-        return -(-size // devices) <= allowed(rows, tokens)
 
     limit = getattr(model.config, "position_limit", None)
     return [

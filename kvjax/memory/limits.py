@@ -47,16 +47,15 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
     Raises:
       ValueError: if no number of them has.
     """
-    default = default_device()
     if memory is None:
-        stats = default.memory_stats() or {}
-        if "bytes_limit" not in stats:
+        try:
+            memory = device_memory()
+        except ValueError:
             return None
-        memory = int(stats["bytes_limit"])
     room = int(AUTO_FRACTION * memory)
     if weight_bytes(model) <= room:
         return None
-    devices = jax.local_devices(backend=default.platform)
+    devices = jax.local_devices(backend=default_device().platform)
     least = weight_bytes(model)
     for count in range(2, len(devices) + 1):
         share = weight_bytes(model, AbstractMesh((count,), (TENSOR,)))

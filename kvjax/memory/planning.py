@@ -157,14 +157,12 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
     return activations + scores + blocks + batch * vocabulary * 4
 
 
-def _compiled(model: Any, cache: KVCache, new: int) -> int | None:
+def _compiled(model: Plannable, cache: KVCache, new: int) -> int | None:
     """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
     None where the compiler does not say."""
-    return _temporaries(model, jax.tree.structure(cache), tuple(_shapes(cache)), new)
-
-
-def _shapes(cache: KVCache) -> list[Any]:
-    return [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(cache)]
+    leaves, structure = jax.tree.flatten(cache)
+    shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+    return _temporaries(model, structure, shapes, new)
 
 
 @functools.lru_cache(maxsize=64)
