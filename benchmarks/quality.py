@@ -24,7 +24,8 @@ import kvjax
 from kvjax import models
 from kvjax.models.tiny.data import part_tokens
 from kvjax.quality import reports
-from kvjax.quality.evaluation import CacheBytes, Quality, evaluate, quality_of
+from kvjax.quality.evaluation import evaluate
+from kvjax.quality.figures import CacheBytes, Quality, quality_of
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TRANSFORMERS = {

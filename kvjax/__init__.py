@@ -34,9 +34,11 @@ from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import GenerationResult, generate, stream
 from kvjax.layouts import Dense, Growing, Ring
-from kvjax.memory.limits import InferenceLimits, what_fits
-from kvjax.memory.planning import Plan, cache_nbytes, memory_report, plan
+from kvjax.memory.fitting import what_fits
+from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.planning import Plan, plan
 from kvjax.memory.shapes import ModelShape
+from kvjax.memory.sizes import cache_nbytes, memory_report
 from kvjax.operations.conversion import convert
 from kvjax.operations.growth import grow
 from kvjax.operations.migration import migrate

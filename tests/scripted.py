@@ -57,6 +57,7 @@ class ScriptedModel:
     tokenizer: Any
     generation: Ends
     architecture: Any
+    mesh: None = None
 
 
 def scripted(*rows, tokenizer: Any, vocab_size=0, eos=(), scale=None, position_limit=None):

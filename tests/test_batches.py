@@ -110,7 +110,7 @@ def test_what_is_got_ready_is_used(tiny_llama, monkeypatch):
         return prompt_chunks(*args)
 
     monkeypatch.setattr(kvjax.generation.batches, "prompt_chunks", watched)
-    monkeypatch.delattr(kvjax.generation.session, "prompt_chunks")
+    monkeypatch.delattr(kvjax.generation.streaming, "prompt_chunks")
     device = jax.local_devices()[0]
     with jax.default_device(device):
         assert len(list(kvjax.generate_batches(tiny_llama, BATCHES, **AT))) == len(BATCHES)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import bench, cli, models
-from kvjax.bench import timing
+from kvjax.bench import measuring, timing
 from kvjax.bench.tables import decode_rows, part_rows
 from kvjax.cli import bench_command
 from kvjax.memory import shapes as model_shape
@@ -112,7 +112,7 @@ def test_prompts_that_the_model_is_not_made_for(tiny_llama):
         "a prompt of 600 tokens is left out: the model was made for texts of 512",
     )
     learned = SimpleNamespace(position_limit=64)
-    kept, left_out = bench._fitting(learned, [60, 61, 62], 3)
+    kept, left_out = measuring._fitting(learned, [60, 61, 62], 3)
     assert kept == [60, 61]
     assert "62 tokens is left out: with 3 steps it would pass the model's 64" in left_out[0]
 
@@ -163,7 +163,7 @@ COPIES = {"jax copy", "jax add"}
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Run ``kvjax bench`` in this process: exit code, standard output, standard error."""
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda: BANDWIDTH)
+    monkeypatch.setattr(measuring, "measure_bandwidth", lambda: BANDWIDTH)
 
     def run_bench(*arguments):
         arguments = (*arguments, "--steps", 2, "--repeats", 1)

@@ -12,7 +12,8 @@ import pytest
 import kvjax
 from kvjax.models.tiny.data import part_tokens
 from kvjax.quality import reports
-from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
+from kvjax.quality.evaluation import evaluate
+from kvjax.quality.figures import cache_bytes, pareto_front
 
 CONTEXT = 320
 AT = {"context": CONTEXT, "chunk": CONTEXT // 2}  # chunks of one width: a program a policy

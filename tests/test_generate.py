@@ -1,6 +1,7 @@
 """Generation: with and without a cache, ends of texts, streaming, continuation, bad input."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax.generation import programs
+from kvjax.generation import programs, settings
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.request import capacity_bucket, chunk_bucket
 from kvjax.generation.sampling import make_settings
@@ -526,3 +527,19 @@ def test_texts_need_a_tokenizer():
         generate(lm, "a")
     with pytest.raises(ValueError, match="no tokenizer, so there is no text"):
         generate(lm, [[1]], stop="a")
+
+
+def test_signatures_show_every_setting(tiny_llama):
+    """As the type checker sees them, with the defaults that are used; any other is refused."""
+    known = inspect.signature(settings.Options).parameters
+    assert known.keys() == settings.Settings.__annotations__.keys()
+    for function, keywords in (
+        (generate, settings.Settings), (stream, settings.Settings),
+        (kvjax.generate_batches, settings.Settings), (kvjax.compile, settings.Compiling),
+        (kvjax.bench.measure, settings.Drawing),
+    ):  # fmt: skip
+        shown = inspect.signature(function).parameters
+        for name in keywords.__annotations__:
+            assert shown[name].default == known[name].default
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'beams'"):
+            function(tiny_llama, ["a"], beams=2)

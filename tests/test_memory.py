@@ -12,16 +12,12 @@ import kvjax
 from benchmarks import plans
 from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
-from kvjax.memory.limits import (
-    CHOICES,
-    InferenceLimits,
-    device_memory,
-    largest,
-    memory_left,
-    what_fits,
-)
-from kvjax.memory.planning import bytes_a_token, cache_nbytes, memory_report, plan, weight_bytes
+from kvjax.memory.fitting import CHOICES, largest, what_fits
+from kvjax.memory.limits import InferenceLimits, device_memory, memory_left
+from kvjax.memory.planning import plan
 from kvjax.memory.shapes import SHAPES, ModelShape
+from kvjax.memory.sizes import bytes_a_token, cache_nbytes, memory_report
+from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from tests.matrix import tiny_config, tiny_model
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 import kvjax
 from kvjax import models
 from kvjax.memory.limits import auto_mesh, device_memory
-from kvjax.memory.planning import weight_bytes
+from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from tests.checkpoints import write_llama

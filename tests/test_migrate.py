@@ -10,7 +10,8 @@ import pytest
 import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.limits import InferenceLimits, memory_left
-from kvjax.memory.planning import memory_report, plan
+from kvjax.memory.planning import plan
+from kvjax.memory.sizes import memory_report
 from kvjax.placement.budget import Budget, Sizes
 from tests import laws
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model

@@ -119,13 +119,23 @@ def test_models_are_imported_by_one_name(path):
 
 
 def test_only_declared_packages_are_imported():
-    distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in PROJECT["dependencies"]}
+    declared = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["plots"]
+    distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}
     modules |= {"orbax"} if "orbax-checkpoint" in distributions else set()
     for path in python_files("kvjax") + python_files(MODELS):
         for name in imports(path, "kvjax." + package_of(path).removeprefix("kvjax.")):
             top = name.split(".")[0]
             assert top in modules | {"kvjax"} | set(sys.stdlib_module_names), f"{path}: {name}"
+
+
+def test_kvjax_alone_imports_nothing_of_training_plots_or_the_command_line():
+    late = {"flax", "huggingface_hub", "jinja2", "matplotlib", "optax", "orbax", "rich", "typer"}
+    program = f"import sys, kvjax; print({late} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert found.stdout == "set()\n"
 
 
 def test_models_is_a_relative_link():

@@ -7,8 +7,8 @@ from kvjax.bench.bandwidth import (
     measure_bandwidth,
     peak_memory,
 )
-from kvjax.bench.counting import weight_bytes_read
 from kvjax.bench.measuring import Bench, Cell, Split, measure
+from kvjax.memory.weights import weight_bytes_read
 
 __all__ = [
     "Bandwidth", "Bench", "Cell", "Split", "cpu_bandwidth", "jax_bandwidth", "measure",

@@ -30,30 +30,21 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from kvjax.bench.bandwidth import (
-    Bandwidth,
-    cpu_bandwidth,
-    jax_bandwidth,
-    measure_bandwidth,
-    peak_memory,
-)
-from kvjax.bench.counting import cache_bytes_read, weight_bytes_read
+from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
 from kvjax.bench.timing import Timed, difference, steps_of
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.programs import CHUNK
+from kvjax.generation.settings import Drawing, spelled_out
+from kvjax.memory.sizes import bytes_read
+from kvjax.memory.weights import weight_bytes_read
 from kvjax.policies.presets import PolicyChoice
-
-__all__ = [
-    "Bandwidth", "Bench", "Cell", "Split", "cpu_bandwidth", "jax_bandwidth", "measure",
-    "measure_bandwidth", "peak_memory", "weight_bytes_read",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,6 +107,7 @@ class Bench:
     peak_of: str
 
 
+@spelled_out(Drawing)
 @outside
 def measure(
     lm: LanguageModel,
@@ -127,11 +119,8 @@ def measure(
     repeats: int = 5,
     prefill: bool = True,
     bandwidth: Bandwidth | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
     told: Callable[[str], Any] | None = None,
+    **drawing: Unpack[Drawing],
 ) -> Bench:
     """Time decoding and prefill.
 
@@ -145,8 +134,8 @@ def measure(
       repeats: how often everything is timed.
       prefill: whether prefill is timed too.
       bandwidth: of the device; by default it is measured, last.
-      temperature, top_k, top_p, min_p: of the sampling, as in ``kvjax.generate``.
       told: called with a line about each cell before it is measured.
+      drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
 
     Raises:
       ValueError: if there is no policy, a number is out of its range, the model is made for none of
@@ -160,7 +149,6 @@ def measure(
         raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {CHUNK}")
     whole_number("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     names = list(policies)
     found: list[tuple[int, int, str, Timed]] = []
     for batch, prompt in itertools.product(batches, fitting):
@@ -169,7 +157,7 @@ def measure(
         tokens = np.random.default_rng(prompt).integers(
             0, lm.config.vocab_size, (batch, prompt), np.int32
         )
-        timed = {name: Timed(lm, policies[name], tokens, steps, sampling) for name in names}
+        timed = {name: Timed(lm, policies[name], tokens, steps, drawing) for name in names}
         most = steps_of(list(timed.values()))
         for each in timed.values():
             each.steps = most
@@ -195,9 +183,10 @@ def _cell(lm: LanguageModel, read: float, batch: int, prompt: int, name: str, ti
     seconds, steps, capacity = timed.seconds, timed.steps, timed.request.capacity
     whole = statistics.median(seconds["whole"])
     weights = weight_bytes_read(lm.params, batch)
-    cache = cache_bytes_read(
-        lm, timed.request.policy, batch=batch, max_len=capacity, length=prompt + (steps + 1) // 2
-    )
+    cache = bytes_read(
+        lm.config, timed.request.policy, batch=batch, max_len=capacity,
+        length=prompt + (steps + 1) // 2,
+    )  # fmt: skip
     prefill = statistics.median(seconds["prefill"]) if seconds["prefill"] else None
     return Cell(
         batch, prompt, name, steps,

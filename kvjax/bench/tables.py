@@ -5,6 +5,7 @@ from typing import Any
 
 from kvjax.bench import Bench, Cell
 from kvjax.core.sizes import readable_bytes
+from kvjax.quality.reports import pyplot
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -59,10 +60,7 @@ def device_line(found: Bench) -> str:
 def plot(found: Bench, path: Path, *, title: str = "") -> None:
     """Draw milliseconds a step against the context, and bandwidth against bytes, a line for each
     policy and batch."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     figure, (time, roof) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")

@@ -5,6 +5,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,19 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.creation import init_cache
-from kvjax.cache.sizes import nbytes
-from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.model import LanguageModel, Model
 from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import Options, prepare
+from kvjax.generation.request import prepare
+from kvjax.generation.session import Session
+from kvjax.generation.settings import Drawing, Options
 from kvjax.generation.statistics import Meter
 from kvjax.layouts import UNLIMITED
-from kvjax.operations.rewinding import rewind
-from kvjax.operations.room import make_room
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 
@@ -46,32 +43,26 @@ class Timed:
         policy: PolicyChoice,
         prompt: np.ndarray,
         steps: int,
-        sampling: dict[str, Any],
+        drawing: Drawing,
     ) -> None:
-        options = Options(
-            max_new_tokens=steps, cache=policy, max_len=None, seed=0, **sampling,
-            repetition_penalty=None, min_new_tokens=0, stop=None, eos_token_ids=(),
-            use_cache=True, prefill_chunk=512, limits=None,
-        )  # fmt: skip
+        options = Options(max_new_tokens=steps, cache=policy, eos_token_ids=(), **drawing)
+        request = prepare(lm, prompt.tolist(), options)
+        if request.spread is not None:
+            request.spread.check_rows(len(prompt))
+        # Steps are taken back, so a row may come to any number of them; a cache never grows.
+        self.request = replace(request, limit=UNLIMITED, max_len=request.capacity)
         self._lm, self.steps = lm, steps
         self.meter = Meter()
         self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "prefill")}
-        self.request = prepare(lm, prompt.tolist(), options)
-        if self.request.spread is not None:
-            self.request.spread.check_rows(len(prompt))
         with self.meter.running():
-            self.full, self._nearly_empty = self._made(), self._made()
-            self.allocated = nbytes(self.full)
+            self._full, self._nearly_empty = self._started(), self._started()
+            self.allocated = self._full.cache_bytes
             self._chunks = prompt_chunks(self.request)
-            rows = len(prompt)
-            vocab = lm.config.vocab_size
-            self._put = functools.partial(self.request.put, beside=self.full)
             # The loops' arguments, there once: a step a dispatch is not to wait for them.
-            self._settings = self._put(self.request.settings)
-            self._limit, self._one = self._put((np.int32(UNLIMITED), np.int32(1)))
-            self._blank = np.zeros((rows, vocab), np.float32)
-            self._halt = self._put(np.zeros(rows, bool))
-            self._tokens, self._counts = self._put((prompt[:, 0], np.ones(rows, np.int32)))
+            self._one = self._full.put(np.int32(1))
+            self._halt = self._full.put(np.zeros(len(prompt), bool))
+            counts = np.ones(len(prompt), np.int32)
+            self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
         """One round of everything; the first one compiles, fills the caches and is not counted.
@@ -84,83 +75,69 @@ class Timed:
             if prefill or not counted:
                 found["prefill"] = self._fill()
             if not counted:
-                context, _ = self._bare(programs.Cached(self._nearly_empty), self._one)
-                self._nearly_empty = context.cache
-            steps = self._put(np.int32(self.steps))
-            found["whole"], self.full = self._back(self._whole, self.full, steps)
-            found["logits"], self.full = self._back(self._bare, self.full, steps)
-            found["first"], self._nearly_empty = self._back(self._bare, self._nearly_empty, steps)
-            found["single"], self.full = self._back(self._dispatches, self.full, steps)
+                self._bare(self._nearly_empty, self._one)
+            steps = self._full.put(np.int32(self.steps))
+            found["whole"] = self._back(self._whole, self._full, steps)
+            found["logits"] = self._back(self._bare, self._full, steps)
+            found["first"] = self._back(self._bare, self._nearly_empty, steps)
+            found["single"] = self._back(self._dispatches, self._full, self._one)
         if counted:
             for kind, seconds in found.items():
                 self.seconds[kind].append(seconds)
 
+    @property
+    def revocable(self) -> int | None:
+        """How many steps the caches can take back; None for all."""
+        assert self._full.cache is not None
+        return self._full.cache.revocable
+
     def drop(self) -> None:
         """Free the caches, and what else is on the device."""
-        del self.full, self._nearly_empty, self._chunks, self._progress
+        del self._full, self._nearly_empty, self._chunks
 
-    def _made(self) -> KVCache:
-        request = self.request
-        cache = init_cache(
-            self._lm.config,
-            request.policy,
-            batch=len(request.prompts),
-            max_len=request.capacity,
-            mesh=getattr(self._lm, "mesh", None),
-        )
-        return make_room(cache, request.capacity)[0]
+    def _started(self) -> Session:
+        session = Session(self._lm, self.request)
+        session.start()
+        session.make_room(self.request.capacity)
+        return session
 
     def _fill(self) -> float:
         """Feed the prompt to the emptied cache; the seconds it took."""
-        lm, context = self._lm, programs.Cached(reset(self.full))
-        logits = self._put(self._blank)
-        jax.block_until_ready((context, logits))
+        session = self._full
+        assert session.cache is not None
+        session.start(programs.Cached(reset(session.cache)))
+        jax.block_until_ready((session.context, session.logits))
         start = time.perf_counter()
         for chunk in self._chunks:
-            context, logits = programs.prefill(
-                lm.architecture, lm.params, context, logits, chunk.tokens, chunk.lengths, chunk.ends
-            )
-        jax.block_until_ready((context, logits))
+            session.fill(chunk)
+        jax.block_until_ready((session.context, session.logits))
         seconds = time.perf_counter() - start
-        assert context.cache is not None
-        check(context.cache)
-        self.full = context.cache
-        self._progress, _ = programs.begin(
-            logits, self.request.filters, self._settings, self._limit, None
-        )
+        session.check()
+        session.begin()
         return seconds
 
-    def _back(
-        self, run: Callable[[Any, Array], Any], cache: KVCache, steps: Array
-    ) -> tuple[float, KVCache]:
-        """Seconds of a step of a run, and the cache as it was before."""
-        jax.block_until_ready((cache, steps))
+    def _back(self, run: Callable[[Session, Array], Any], session: Session, steps: Array) -> float:
+        """Seconds of a step of a run, after which the cache is as it was before."""
+        jax.block_until_ready((session.context, steps))
         start = time.perf_counter()
-        found = jax.block_until_ready(run(programs.Cached(cache), steps))
+        jax.block_until_ready((run(session, steps), session.context))
         seconds = time.perf_counter() - start
-        check(found[0].cache)  # a loop ends early where logits are not finite
-        return seconds / self.steps, rewind(found[0].cache, self.steps)
+        session.check()  # a loop ends early where logits are not finite
+        session.take_back(self.steps)
+        return seconds / self.steps
 
-    def _whole(self, context: Any, steps: Array) -> Any:
-        return self._decode(context, self._progress, steps)
+    def _whole(self, session: Session, steps: Array) -> Any:
+        return session.decode(steps, self._halt)
 
-    def _dispatches(self, context: Any, steps: Array) -> Any:
-        progress = self._progress
-        for _ in range(self.steps):
-            context, progress, *_ = self._decode(context, progress, self._one)
-        return context, progress
+    def _dispatches(self, session: Session, one: Array) -> Any:
+        return [session.decode(one, self._halt) for _ in range(self.steps)]
 
-    def _bare(self, context: Any, steps: Array) -> Any:
-        return _logits_loop(
-            self._lm.architecture, self._lm.config.vocab_size, self._lm.params, context,
+    def _bare(self, session: Session, steps: Array) -> Any:
+        session.context, logits = _logits_loop(
+            self._lm.architecture, self._lm.config.vocab_size, self._lm.params, session.context,
             self._tokens, self._counts, steps,
         )  # fmt: skip
-
-    def _decode(self, context: Any, progress: Any, steps: Array) -> Any:
-        return programs.decode(
-            self._lm.architecture, self.request.filters, self._lm.params, context, progress, None,
-            self._halt, self._settings, self._limit, steps,
-        )  # fmt: skip
+        return logits
 
 
 @functools.partial(jax.jit, static_argnames=("model", "vocab"), donate_argnames="context")
@@ -191,7 +168,7 @@ def steps_of(timed: Sequence[Timed]) -> int:
     Raises:
       ValueError: if one can take back none.
     """
-    spans = [each.full.revocable for each in timed]
+    spans = [each.revocable for each in timed]
     steps = min([timed[0].steps, *(span for span in spans if span is not None)])
     if steps < 1:
         raise ValueError("a ring without slack can't take back a step: give it slack=")

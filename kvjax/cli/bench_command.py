@@ -2,33 +2,26 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.common import (
-    BitsOption,
-    DtypeOption,
-    GroupOption,
-    KeyBitsOption,
-    ModelOption,
-    RevisionOption,
-    ValueBitsOption,
-    use_compilation_cache,
-)
+from kvjax.cli import options
+from kvjax.cli.common import known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
 from kvjax.core.sizes import readable_bytes
-from kvjax.memory.shapes import SHAPES, ModelShape
+from kvjax.memory.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from kvjax.models.config import Config
+    from kvjax.models.language_model import LanguageModel
 
 
 def bench(
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help=f"A well-known shape, with random weights: {', '.join(SHAPES)}."),
-    ] = None,
-    dtype: DtypeOption = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    shape: options.KnownShape = None,
+    dtype: options.Dtype = None,
     batch: Annotated[str, typer.Option("--batch", "-b", help="Rows: 1,8.")] = "1",
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Tokens: 64,512.")] = "64,512,2048",
     cache: Annotated[
@@ -38,19 +31,19 @@ def bench(
             help="A policy, NAME or NAME,SETTING=VALUE,...; several with commas, or repeated.",
         ),
     ] = None,
-    kv_bits: BitsOption = None,
-    key_bits: KeyBitsOption = None,
-    value_bits: ValueBitsOption = None,
-    group_size: GroupOption = None,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     steps: Annotated[int, typer.Option(help="Steps that are timed together, at most 128.")] = 32,
     repeats: Annotated[int, typer.Option(help="How often; medians are shown.")] = 5,
     prefill: Annotated[bool, typer.Option(help="Time prefill too.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth (png, svg).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Time decoding and prefill on this device: by batch, length of the prompt, and policy."""
     use_compilation_cache()
@@ -63,9 +56,11 @@ def bench(
     bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size}
     given = "".join(f",{name}={n}" for name, n in bits.items() if n is not None)
     named = {words + given: reports.parse_policy(words + given) for words in _policies(cache)}
+    if plot is not None:
+        reports.pyplot()  # if it is missing, that is told before anything is measured
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
     if shape is None:
-        lm: Any = models.load(model, dtype=dtype, revision=revision)
+        lm = models.load(model, dtype=dtype, revision=revision)
     else:
         lm = _random(shape, dtype)
     found = measure(
@@ -109,27 +104,21 @@ def _numbers(option: str, words: str) -> list[int]:
         raise ValueError(f"{option} is {words!r}: give whole numbers with commas") from None
 
 
-def _random(name: str, dtype: str | None) -> Any:
+def _random(name: str, dtype: str | None) -> "LanguageModel":
     """A model of a well-known shape with random weights.
 
     Raises:
       ValueError: if there is no such shape, kvjax runs no model of it, or it is more than memory.
     """
-    from kvjax.memory.planning import weight_bytes
+    from kvjax.memory.weights import weight_bytes
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config import DTYPES
     from kvjax.models.generation import GenerationDefaults
     from kvjax.models.language_model import LanguageModel
     from kvjax.placement.device import Device
 
-    if name not in SHAPES:
-        raise ValueError(f"no shape {name!r} is known: there are {', '.join(SHAPES)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
-    on_cpu = Device().platform() == "cpu"
-    shape = dataclasses.replace(
-        SHAPES[name], dtype=dtype or ("float32" if on_cpu else SHAPES[name].dtype)
-    )
+    if dtype is None and Device().platform() == "cpu":
+        dtype = "float32"
+    shape = known_shape(name, dtype)
     architecture = Architecture(_config(name, shape))
     weights, memory = weight_bytes(architecture), _memory()
     if memory is not None and weights > memory:
@@ -138,16 +127,12 @@ def _random(name: str, dtype: str | None) -> Any:
             f"{readable_bytes(memory)} of memory"
         )
     return LanguageModel(
-        config=architecture.config,
-        params=_weights(architecture.abstract_params()),
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        architecture=architecture,
-        source=name,
-    )
+        config=architecture.config, params=_weights(architecture.abstract_params()),
+        tokenizer=None, generation=GenerationDefaults(), architecture=architecture, source=name,
+    )  # fmt: skip
 
 
-def _config(name: str, shape: ModelShape) -> Any:
+def _config(name: str, shape: ModelShape) -> "Config":
     """The config of the family that has such a shape."""
     from kvjax.models.config import LlamaConfig, RopeConfig
 
@@ -157,26 +142,15 @@ def _config(name: str, shape: ModelShape) -> Any:
             "like Llama (gated, with rotary positions)"
         )
     return LlamaConfig(
-        model_type="llama",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
+        model_type="llama", vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_hidden_layers,
         num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.context or 2**20,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        tie_word_embeddings=shape.tied,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope=RopeConfig(),
-        windows=(None,) * shape.num_hidden_layers,
+        num_key_value_heads=shape.num_key_value_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.context or 2**20, rms_norm_eps=1e-5, hidden_act="silu",
+        tie_word_embeddings=shape.tied, qkv_bias=False, output_bias=False, mlp_bias=False,
+        qk_norm=False, rope=RopeConfig(), windows=(None,) * shape.num_hidden_layers,
         dtype=shape.dtype,
-    )
+    )  # fmt: skip
 
 
 def _weights(shapes: Any) -> Any:

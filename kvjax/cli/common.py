@@ -1,59 +1,12 @@
-"""What the commands share: options, text from files, compiled programs kept between runs."""
+"""What the commands share: a mesh from words, text from files, compiled programs kept."""
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
-]
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
-]
-CacheOption = Annotated[
-    str,
-    typer.Option(
-        "--cache",
-        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
-        "offloaded, offloaded_static, auto.",
-    ),
-]
-BitsOption = Annotated[
-    int | None,
-    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
-]
-KeyBitsOption = Annotated[int | None, typer.Option(help="The same for keys alone.")]
-ValueBitsOption = Annotated[int | None, typer.Option(help="The same for values alone.")]
-GroupOption = Annotated[
-    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
-]
-PrefetchOption = Annotated[
-    int | None,
-    typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),
-]
-CacheMemoryOption = Annotated[
-    str | None,
-    typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
-]
-
-
-MeshOption = Annotated[
-    str,
-    typer.Option(
-        "--mesh",
-        help="Devices to share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
-        "that one device has no memory for is spread over the local ones; with --distributed, "
-        "every model over all of them.",
-    ),
-]
+from kvjax.memory.shapes import SHAPES, ModelShape
 
 
 def given_mesh(words: str) -> Any:
@@ -72,6 +25,22 @@ def given_mesh(words: str) -> Any:
             f"{len(taking_part)} of the {jax.process_count()} processes: each must have some"
         )
     return mesh
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise ``ValueError`` for a dtype that models are not computed in."""
+    from kvjax.models.config import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+
+
+def known_shape(name: str, dtype: str | None) -> ModelShape:
+    """A well-known shape, in a dtype if one is given."""
+    if name not in SHAPES:
+        raise ValueError(f"no shape {name!r} is known: there are {', '.join(SHAPES)}")
+    check_dtype(dtype)
+    return SHAPES[name] if dtype is None else replace(SHAPES[name], dtype=dtype)
 
 
 def read(file: Path) -> str:

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.common import DtypeOption, ModelOption, RevisionOption, read, use_compilation_cache
+from kvjax.cli import options
+from kvjax.cli.common import read, use_compilation_cache
 from kvjax.cli.figures import to_json
 
 
@@ -20,9 +21,9 @@ def evaluate(
             "--policy", "-p", help="NAME,SETTING=VALUE,...: bits=4, static,key_bits=8,value_bits=4."
         ),
     ] = None,
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    dtype: DtypeOption = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a window; by default the model's limit.")
     ] = None,
@@ -37,7 +38,7 @@ def evaluate(
             "--recall", help="Ask a model that was trained to remember for facts, instead."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare cache policies: what they do to a model's predictions on a text, and their bytes."""
     use_compilation_cache()
@@ -60,18 +61,13 @@ def evaluate(
         as_table = reports.columns(measure.rows(shares))
         typer.echo(to_json(reports.as_figures(shares)) if as_json else as_table)
         return
+    if plot is not None:
+        reports.pyplot()  # if it is missing, that is told before anything is measured
     if file is None and model is not None:
         raise ValueError("no text: give a --file")
     lm = models.load(model, dtype=dtype, revision=revision)
     text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-    found = evaluate(
-        lm,
-        text,
-        named,
-        context=context,
-        windows=windows,
-        time_steps=time_steps,
-    )
+    found = evaluate(lm, text, named, context=context, windows=windows, time_steps=time_steps)
     if plot is not None:
         reports.plot_quality(found, plot, title=model or "the embedded model")
     if as_json:

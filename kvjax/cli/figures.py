@@ -5,20 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from kvjax.core.sizes import readable_bytes
+from kvjax.generation.statistics import GenerationStats
 
 FIGURES = (
-    "prompt_tokens",
-    "new_tokens",
-    "compile_seconds",
-    "prefill_seconds",
-    "decode_seconds",
-    "decode_tokens_per_second",
-    "cache_bytes",
-    "compilations",
-)
+    "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
+    "decode_tokens_per_second", "cache_bytes", "compilations",
+)  # fmt: skip
 
 
-def figures(stats: Any) -> dict[str, Any]:
+def figures(stats: GenerationStats) -> dict[str, Any]:
     """What the command line shows of a generation's stats, by name."""
     found = {name: getattr(stats, name) for name in FIGURES}
     return found | {"moves": [asdict(move) for move in stats.moves]}

@@ -6,42 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.common import (
-    BitsOption,
-    CacheOption,
-    DtypeOption,
-    GroupOption,
-    KeyBitsOption,
-    ModelOption,
-    RevisionOption,
-    ValueBitsOption,
-    use_compilation_cache,
-)
+from kvjax.cli import options
+from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
 from kvjax.core.sizes import parse_bytes, readable_bytes
-from kvjax.memory.shapes import SHAPES, ModelShape
+from kvjax.memory.shapes import ModelShape
 
 
 def plan(
-    model: ModelOption = None,
-    revision: RevisionOption = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A config.json of any decoder, instead of a model that kvjax runs."),
     ] = None,
-    shape: Annotated[
-        str | None, typer.Option(help=f"A well-known shape: {', '.join(SHAPES)}.")
-    ] = None,
-    dtype: DtypeOption = None,
+    shape: options.KnownShape = None,
+    dtype: options.Dtype = None,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Rows.")] = 1,
     max_len: Annotated[
         int | None, typer.Option(help="Tokens a row; by default what the model was trained for.")
     ] = None,
-    cache: CacheOption = "static",
-    kv_bits: BitsOption = None,
-    key_bits: KeyBitsOption = None,
-    value_bits: ValueBitsOption = None,
-    group_size: GroupOption = None,
+    cache: options.Cache = "static",
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
     memory: Annotated[
         str | None, typer.Option(help="Of a device: 80GiB, 40GB. Shows what fits into it.")
     ] = None,
@@ -56,7 +45,7 @@ def plan(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate temporaries instead of compiling a step.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say what a model and its cache take, from the config alone, and what fits into a memory."""
     use_compilation_cache()
@@ -135,25 +124,21 @@ def _planned(
 ) -> tuple[Any, int | None, str]:
     """What is planned for, the length that it was trained for, and its name."""
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config import DTYPES
     from kvjax.models.config_json import read_config
     from kvjax.models.fields import read_json
     from kvjax.models.hub import locate
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if config is None and shape is None:
         found = read_config(locate(model, revision, weights=False))
         found = dataclasses.replace(found, dtype=dtype or found.dtype or "bfloat16")
         name = model or "the embedded model"
         return Architecture(found), found.max_position_embeddings, name
-    if config is not None:
-        alone = ModelShape.from_config(read_json(config))
-    elif shape in SHAPES:
-        alone = SHAPES[shape]
+    if config is None:
+        alone = known_shape(str(shape), dtype)
     else:
-        raise ValueError(f"no shape {shape!r} is known: there are {', '.join(SHAPES)}")
-    alone = alone if dtype is None else dataclasses.replace(alone, dtype=dtype)
+        alone = ModelShape.from_config(read_json(config))
+        alone = alone if dtype is None else dataclasses.replace(alone, dtype=dtype)
     return alone, alone.context, str(config or shape)
 
 

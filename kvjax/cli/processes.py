@@ -7,38 +7,17 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.experimental import multihost_utils
 
-DistributedOption = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="One of many processes that run the same command, each with its own devices; only the "
-        "first prints. Who is who comes from the next three, or from the cluster, where JAX knows "
-        "it (Slurm, Open MPI, Kubernetes, TPU).",
-    ),
-]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="JAX_COORDINATOR_ADDRESS",
-        help="Host and port where process 0 listens: 10.0.0.1:1234.",
-    ),
-]
-ProcessesOption = Annotated[
-    int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="How many there are.")
-]
-ProcessIdOption = Annotated[
-    int | None, typer.Option(envvar="JAX_PROCESS_ID", help="Which this one is, 0 the first.")
-]
-StartTimeoutOption = Annotated[
-    int, typer.Option(help="Seconds to wait for the other processes at the start.")
-]
-HeartbeatOption = Annotated[
-    int, typer.Option(help="Seconds of silence after which a process counts as ended.")
-]
+from kvjax.core.checks import whole_number
+
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+"""The status of an error of a device without memory left."""
 
 
 @contextmanager
@@ -60,10 +39,6 @@ def joined(
     if not distributed:
         yield True
         return
-    import jax
-
-    from kvjax.core.checks import whole_number
-
     for name, value, least in (
         ("--processes", processes, 1), ("--process-id", process_id, 0),
         ("--start-timeout", start_timeout, 1), ("--heartbeat-timeout", heartbeat_timeout, 1),
@@ -83,7 +58,7 @@ def joined(
         "are there so many, with ids from 0 on, and does the first listen at "
         f"{coordinator or 'the address that the cluster says'}?"
     )
-    # JAX itself would end with a trace of its own functions.
+    # JAX's own time-out aborts with a trace of its functions: it is left to come later than this.
     alarm = threading.Timer(start_timeout, _leave, [missing])
     alarm.daemon = True
     alarm.start()
@@ -99,7 +74,7 @@ def joined(
             "--distributed: give --coordinator, --processes and --process-id, for no cluster was "
             f"found that says them ({error})"
         ) from error
-    except RuntimeError as error:
+    except JaxRuntimeError as error:
         _leave(f"{missing} ({_short(error)})")
     finally:
         alarm.cancel()
@@ -108,9 +83,10 @@ def joined(
     try:
         _agree(told)
         yield jax.process_index() == 0
-    except RuntimeError as error:
-        if not _is_of_another(error):
+    except JaxRuntimeError as error:
+        if error.error_code_string == NO_MEMORY:
             _leave(_short(error))
+        # Beside its memory a device fails where what it waits for does not come.
         _leave(f"another process of this run has ended, so this one can't go on ({_short(error)})")
     except (Exception, KeyboardInterrupt) as error:
         _leave(_short(error))
@@ -119,9 +95,6 @@ def joined(
 
 def _agree(told: Any) -> None:
     """End all processes if some were told something else: they would wait for one another."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     mine = np.uint32(zlib.crc32(repr(told).encode()))
     every = np.ravel(multihost_utils.process_allgather(mine))
     others = np.flatnonzero(every != every[0])
@@ -140,15 +113,6 @@ def _own_output() -> None:
     kept = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding, buffering=1)
-
-
-_OF_ANOTHER = ("gloo", "connection", "peer", "unavailable", "distributed", "nccl", "aborted")
-
-
-def _is_of_another(error: Exception) -> bool:
-    """Whether it is the end of a process that was waited for: JAX has no class for it."""
-    words = str(error).lower()
-    return any(word in words for word in _OF_ANOTHER)
 
 
 def _short(error: BaseException) -> str:

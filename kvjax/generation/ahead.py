@@ -1,24 +1,23 @@
 """Compiling before the first request: what ``kvjax.generate`` will run, without running it."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 import jax
 import numpy as np
 
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import Options, Request, capacity_bucket, prepare
-from kvjax.generation.session import Stream
+from kvjax.generation.request import Request, capacity_bucket, prepare
+from kvjax.generation.session import Session
+from kvjax.generation.settings import Compiling, Options, spelled_out
 from kvjax.generation.statistics import Meter
-from kvjax.operations.rewinding import rewind
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -39,6 +38,7 @@ class Compiled:
     temporaries: int | None
 
 
+@spelled_out(Compiling)
 @outside
 def compile(
     lm: LanguageModel,
@@ -46,14 +46,7 @@ def compile(
     *,
     max_len: int,
     batch: int = 1,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    min_new_tokens: int = 0,
-    eos_token_ids: int | Sequence[int] | None = None,
-    prefill_chunk: int = 512,
+    **settings: Unpack[Compiling],
 ) -> Compiled:
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run, so that
     in this process it compiles nothing, for any prompts and any number of new tokens.
@@ -86,11 +79,9 @@ def compile(
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
     batch = whole_number("batch", batch, 1)
-    options = Options(
-        1, policy, max_len, 0, temperature, top_k, top_p, min_p, repetition_penalty,
-        min(whole_number("min_new_tokens", min_new_tokens, 0), 1), None, eos_token_ids, True,
-        prefill_chunk, None,
-    )  # fmt: skip
+    options = Options(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
+    least = min(whole_number("min_new_tokens", options.min_new_tokens, 0), 1)
+    options = replace(options, min_new_tokens=least)
     start, meter = time.perf_counter(), Meter()
     with meter.running():
         ready = _Ready(lm, batch, options)
@@ -107,68 +98,52 @@ class _Ready:
 
     def __init__(self, lm: LanguageModel, batch: int, options: Options) -> None:
         self._lm, self._batch, self._options = lm, batch, options
-        request = self._asked(1)
-        # Without chunks it makes the cache and chooses first tokens, and feeds nothing.
-        self._stream = Stream(lm, request, watched=False, chunks=[])
-        self._stream._prefill()
-        self._rows = len(request.prompts)  # on a mesh perhaps more
-        self._logits = request.put(
-            np.zeros((self._rows, lm.config.vocab_size), np.float32), self._stream._context
-        )
-        self._chunk, self._max_len = request.chunk, request.capacity
+        self._request = request = self._asked(1)
+        self._session = Session(lm, request)
+        self._session.start()
+        cache = self._session.cache
+        assert cache is not None
+        self._first = request.capacity if cache.grows_to is None else cache.max_len
+        # Nothing is fed: tokens are chosen from logits of 0.
+        jax.block_until_ready(self._session.begin())
         self.programs = 1
         self.temporaries: list[int] = []
 
     def capacities(self) -> Iterator[tuple[int, int]]:
         """The fewest and the most tokens a row that meet each capacity of the cache."""
-        cache: Any = self._stream._context.cache
-        least, most = 1, self._max_len if cache.grows_to is None else cache.max_len
+        least, most = 1, self._first
         yield least, most
-        while most < self._max_len:
-            least, most = most + 1, min(capacity_bucket(most + 1), self._max_len)
+        while most < self._request.capacity:
+            least, most = most + 1, min(capacity_bucket(most + 1), self._request.capacity)
             yield least, most
 
     def at(self, tokens: tuple[int, int]) -> None:
         """Make the programs ready that a cache has at one of its capacities."""
         least, most = tokens
-        stream, lm = self._stream, self._lm
-        context: Any = stream._context
-        further = max(self._chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
+        session, chunk, max_len = self._session, self._request.chunk, self._request.capacity
+        session.start()
+        further = max(chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
         for _, before in self.capacities():
             if before < least <= before + further:
-                context = stream._fitting(stream._fitting(stream._empty_context(), before), most)
+                session.start()
+                session.make_room(before)
+                session.make_room(most)
         # As many lengths as have all widths that end in this capacity.
         widths = {}
-        for held in range(least, min(least + self._chunk, most + 1, self._max_len)):
-            rest = held - (held - 1) // self._chunk * self._chunk
-            widths.setdefault(stream._request.width(rest), rest)
-        for rest in widths.values():
-            chunk = prompt_chunks(self._asked(rest))[0]
-            self._keep(
-                programs.prefill.lower(
-                    lm.architecture, lm.params, context, self._logits, chunk.tokens, chunk.lengths,
-                    chunk.ends,
-                )
-            )  # fmt: skip
-        self._keep(
-            programs.decode.lower(
-                lm.architecture, stream._request.filters, lm.params, context, stream._progress,
-                stream._seen, np.zeros(self._rows, bool), stream._settings, stream._limit,
-                np.int32(0),
-            )
-        )  # fmt: skip
-        # What stands around the programs: first tokens as those of a dispatch, and a stop string
-        # that is taken back.
-        jax.block_until_ready(stream._progress.token[:, None])
-        check(rewind(context.cache, np.zeros(self._rows, np.int32)))
+        for held in range(least, min(least + chunk, most + 1, max_len)):
+            rest = held - (held - 1) // chunk * chunk
+            widths.setdefault(self._request.width(rest), rest)
+        for lowered in session.lowered(
+            [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
+        ):
+            found = lowered.compile().memory_analysis()
+            self.programs += 1
+            if found is not None:
+                self.temporaries.append(int(found.temp_size_in_bytes))
+        # What stands around the programs: a stop string that is taken back.
+        session.take_back(np.zeros(len(self._request.prompts), np.int32))
+        session.check()
 
     def _asked(self, tokens: int) -> Request:
         """A request of so many tokens a row."""
         return prepare(self._lm, [[0] * tokens] * self._batch, self._options)
-
-    def _keep(self, lowered: Any) -> None:
-        # A call with arguments of the same kind finds what was compiled for them here.
-        found = lowered.compile().memory_analysis()
-        self.programs += 1
-        if found is not None:
-            self.temporaries.append(int(found.temp_size_in_bytes))

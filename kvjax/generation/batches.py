@@ -1,11 +1,10 @@
 """Generation over a stream of batches: the next one is got ready while the present one runs."""
 
-import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Unpack
 
 import jax
 
@@ -13,16 +12,13 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import USED_UP, refuse_used_up
 from kvjax.core.context import outside
-from kvjax.generation.generator import generate
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import Chunk, prompt_chunks
-from kvjax.generation.request import Options, Prompts, Request, prepare
-from kvjax.generation.session import GenerationResult, Stream
-from kvjax.memory.limits import InferenceLimits
+from kvjax.generation.request import Prompts, Request, prepare
+from kvjax.generation.settings import Options, Settings, spelled_out
+from kvjax.generation.streaming import GenerationResult, Stream
 from kvjax.operations.migration import let_go, migrate, moved
 from kvjax.placement.device import Device, check_placement
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,14 @@ class Batch:
             raise ValueError(f"the cache of a Batch is a KVCache to go on from, got {self.cache!r}")
 
 
+@spelled_out(Settings)
 def generate_batches(
     lm: LanguageModel,
     batches: Iterable[Prompts | Batch],
     *,
     placement: Device | None = None,
     park: Device | None = None,
-    limits: InferenceLimits | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Iterator[GenerationResult]:
     """Continue batch after batch of prompts, each as ``generate`` does.
 
@@ -62,8 +58,8 @@ def generate_batches(
         those that were parked on the host. By default they stay where they are.
       park: where the caches of results are moved to: ``Host()`` makes room for the next batch. By
         default they stay where they are.
-      limits: as of ``generate``, and ``prefetch_steps``.
-      settings: the other arguments of ``generate``, the same for all batches.
+      settings: the other arguments of ``generate``, the same for all batches; of ``limits`` the
+        ``prefetch_steps`` as well.
 
     Returns:
       An iterator over results, in order.
@@ -78,14 +74,9 @@ def generate_batches(
     for place in (placement, park):
         if place is not None:
             check_placement(place)
-    if not isinstance(limits, InferenceLimits | None):
-        raise ValueError(f"limits must be InferenceLimits, got {limits!r:.80}")
-    found = inspect.signature(generate).bind(lm, None, limits=limits, **settings)
-    found.apply_defaults()
-    mesh = found.arguments.pop("mesh")
-    lm = lm if mesh is None else lm.on(mesh)
-    options = Options(**{k: v for k, v in found.arguments.items() if k not in ("lm", "prompts")})
-    ahead = 1 if limits is None else limits.prefetch_steps
+    options = Options(**settings)
+    lm = lm if options.mesh is None else lm.on(options.mesh)
+    ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
         ahead = 0  # two threads would meet the other processes' in any order
     return _run(lm, iter(batches), options, placement, park, ahead)
@@ -100,24 +91,6 @@ class _Waiting:
     begun: Future[KVCache | None] | None = None
 
 
-class _Second:
-    """The second thread, in which the caller's default device is the default too."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "kvjax-batches")
-        self._device = jax.config.values["jax_default_device"]
-
-    def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
-        def inside() -> _T:
-            with jax.default_device(self._device):
-                return call(*args)
-
-        return self._pool.submit(inside)
-
-    def stop(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _run(
     lm: LanguageModel,
     batches: Iterator[Prompts | Batch],
@@ -127,7 +100,9 @@ def _run(
     ahead: int,
 ) -> Iterator[GenerationResult]:
     waiting: deque[_Waiting] = deque()
-    second, more = _Second(), True
+    # The caller's default device is the second thread's too.
+    device = jax.default_device(jax.config.values["jax_default_device"])
+    second, more = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__), True
     taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
     try:
         while True:
@@ -157,7 +132,7 @@ def _run(
                 following.begun = second.submit(_first_layers, following.ready, placement, ahead)
             yield _result(lm, present, placement, park)
     finally:
-        second.stop()
+        second.shutdown(wait=True, cancel_futures=True)
 
 
 def _failed(error: Exception) -> Future[Any]:

@@ -1,40 +1,19 @@
 """Text from prompts: all at once, or as it comes."""
 
-from collections.abc import Sequence
-
-from jax.sharding import Mesh
+from typing import Unpack
 
 from kvjax.core.context import outside
 from kvjax.generation.model import LanguageModel
-from kvjax.generation.request import CacheChoice, Options, Prompts, prepare
-from kvjax.generation.session import GenerationResult, Piece, Stream
-from kvjax.memory.limits import InferenceLimits
+from kvjax.generation.request import Prompts, prepare
+from kvjax.generation.settings import Options, Settings, spelled_out
+from kvjax.generation.streaming import GenerationResult, Piece, Stream
 
 __all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]
 
 
+@spelled_out(Settings)
 @outside
-def generate(
-    lm: LanguageModel,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int = 64,
-    cache: CacheChoice = "static",
-    max_len: int | None = None,
-    seed: int | Sequence[int] = 0,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    min_new_tokens: int = 0,
-    stop: str | Sequence[str] | None = None,
-    eos_token_ids: int | Sequence[int] | None = None,
-    use_cache: bool = True,
-    prefill_chunk: int = 512,
-    limits: InferenceLimits | None = None,
-    mesh: Mesh | None = None,
-) -> GenerationResult:
+def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> GenerationResult:
     """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
 
     Args:
@@ -78,39 +57,15 @@ def generate(
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
-    lm = lm if mesh is None else lm.on(mesh)
-    options = Options(
-        max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
-        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
-    )  # fmt: skip
-    running = Stream(lm, prepare(lm, prompts, options), watched=False)
+    running = _asked(lm, prompts, settings, watched=False)
     for _ in running:
         pass
     return running.result
 
 
+@spelled_out(Settings)
 @outside
-def stream(
-    lm: LanguageModel,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int = 64,
-    cache: CacheChoice = "static",
-    max_len: int | None = None,
-    seed: int | Sequence[int] = 0,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    min_new_tokens: int = 0,
-    stop: str | Sequence[str] | None = None,
-    eos_token_ids: int | Sequence[int] | None = None,
-    use_cache: bool = True,
-    prefill_chunk: int = 512,
-    limits: InferenceLimits | None = None,
-    mesh: Mesh | None = None,
-) -> Stream:
+def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Stream:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
     Returns:
@@ -119,9 +74,10 @@ def stream(
       the last piece ``.result`` is what ``generate`` would have given. Arguments are checked
       here; ``NonFiniteError`` comes from the iteration.
     """
-    lm = lm if mesh is None else lm.on(mesh)
-    options = Options(
-        max_new_tokens, cache, max_len, seed, temperature, top_k, top_p, min_p,
-        repetition_penalty, min_new_tokens, stop, eos_token_ids, use_cache, prefill_chunk, limits,
-    )  # fmt: skip
-    return Stream(lm, prepare(lm, prompts, options), watched=True)
+    return _asked(lm, prompts, settings, watched=True)
+
+
+def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Stream:
+    options = Options(**settings)
+    lm = lm if options.mesh is None else lm.on(options.mesh)
+    return Stream(lm, prepare(lm, prompts, options), watched=watched)

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array
 from kvjax.generation.text import Tokenizer
+from kvjax.memory.weights import Loaded
 from kvjax.policies.model_config import CacheShape
 
 
@@ -41,19 +42,15 @@ class Defaults(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
-class LanguageModel(Protocol):
+class LanguageModel(Loaded, Protocol):
     """A loaded model: see ``kvjax.models.load``."""
 
     @property
     def config(self) -> ModelConfig: ...
-    @property
-    def params(self) -> Any: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def generation(self) -> Defaults: ...
     @property
     def architecture(self) -> Model: ...
-    @property
-    def mesh(self) -> Mesh | None: ...
     def on(self, mesh: Mesh) -> "LanguageModel": ...

@@ -1,6 +1,6 @@
 """What a generation was asked for, checked before anything runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from kvjax.core.checks import refuse_used_up, whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.model import LanguageModel, ModelConfig
 from kvjax.generation.sampling import Filters, Settings, make_settings
+from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import abstract_cache
@@ -20,32 +22,8 @@ from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
-CacheChoice = PolicyChoice | KVCache
-
 _SMALLEST_CAPACITY = 64
 _SMALLEST_CHUNK = 16
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments of ``generate``, as given."""
-
-    max_new_tokens: int
-    cache: CacheChoice
-    max_len: int | None
-    seed: int | Sequence[int]
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    min_new_tokens: int
-    stop: str | Sequence[str] | None
-    eos_token_ids: int | Sequence[int] | None
-    use_cache: bool
-    prefill_chunk: int
-    limits: InferenceLimits | None
 
 
 @dataclass(frozen=True)
@@ -107,15 +85,12 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         raise ValueError("a cache to continue was given together with use_cache=False")
     if given is not None:
         refuse_used_up(given)
-    if not isinstance(options.limits, InferenceLimits | None):
-        raise ValueError(f"limits must be InferenceLimits, got {options.limits!r:.80}")
-    mesh = getattr(lm, "mesh", None)
-    spread = None if mesh is None else spread_over(mesh, lm.config.num_key_value_heads)
+    spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
     if given is not None:
         _check_place(given, spread)
     held = [] if given is None else fetch(given.length).tolist()
-    rows = _token_ids(lm, prompts, held)
-    seeds, asked = _seeds(options.seed, len(rows)), len(rows)
+    rows = token_ids(lm, prompts, held)
+    seeds, asked = row_seeds(options.seed, len(rows)), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
     rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
     start = np.zeros(len(rows), np.int64)
@@ -143,36 +118,23 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if options.eos_token_ids is not None:
-        _check_ids(lm.config, eos, "eos_token_ids")
+        check_ids(lm.config, eos, "eos_token_ids")
     filters, settings = make_settings(
-        seeds=seeds,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        min_new_tokens=least,
-        eos_token_ids=eos,
-    )
+        seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+        min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+        min_new_tokens=least, eos_token_ids=eos,
+    )  # fmt: skip
     return Request(
-        prompts=rows,
-        rows=asked,
-        spread=spread,
-        start=start,
-        need=longest + limit,
+        prompts=rows, rows=asked, spread=spread, start=start, need=longest + limit,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
         max_len=options.max_len if alike(1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen if options.use_cache else None,
-        cache=given,
-        eos=frozenset(eos),
-        stops=_stops(lm, options.stop),
-        limit=limit,
-        filters=filters,
-        settings=settings,
-    )
+        cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop), limit=limit,
+        filters=filters, settings=settings,
+    )  # fmt: skip
 
 
 def capacity_bucket(tokens: int) -> int:
@@ -222,7 +184,7 @@ def _with_memory(
         raise ValueError("weights and temporaries leave nothing of the device to the cache")
     choice = replace(choice, memory=found)
     # Where it can't be kept to, this raises.
-    abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=getattr(lm, "mesh", None))
+    abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=lm.mesh)
     return choice
 
 
@@ -264,67 +226,3 @@ def _check_place(cache: KVCache, spread: Spread | None) -> None:
             "the cache is not spread over the devices that the model is on: "
             "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
         )
-
-
-def _token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
-    try:
-        entries = [prompts] if isinstance(prompts, str) else list(prompts)
-    except TypeError:
-        raise ValueError(
-            f"prompts are a text, a list of texts, or a list of lists of token ids, got "
-            f"{prompts!r:.80}"
-        ) from None
-    if not entries:
-        raise ValueError("no prompts: the list is empty")
-    rows = []
-    for number, entry in enumerate(entries):
-        if isinstance(entry, str):
-            if lm.tokenizer is None:
-                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
-            # Where a row holds tokens already, a second BOS token would stand inside its text.
-            begun = number < len(held) and held[number] > 0
-            ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
-        else:
-            ids = _ints(entry, number)
-        if not ids:
-            raise ValueError(f"prompt {number} is empty: there is no token to continue from")
-        _check_ids(lm.config, ids, f"prompt {number}")
-        rows.append(ids)
-    return rows
-
-
-def _ints(entry: Any, number: int) -> list[int]:
-    ids = np.asarray(entry)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(
-            f"prompt {number} must be a text or a list of token ids, got {entry!r:.80}: "
-            "prompts are a text, a list of texts, or a list of lists of token ids"
-        )
-    return ids.tolist()
-
-
-def _check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
-    for i in ids:
-        if not 0 <= i < config.vocab_size:
-            raise ValueError(
-                f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
-                f"tokens, 0 to {config.vocab_size - 1}"
-            )
-
-
-def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    if isinstance(seed, (int, np.integer)):
-        return [int(seed) + row for row in range(rows)]
-    if len(seed) != rows:
-        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
-    return list(seed)
-
-
-def _stops(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"a stop string must have at least one character, got {text!r}")
-    if stops and lm.tokenizer is None:
-        raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
-    return stops

@@ -6,43 +6,25 @@ shapes; figures say which.
 """
 
 import functools
-import math
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.cache.creation import init_cache
-from kvjax.cache.sizes import nbytes, share_of
-from kvjax.cache.state import KVCache, LayerCache
+from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
-from kvjax.core.trees import tree_bytes
-from kvjax.layouts import Growing
-from kvjax.placement.budget import ahead_bytes
+from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
+from kvjax.memory.weights import Plannable, multiplied, weight_bytes
 from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import CacheShape
-from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
+from kvjax.policies.presets import PolicyChoice
 
 PREFILL = 512
 """Tokens of a prompt that a call takes, where nothing else is said."""
-
-_LONG = 2**24
-"""Tokens of a text that is longer than every window."""
-_LOOKUPS = {"embed_tokens", "wte", "embed_in"}
-_POSITIONS = {"wpe"}
-_HEADS = {"lm_head", "embed_out"}
-
-
-class Plannable(Protocol):
-    """What can be planned for: an ``Architecture``, or a ``kvjax.memory.shapes.ModelShape``."""
-
-    @property
-    def config(self) -> Any: ...
-    def abstract_params(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -123,20 +105,20 @@ def plan(
         spread.check_rows(batch)
         temporaries = estimated_temporaries(model.config, batch // spread.rows, chunk, spread)
         temporaries += bytes_ahead(cache, spread)
-    elif compiled and on_device and hasattr(model, "apply"):
+    elif compiled and on_device and model.apply is not None:
         found = [_compiled(model, cache, new) for new in {1, chunk}]
         known = [size for size in found if size is not None]
         if len(known) == len(found):
             temporaries = max(known)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     weights = weight_bytes(model, mesh)
-    held = [_held(layer, length) for layer in cache.layers]
-    matrices = 2 * _multiplied(model)
+    held = [seen(layer, length) for layer in cache.layers]
+    matrices = 2 * multiplied(model.abstract_params())
     scores = 4 * model.config.num_attention_heads * model.config.head_dim
     # A layer that reads another's has queries of its own.
     read = cache.sources if cache.sources is not None else range(len(cache.layers))
-    seen = [held[source][0] for source in read]
-    uncached = sum(n * (n + 1) / 2 + (length - n) * n for n in seen)
+    tokens = [held[source][0] for source in read]
+    uncached = sum(n * (n + 1) / 2 + (length - n) * n for n in tokens)
     rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
     token = bytes_a_token(model.config, choice)
     if spread is not None:
@@ -148,82 +130,11 @@ def plan(
     return Plan(
         cache.batch, max_len, length, devices, weights, nbytes(cache, spread), token,
         temporaries, source,
-        operations=rows * (matrices + scores * sum(seen) / shares),
+        operations=rows * (matrices + scores * sum(tokens) / shares),
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
         moved=weights + rows * sum(size for _, size in held) / parts,
         moved_uncached=weights,
     )  # fmt: skip
-
-
-def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes of a model's parameters, as its config says that they are stored; on a device of a
-    mesh, those that it has.
-
-    Raises:
-      ValueError: if kvjax does not run the model, and so divides it among no devices.
-    """
-    dtype = jnp.dtype(model.config.dtype)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(model.abstract_params())]
-    if mesh is not None:
-        if not hasattr(model, "param_shardings"):
-            raise ValueError("a mesh is planned for a model that kvjax runs, not for a shape alone")
-        shardings = jax.tree.leaves(cast(Any, model).param_shardings(mesh))
-        shapes = [each.shard_shape(shape) for each, shape in zip(shardings, shapes, strict=True)]
-    return sum(math.prod(shape) * dtype.itemsize for shape in shapes)
-
-
-def cache_nbytes(
-    config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
-) -> dict[str, int]:
-    """Bytes of a cache, by place, without allocating it: all of them, where it grows."""
-    return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
-
-
-def bytes_ahead(cache: KVCache, spread: Spread | None = None) -> int:
-    """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
-    fetched ahead, at most. ``spread``: by default the cache's."""
-    own, spread = cache.layers, spread or cache.spread
-    if spread is not None:
-        own = [share_of(layer, spread) for layer in cache.layers]
-    return ahead_bytes(
-        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
-    )
-
-
-def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
-    """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
-    grow with the text, do not count."""
-    limit = getattr(config, "position_limit", None)
-    totals: dict[str, float] = {}
-    for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
-        place = layer.policy.placement.place
-        grows = layer.policy.layout.limit is not None
-        totals[place] = totals.get(place, 0) + (_unit_bytes(layer) if grows else 0)
-    return totals
-
-
-def memory_report(cache: KVCache) -> list[dict[str, Any]]:
-    """What is where, a row a layer: its layout, its codecs, its place, the kind of memory that the
-    arrays are in, bytes of body and tail, and how many tokens fit."""
-    rows = []
-    for number, layer in enumerate(cache.layers):
-        arrays = [x for x in jax.tree.leaves((layer.keys, layer.values)) if hasattr(x, "sharding")]
-        kinds = {str(x.sharding.memory_kind) for x in arrays}
-        held = layer.policy
-        rows.append(
-            {
-                "layer": number,
-                "layout": repr(held.layout),
-                "keys": repr(held.keys),
-                "values": repr(held.values),
-                "place": held.placement.place,
-                "memory": "/".join(sorted(kinds)),
-                "body": tree_bytes((layer.keys, layer.values)),
-                "tail": tree_bytes((layer.tail, layer.strip)),
-                "tokens": held.layout.slots,
-            }
-        )
-    return rows
 
 
 def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | None = None) -> int:
@@ -241,73 +152,18 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
         kv_heads //= spread.heads
     attended = (heads + 2 * kv_heads) * config.head_dim
     activations = batch * new * (2 * config.hidden_size + max(3 * wide, 2 * attended)) * size
-    block = min(1024, 3 * 2**17 // (batch * kv_heads * config.head_dim) or 1)
-    scores = batch * heads * min(new, 256) * block * 4 * 2
+    block = min(COARSE, NUMBERS // (batch * kv_heads * config.head_dim) or 1)
+    scores = batch * heads * min(new, QUERIES) * block * 4 * 2
     blocks = batch * kv_heads * block * config.head_dim * 4 * 2
     return activations + scores + blocks + batch * vocabulary * 4
 
 
-def abstract_cache(
-    config: CacheShape,
-    choice: PolicyChoice | None = None,
-    *,
-    batch: int = 1,
-    max_len: int,
-    mesh: Mesh | None = None,
-) -> KVCache:
-    """``init_cache`` as shapes, as large as it may become: what grows has grown."""
-    policies = per_layer(CachePolicy() if choice is None else choice, config)
-    grown = [
-        replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each
-        for each in policies
-    ]
-    budget = budget_of(choice)
-    policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
-    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh)
-    return jax.eval_shape(make)
-
-
-def _unit_bytes(layer: LayerCache) -> float:
-    """Bytes of a token of a row, as the codecs store it."""
-    stored = layer.policy.stored.slots * (layer.policy.block if layer.tail is not None else 1)
-    batch = jax.tree.leaves(layer.keys)[0].shape[0]
-    return tree_bytes((layer.keys, layer.values)) / stored / batch
-
-
-def _held(layer: LayerCache, length: int) -> tuple[int, float]:
-    """Tokens that the query behind ``length`` of them sees, and their bytes, of one row."""
-    layout, window = layer.policy.layout, layer.window
-    window = min((w for w in (layout.window, window) if w is not None), default=length)
-    seen = min(length, window + layout.sinks)
-    batch = jax.tree.leaves(layer.keys)[0].shape[0]
-    if layer.tail is None:
-        return seen, seen * _unit_bytes(layer)
-    raw = min(seen, layer.policy.block * (layer.policy.recent + 1))
-    tail = tree_bytes(layer.tail) / batch / layer.policy.split.tail.slots
-    return seen, raw * tail + (seen - raw) * _unit_bytes(layer)
-
-
-def _multiplied(model: Plannable) -> int:
-    """Parameters that a token is multiplied by: matrices, but not tables that are looked up in."""
-    total, table, has_head = 0, 0, False
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract_params()):
-        names = {str(getattr(key, "key", key)) for key in path}
-        if len(leaf.shape) < 2 or names & _POSITIONS:
-            continue
-        total += math.prod(leaf.shape)
-        has_head = has_head or bool(names & _HEADS)
-        table += math.prod(leaf.shape) if names & _LOOKUPS else 0
-    return total - table if has_head else total
-
-
-def _compiled(model: Any, cache: KVCache, new: int) -> int | None:
+def _compiled(model: Plannable, cache: KVCache, new: int) -> int | None:
     """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
     None where the compiler does not say."""
-    return _temporaries(model, jax.tree.structure(cache), tuple(_shapes(cache)), new)
-
-
-def _shapes(cache: KVCache) -> list[Any]:
-    return [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(cache)]
+    leaves, structure = jax.tree.flatten(cache)
+    shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+    return _temporaries(model, structure, shapes, new)
 
 
 @functools.lru_cache(maxsize=64)

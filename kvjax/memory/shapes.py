@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,14 @@ class ModelShape:
     def position_limit(self) -> int | None:
         """Positions that the model has."""
         return self.learned_positions or None
+
+    @property
+    def apply(self) -> None:
+        """It does not run."""
+
+    def param_shardings(self, mesh: Any) -> NoReturn:
+        """Raise ``ValueError``: which device has which part of a weight, a shape does not say."""
+        raise ValueError("a mesh is planned for a model that kvjax runs, not for a shape alone")
 
     def abstract_params(self) -> dict[str, Any]:
         """The matrices; biases and norms are left out (less than a thousandth)."""

@@ -6,10 +6,8 @@ in step with a full-precision cache that its predictions are compared with.
 """
 
 import functools
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,61 +19,17 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
-from kvjax.core.trees import tree_bytes
 from kvjax.core.typing import Array
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.model import LanguageModel, Model
 from kvjax.operations.growth import grow
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import PolicyChoice
+from kvjax.quality.figures import Quality, cache_bytes, quality_of
 
 CHUNK = 256
 """Tokens of a pass's calls."""
-FIRST_RANGE = 512
-"""Positions of the first range that figures are given for; each further one ends twice as far."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a policy does to the predictions of some tokens.
-
-    ``tokens``: how many. ``perplexity``: of the text. ``mean_kl``, ``median_kl``, ``high_kl``: the
-    Kullback-Leibler divergence of the predictions from those with the full-precision cache, in
-    nats: mean, median and 99.9th percentile. ``top1``: the share of tokens at which both predict
-    the same one first. ``perplexity_ratio``: to the full-precision cache's.
-    """
-
-    tokens: int
-    perplexity: float
-    perplexity_ratio: float
-    mean_kl: float
-    median_kl: float
-    high_kl: float
-    top1: float
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
-    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
-    bytes to those of the same numbers in bfloat16."""
-
-    body: float
-    scales: float
-    tail: float
-    of_bfloat16: float
-
-
-@dataclass(frozen=True)
-class Quality:
-    """A policy's figures: over all tokens, by range of positions (the keys are where ranges end),
-    its bytes, and the median milliseconds of a decode step at the end of a window, if asked."""
-
-    overall: Figures
-    by_position: dict[int, Figures]
-    bytes: CacheBytes
-    step_ms: float | None = None
 
 
 @outside
@@ -126,7 +80,7 @@ def evaluate(
     caches: dict[str, KVCache] = {}
     for window in cut:
         # Logits are larger than caches: they are compared chunk by chunk.
-        mesh = getattr(lm, "mesh", None)
+        mesh = lm.mesh
         if mesh is not None and mesh.shape.get(DATA, 1) > 1:
             raise ValueError(
                 "one text is evaluated, which a mesh can't divide along data: use tensor"
@@ -158,50 +112,6 @@ def evaluate(
     return qualities
 
 
-def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
-    """Figures from those of single tokens.
-
-    Args:
-      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
-        policy, the divergence, and whether both predict the same first.
-      size: of the cache.
-      step_ms: milliseconds of a step.
-    """
-    ends = _range_ends(each.shape[2] + 1)
-    by_position = {
-        end: _figures(each[:, :, start:end].reshape(4, -1))
-        for start, end in zip([0, *ends], ends, strict=False)
-    }
-    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
-
-
-def cache_bytes(cache: KVCache) -> CacheBytes:
-    """Bytes of a cache, a token and a row."""
-    body = scales = tail = raw = 0.0
-    for layer in cache.layers:
-        policy = layer.policy
-        tokens = policy.stored.slots * (policy.block if policy.has_tail else 1)
-        body += tree_bytes((layer.keys, layer.values)) / tokens / cache.batch
-        tail += tree_bytes(layer.tail) / cache.batch
-        raw += 2 * 2 * layer.kv_heads * layer.head_dim
-        for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
-            if codec.blockwise:
-                wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
-                scales += tree_bytes(wide) / tokens / cache.batch
-    return CacheBytes(body, scales, tail, body / raw)
-
-
-def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
-    """The policies that no other beats in both bytes and mean divergence, fewest bytes first."""
-    front: list[str] = []
-    for name in sorted(
-        qualities, key=lambda n: (qualities[n].bytes.body, qualities[n].overall.mean_kl)
-    ):
-        if not front or qualities[name].overall.mean_kl < qualities[front[-1]].overall.mean_kl:
-            front.append(name)
-    return front
-
-
 def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
     """The cache, doubled until it holds so many tokens."""
     to = cache.max_len
@@ -213,7 +123,7 @@ def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _logits(model: Any, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
+def _logits(model: Model, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
     return model.apply(params, tokens, cache)
 
 
@@ -225,26 +135,6 @@ def _compared(wanted: Array, logits: Array, target: Array) -> Array:
     divergence = jnp.sum(jnp.exp(true) * (true - other), axis=-1)
     same = jnp.argmax(true, axis=-1) == jnp.argmax(other, axis=-1)
     return jnp.stack([*nats, divergence, same.astype(jnp.float32)])
-
-
-def _figures(each: np.ndarray) -> Figures:
-    plain, nats, divergence, same = each.astype(np.float64)
-    return Figures(
-        tokens=len(nats),
-        perplexity=math.exp(nats.mean()),
-        perplexity_ratio=math.exp(nats.mean() - plain.mean()),
-        mean_kl=float(divergence.mean()),
-        median_kl=float(np.median(divergence)),
-        high_kl=float(np.quantile(divergence, 0.999)),
-        top1=float(same.mean()),
-    )
-
-
-def _range_ends(context: int) -> list[int]:
-    ends = [min(FIRST_RANGE, context)]
-    while ends[-1] < context:
-        ends.append(min(2 * ends[-1], context))
-    return ends
 
 
 def _step_ms(lm: LanguageModel, cache: KVCache, token: np.ndarray, steps: int) -> float:

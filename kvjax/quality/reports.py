@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.policies.presets import PolicyChoice, policy
-from kvjax.quality.evaluation import Quality, pareto_front
+from kvjax.quality.figures import Quality, pareto_front
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
@@ -80,13 +80,27 @@ def as_figures(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: asdict(each) for name, each in found.items()}
 
 
+def pyplot() -> Any:
+    """Matplotlib, drawing into files.
+
+    Raises:
+      ValueError: if it is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError(
+            'a plot needs matplotlib: pip install "kvjax[plots]" installs it'
+        ) from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "") -> None:
     """Draw divergence against bytes, with the front of policies that no other beats."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
     shares = [100 * quality.bytes.of_bfloat16 for quality in qualities.values()]

@@ -19,7 +19,8 @@ from kvjax.core.checks import whole_number
 from kvjax.core.typing import Array
 from kvjax.generation.model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
-from kvjax.quality.evaluation import CHUNK, CacheBytes, cache_bytes, raise_for, with_room
+from kvjax.quality.evaluation import CHUNK, raise_for, with_room
+from kvjax.quality.figures import CacheBytes, cache_bytes
 
 from .. import load
 from . import FOLDER

@@ -1,0 +1,116 @@
+"""``kvjax generate``: text from a prompt."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvjax.cli import options
+from kvjax.cli.common import given_mesh, read, use_compilation_cache, utf8
+from kvjax.cli.figures import figures, one_line, to_json
+from kvjax.cli.processes import joined
+from kvjax.generation.settings import Settings
+
+
+def generate(
+    text: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file (UTF-8).")
+    ] = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 128,
+    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many.")] = 0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
+    ] = None,
+    cache: options.Cache = "static",
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
+    prefetch: options.Prefetch = None,
+    cache_memory: options.CacheMemory = None,
+    mesh: options.Mesh = "auto",
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    processes: options.Processes = None,
+    process_id: options.ProcessId = None,
+    start_timeout: options.StartTimeout = 60,
+    heartbeat_timeout: options.Heartbeat = 20,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute everything again for every token.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Continue a prompt, given as text, in a file, or on standard input."""
+    words = _prompt(text, prompt, file)
+    use_compilation_cache()
+    import kvjax
+    from kvjax import models
+
+    policy = kvjax.policy(
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
+        prefetch=prefetch, memory=cache_memory,
+    )  # fmt: skip
+    settings: Settings = {
+        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()),
+        "max_len": max_len, "cache": policy, "use_cache": not no_cache,
+    }  # fmt: skip
+    with joined(
+        distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
+        (words, chat, dtype, revision, mesh, as_json, settings),
+    ) as speaks:  # fmt: skip
+        lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+        entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
+        if as_json:
+            result = kvjax.generate(lm, [entry], **settings)
+            found = {"text": result.text[0], "tokens": result.tokens[0]}
+            if speaks:
+                typer.echo(to_json(found | {"stats": figures(result.stats)}))
+            return
+        running = kvjax.stream(lm, [entry], **settings)
+        for piece in running:
+            if speaks:
+                typer.echo(piece.text[0], nl=False)
+        if speaks:
+            typer.echo()
+            typer.echo(one_line(figures(running.result.stats)), err=True)
+
+
+def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
+    given = [value for value in (text, prompt, file) if value is not None]
+    if len(given) > 1:
+        raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
+    if file is not None:
+        return _stripped(read(file))
+    if not given and sys.stdin.isatty():
+        raise ValueError("no prompt: give a text, --file, or - to read standard input")
+    elif not given or given == ["-"]:
+        return _stripped(utf8("standard input", sys.stdin.buffer.read()))
+    return str(given[0])
+
+
+def _stripped(words: str) -> str:
+    return words.removesuffix("\n").removesuffix("\r")

@@ -1,0 +1,50 @@
+"""``kvjax info``: a model, its cache, and the devices."""
+
+import typer
+
+from kvjax.cli import options
+from kvjax.cli.figures import table, to_json
+
+
+def info(
+    model: options.Model = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
+    cache: options.Cache = "static",
+    kv_bits: options.Bits = None,
+    key_bits: options.KeyBits = None,
+    value_bits: options.ValueBits = None,
+    group_size: options.Group = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show a model, the bytes its cache takes a token, and the devices."""
+    import jax
+
+    import kvjax
+    from kvjax import models
+    from kvjax.memory.sizes import bytes_a_token
+
+    lm = models.load(model, dtype=dtype, revision=revision)
+    config, leaves = lm.config, jax.tree.leaves(lm.params)
+    policy = kvjax.policy(
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
+    )
+    cache_bytes = bytes_a_token(config, policy)
+    report = {
+        "model": model or "the embedded model",
+        "type": config.model_type,
+        "parameters": sum(leaf.size for leaf in leaves),
+        "parameter_bytes": sum(leaf.nbytes for leaf in leaves),
+        "dtype": config.dtype,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "cache": cache,
+        "cache_bytes_a_token": cache_bytes,
+        "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
+        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
+    }
+    typer.echo(to_json(report) if as_json else table(report))

@@ -1,0 +1,89 @@
+"""Options that commands share, by their types."""
+
+from typing import Annotated
+
+import typer
+
+from kvjax.memory.shapes import SHAPES
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
+]
+Cache = Annotated[
+    str,
+    typer.Option(
+        "--cache",
+        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
+        "offloaded, offloaded_static, auto.",
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
+]
+KeyBits = Annotated[int | None, typer.Option(help="The same for keys alone.")]
+ValueBits = Annotated[int | None, typer.Option(help="The same for values alone.")]
+Group = Annotated[
+    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
+]
+Prefetch = Annotated[
+    int | None,
+    typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),
+]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
+]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest that make up p.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Sample among those of at least p times the likeliest.")
+]
+Mesh = Annotated[
+    str,
+    typer.Option(
+        "--mesh",
+        help="Devices to share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
+        "that one device has no memory for is spread over the local ones; with --distributed, "
+        "every model over all of them.",
+    ),
+]
+Distributed = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="One of many processes that run the same command, each with its own devices; only the "
+        "first prints. Who is who comes from the next three, or from the cluster, where JAX knows "
+        "it (Slurm, Open MPI, Kubernetes, TPU).",
+    ),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        envvar="JAX_COORDINATOR_ADDRESS",
+        help="Host and port where process 0 listens: 10.0.0.1:1234.",
+    ),
+]
+Processes = Annotated[
+    int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="How many there are.")
+]
+ProcessId = Annotated[
+    int | None, typer.Option(envvar="JAX_PROCESS_ID", help="Which this one is, 0 the first.")
+]
+StartTimeout = Annotated[
+    int, typer.Option(help="Seconds to wait for the other processes at the start.")
+]
+Heartbeat = Annotated[
+    int, typer.Option(help="Seconds of silence after which a process counts as ended.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+KnownShape = Annotated[str | None, typer.Option(help=f"A well-known shape: {', '.join(SHAPES)}.")]

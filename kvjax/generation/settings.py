@@ -1,0 +1,99 @@
+"""The keywords of ``generate``: once with their types, once with what they are by default."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypedDict, TypeVar
+
+from jax.sharding import Mesh
+
+from kvjax.cache.state import KVCache
+from kvjax.memory.limits import InferenceLimits
+from kvjax.policies.presets import PolicyChoice
+
+CacheChoice = PolicyChoice | KVCache
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Drawing(TypedDict, total=False):
+    """How tokens are drawn."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
+class Compiling(Drawing, total=False):
+    """What chooses programs."""
+
+    repetition_penalty: float | None
+    min_new_tokens: int
+    eos_token_ids: int | Sequence[int] | None
+    prefill_chunk: int
+
+
+class Settings(Compiling, total=False):
+    """All of them."""
+
+    max_new_tokens: int
+    cache: CacheChoice
+    max_len: int | None
+    seed: int | Sequence[int]
+    stop: str | Sequence[str] | None
+    use_cache: bool
+    limits: InferenceLimits | None
+    mesh: Mesh | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All of them, where those that are not given have their defaults."""
+
+    max_new_tokens: int = 64
+    cache: CacheChoice = "static"
+    max_len: int | None = None
+    seed: int | Sequence[int] = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    eos_token_ids: int | Sequence[int] | None = None
+    use_cache: bool = True
+    prefill_chunk: int = 512
+    limits: InferenceLimits | None = None
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.limits, InferenceLimits | None):
+            raise ValueError(f"limits must be InferenceLimits, got {self.limits!r:.80}")
+
+
+def spelled_out(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Puts the names of ``**settings: Unpack[keywords]``, and their defaults, into the signature
+    of a function, for ``help``; one that is not there is a ``TypeError``, as of any function."""
+    known = inspect.signature(Options).parameters
+
+    def spell_out(call: Callable[_P, _T]) -> Callable[_P, _T]:
+        own = inspect.signature(call)
+        *named, _ = own.parameters.values()
+        unpacked = keywords.__annotations__.keys() - own.parameters.keys()
+        given = [each for name, each in known.items() if name in unpacked]
+        signature = own.replace(parameters=[*named, *given])
+
+        @functools.wraps(call)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for name in kwargs.keys() - signature.parameters.keys():
+                raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}")
+            return call(*args, **kwargs)
+
+        vars(called)["__signature__"] = signature
+        return called
+
+    return spell_out

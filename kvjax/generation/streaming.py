@@ -1,0 +1,218 @@
+"""Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.cache.state import KVCache
+from kvjax.core.context import outside
+from kvjax.core.device import fetch
+from kvjax.core.errors import NonFiniteError
+from kvjax.generation.model import LanguageModel
+from kvjax.generation.programs import CHUNK
+from kvjax.generation.prompts import Chunk, prompt_chunks
+from kvjax.generation.request import Request
+from kvjax.generation.session import Report, Session
+from kvjax.generation.statistics import GenerationStats, Meter
+from kvjax.generation.text import RowText
+
+_WATCHED_STEPS = 32
+"""The most steps of a dispatch where somebody waits for its text."""
+_TOGETHER_STEPS = 8
+"""The same, where many processes run together."""
+_PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
+"""A streamed dispatch that takes less grows, one that takes more shrinks."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What ``generate`` gives.
+
+    ``text``: the new text of each row, without special tokens and without the prompt; None where
+    the model has no tokenizer.
+    ``tokens``: the new tokens of each row, the end-of-text token included.
+    ``stats``: what it cost, and why each row ended.
+    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache.
+    A row with a stop string that is longer than its ring's slack may be left behind it:
+    ``kvjax.check`` says so, and ``kvjax.select`` has the other rows.
+    ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
+    or none where a stop string took back later ones. A continuation's prompts begin with them.
+
+    A row that met a stop string has the text before it, and the longest run of tokens whose text
+    does not reach into it. Where a stop string begins inside a token, ``text`` has the first
+    characters of that token, and ``tokens`` and ``cache`` end before it.
+    """
+
+    # The annotations leave None out: who has a tokenizer and a cache need not assert it.
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+    cache: KVCache
+    unfed: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of a ``stream`` adds: the new text (None without a tokenizer) and tokens of
+    each row, empty where there are none, and the figures so far."""
+
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+
+
+class Stream(Iterator[Piece]):
+    """A generation that runs as it is iterated over: see ``stream``."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: Request,
+        *,
+        watched: bool,
+        chunks: list[Chunk] | None = None,
+    ) -> None:
+        self._request, self._chunks = request, chunks
+        self._session = Session(lm, request)
+        self._has_text = lm.tokenizer is not None
+        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
+        for row in self._rows[request.rows :]:
+            row.finish("padding")
+        self._counts = np.zeros(len(self._rows), np.int32)
+        # Processes that run together do the same steps, whatever time each takes.
+        alone = jax.process_count() == 1
+        first = 1 if alone else _TOGETHER_STEPS
+        self._steps = first if watched else _WATCHED_STEPS if request.stops else CHUNK
+        self._paced = watched and alone
+        self._prefill_meter, self._decode_meter = Meter(), Meter()
+        self._result: GenerationResult | None = None
+        self._pieces = self._run()
+
+    @outside
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            raise RuntimeError("the result is there after the last piece: iterate to the end")
+        return self._result
+
+    def _run(self) -> Iterator[Piece]:
+        with self._prefill_meter.running():
+            self._session.start()
+            chunks = prompt_chunks(self._request) if self._chunks is None else self._chunks
+            for chunk in chunks:
+                self._session.make_room(chunk.held)
+                self._session.fill(chunk)
+            self._absorb(self._session.begin())
+        dispatched = 1
+        longest = int((self._request.start + [len(row) for row in self._request.prompts]).max())
+        flying: deque[Report] = deque()
+        # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
+        # if all rows are done by then; but only the host sees stop strings.
+        ahead = 1 if self._request.stops else 2
+        while any(row.reason is None for row in self._rows):
+            yield self._piece()
+            before = self._decode_meter.seconds
+            with self._decode_meter.running():
+                while len(flying) < ahead and dispatched < self._request.limit:
+                    steps = min(self._steps, self._request.limit - dispatched, self._revocable())
+                    self._session.make_room(longest + dispatched + steps)
+                    steps = min(steps, self._revocable())  # a layer with a tail forgets less
+                    dispatched += steps
+                    halt = np.array([row.reason is not None for row in self._rows])
+                    flying.append(self._session.decode(np.int32(steps), halt))
+                self._absorb(flying.popleft())
+            if self._paced:
+                self._pace(self._decode_meter.seconds - before)
+        with self._decode_meter.running():
+            unfed = self._settle()
+        asked = self._rows[: self._request.rows]
+        texts = self._texts([row.text for row in asked])
+        tokens = [row.tokens for row in asked]
+        cache: Any = self._session.cache
+        self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed[: len(asked)])
+        yield self._piece()
+
+    def _revocable(self) -> int:
+        """Steps after which a stop string can still be taken back from a ring or a tail."""
+        cache = self._session.cache
+        if not self._request.stops or cache is None or cache.revocable is None:
+            return CHUNK
+        return max(1, cache.revocable + 1 - max(row.pending for row in self._rows))
+
+    def _absorb(self, report: Report) -> None:
+        """Wait for a dispatch, and take its tokens in.
+
+        Raises:
+          NonFiniteError: if a row's logits were not finite numbers.
+        """
+        out, progress = fetch(report)
+        if progress.broken.any():
+            rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
+            raise NonFiniteError(
+                f"the logits of row(s) {rows} are not finite numbers, after "
+                f"{int(progress.count[progress.broken][0])} new tokens; nothing was drawn from them"
+            )
+        for i, row in enumerate(self._rows):
+            for token in out[i, : progress.count[i] - self._counts[i]].tolist():
+                row.push(token)
+            if progress.done[i] and row.reason is None:
+                row.finish("eos" if row.tokens[-1] in self._request.eos else "length")
+        self._counts = progress.count
+
+    def _settle(self) -> list[list[int]]:
+        """Take back what a stop string took from the texts; each row's tokens that the cache
+        lacks."""
+        kept = np.array([len(row.tokens) for row in self._rows], np.int32)
+        unfed = [
+            row.tokens[-1:] if whole else []
+            for row, whole in zip(self._rows, kept == self._counts, strict=True)
+        ]
+        self._session.check()
+        surplus = np.maximum(self._counts - 1 - kept, 0)
+        if surplus.any():
+            self._session.take_back(surplus)
+        return unfed
+
+    def _piece(self) -> Piece:
+        taken = [row.take() for row in self._rows[: self._request.rows]]
+        text = self._texts([text for text, _ in taken])
+        return Piece(text, [tokens for _, tokens in taken], self._stats())
+
+    def _texts(self, texts: list[str]) -> Any:
+        return texts if self._has_text else None
+
+    def _stats(self) -> GenerationStats:
+        prefill, decode = self._prefill_meter, self._decode_meter
+        rows = self._request.rows
+        decoded = int(self._counts[:rows].sum()) - rows
+        return GenerationStats(
+            prompt_tokens=sum(map(len, self._request.prompts)),
+            new_tokens=sum(len(row.tokens) for row in self._rows),
+            compile_seconds=prefill.compile_seconds + decode.compile_seconds,
+            prefill_seconds=prefill.seconds,
+            decode_seconds=decode.seconds,
+            decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
+            cache_bytes=self._session.cache_bytes,
+            compilations=prefill.compilations + decode.compilations,
+            stop_reasons=tuple(row.reason for row in self._rows[:rows]),
+            moves=tuple(self._session.moves),
+        )
+
+    def _pace(self, seconds: float) -> None:
+        """Choose how many steps the next dispatch of a stream has, by how long this one took."""
+        if seconds < _PROMPT_SECONDS:
+            self._steps = min(2 * self._steps, _WATCHED_STEPS)
+        elif seconds > _SLOW_SECONDS:
+            self._steps = max(self._steps // 2, 1)

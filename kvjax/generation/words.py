@@ -1,0 +1,78 @@
+"""Prompts, seeds and stop strings as they are given: checked, and as token ids and lists."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.generation.model import LanguageModel, ModelConfig
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
+    """Token ids of each prompt; ``held``: tokens that the rows of a given cache hold already."""
+    try:
+        entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise ValueError(
+            f"prompts are a text, a list of texts, or a list of lists of token ids, got "
+            f"{prompts!r:.80}"
+        ) from None
+    if not entries:
+        raise ValueError("no prompts: the list is empty")
+    rows = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, str):
+            if lm.tokenizer is None:
+                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
+            # Where a row holds tokens already, a second BOS token would stand inside its text.
+            begun = number < len(held) and held[number] > 0
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
+        else:
+            ids = _ints(entry, number)
+        if not ids:
+            raise ValueError(f"prompt {number} is empty: there is no token to continue from")
+        check_ids(lm.config, ids, f"prompt {number}")
+        rows.append(ids)
+    return rows
+
+
+def _ints(entry: Any, number: int) -> list[int]:
+    ids = np.asarray(entry)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"prompt {number} must be a text or a list of token ids, got {entry!r:.80}: "
+            "prompts are a text, a list of texts, or a list of lists of token ids"
+        )
+    return ids.tolist()
+
+
+def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
+    """Raise ``ValueError`` for a token that the model has not."""
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise ValueError(
+                f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
+                f"tokens, 0 to {config.vocab_size - 1}"
+            )
+
+
+def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """A seed for each row."""
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + row for row in range(rows)]
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
+    return list(seed)
+
+
+def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The strings before which a text ends."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a stop string must have at least one character, got {text!r}")
+    if stops and lm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
+    return stops

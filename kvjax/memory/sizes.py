@@ -1,0 +1,134 @@
+"""What a cache takes, from its policy and a model's shape alone."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kvjax.cache.creation import init_cache
+from kvjax.cache.sizes import nbytes, share_of
+from kvjax.cache.state import KVCache, LayerCache
+from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Growing
+from kvjax.placement.budget import ahead_bytes
+from kvjax.placement.spread import Spread
+from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.model_config import CacheShape
+from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
+
+_LONG = 2**24
+"""Tokens of a text that is longer than every window."""
+
+
+def abstract_cache(
+    config: CacheShape,
+    choice: PolicyChoice | None = None,
+    *,
+    batch: int = 1,
+    max_len: int,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """``init_cache`` as shapes, as large as it may become: what grows has grown."""
+    policies = per_layer(CachePolicy() if choice is None else choice, config)
+    grown = [
+        replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each
+        for each in policies
+    ]
+    budget = budget_of(choice)
+    policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
+    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh)
+    return jax.eval_shape(make)
+
+
+def cache_nbytes(
+    config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
+) -> dict[str, int]:
+    """Bytes of a cache, by place, without allocating it: all of them, where it grows."""
+    return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
+
+
+def bytes_ahead(cache: KVCache, spread: Spread | None = None) -> int:
+    """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
+    fetched ahead, at most. ``spread``: by default the cache's."""
+    own, spread = cache.layers, spread or cache.spread
+    if spread is not None:
+        own = [share_of(layer, spread) for layer in cache.layers]
+    return ahead_bytes(
+        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
+    )
+
+
+def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
+    """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
+    grow with the text, do not count."""
+    limit = getattr(config, "position_limit", None)
+    totals: dict[str, float] = {}
+    for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
+        place = layer.policy.placement.place
+        grows = layer.policy.layout.limit is not None
+        totals[place] = totals.get(place, 0) + (_unit_bytes(layer) if grows else 0)
+    return totals
+
+
+def memory_report(cache: KVCache) -> list[dict[str, Any]]:
+    """What is where, a row a layer: its layout, its codecs, its place, the kind of memory that the
+    arrays are in, bytes of body and tail, and how many tokens fit."""
+    rows = []
+    for number, layer in enumerate(cache.layers):
+        arrays = [x for x in jax.tree.leaves((layer.keys, layer.values)) if hasattr(x, "sharding")]
+        kinds = {str(x.sharding.memory_kind) for x in arrays}
+        held = layer.policy
+        rows.append(
+            {
+                "layer": number,
+                "layout": repr(held.layout),
+                "keys": repr(held.keys),
+                "values": repr(held.values),
+                "place": held.placement.place,
+                "memory": "/".join(sorted(kinds)),
+                "body": tree_bytes((layer.keys, layer.values)),
+                "tail": tree_bytes((layer.tail, layer.strip)),
+                "tokens": held.layout.slots,
+            }
+        )
+    return rows
+
+
+def device_bytes(
+    config: Any, choice: PolicyChoice | None, batch: int, max_len: int, mesh: Mesh | None = None
+) -> int:
+    """Bytes of the device, or of each device of a mesh, that a cache takes, layers that are fetched
+    ahead among them."""
+    cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
+    return nbytes(cache, cache.spread).get("device", 0) + bytes_ahead(cache)
+
+
+def bytes_read(
+    config: CacheShape, choice: PolicyChoice | None, *, batch: int, max_len: int, length: int
+) -> int:
+    """Bytes of a cache that the query behind ``length`` tokens, itself among them, sees in every
+    row, as its codecs store them."""
+    cache = abstract_cache(config, choice, batch=batch, max_len=max_len)
+    return round(batch * sum(seen(layer, length)[1] for layer in cache.layers))
+
+
+def seen(layer: LayerCache, length: int) -> tuple[int, float]:
+    """Tokens that the query behind ``length`` of them sees, and their bytes, of one row."""
+    layout, window = layer.policy.layout, layer.window
+    window = min((w for w in (layout.window, window) if w is not None), default=length)
+    tokens = min(length, window + layout.sinks)
+    batch = jax.tree.leaves(layer.keys)[0].shape[0]
+    if layer.tail is None:
+        return tokens, tokens * _unit_bytes(layer)
+    raw = min(tokens, layer.policy.block * (layer.policy.recent + 1))
+    tail = tree_bytes(layer.tail) / batch / layer.policy.split.tail.slots
+    return tokens, raw * tail + (tokens - raw) * _unit_bytes(layer)
+
+
+def _unit_bytes(layer: LayerCache) -> float:
+    """Bytes of a token of a row, as the codecs store it."""
+    stored = layer.policy.stored.slots * (layer.policy.block if layer.tail is not None else 1)
+    batch = jax.tree.leaves(layer.keys)[0].shape[0]
+    return tree_bytes((layer.keys, layer.values)) / stored / batch

@@ -1,0 +1,120 @@
+"""Figures of a lossy cache: from those of single tokens, and its bytes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from kvjax.cache.state import KVCache
+from kvjax.core.trees import tree_bytes
+
+FIRST_RANGE = 512
+"""Positions of the first range that figures are given for; each further one ends twice as far."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a policy does to the predictions of some tokens.
+
+    ``tokens``: how many. ``perplexity``: of the text. ``mean_kl``, ``median_kl``, ``high_kl``: the
+    Kullback-Leibler divergence of the predictions from those with the full-precision cache, in
+    nats: mean, median and 99.9th percentile. ``top1``: the share of tokens at which both predict
+    the same one first. ``perplexity_ratio``: to the full-precision cache's.
+    """
+
+    tokens: int
+    perplexity: float
+    perplexity_ratio: float
+    mean_kl: float
+    median_kl: float
+    high_kl: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
+    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
+    bytes to those of the same numbers in bfloat16."""
+
+    body: float
+    scales: float
+    tail: float
+    of_bfloat16: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A policy's figures: over all tokens, by range of positions (the keys are where ranges end),
+    its bytes, and the median milliseconds of a decode step at the end of a window, if asked."""
+
+    overall: Figures
+    by_position: dict[int, Figures]
+    bytes: CacheBytes
+    step_ms: float | None = None
+
+
+def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
+    """Figures from those of single tokens.
+
+    Args:
+      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
+        policy, the divergence, and whether both predict the same first.
+      size: of the cache.
+      step_ms: milliseconds of a step.
+    """
+    ends = _range_ends(each.shape[2] + 1)
+    by_position = {
+        end: _figures(each[:, :, start:end].reshape(4, -1))
+        for start, end in zip([0, *ends], ends, strict=False)
+    }
+    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
+
+
+def cache_bytes(cache: KVCache) -> CacheBytes:
+    """Bytes of a cache, a token and a row."""
+    body = scales = tail = raw = 0.0
+    for layer in cache.layers:
+        policy = layer.policy
+        tokens = policy.stored.slots * (policy.block if policy.has_tail else 1)
+        body += tree_bytes((layer.keys, layer.values)) / tokens / cache.batch
+        tail += tree_bytes(layer.tail) / cache.batch
+        raw += 2 * 2 * layer.kv_heads * layer.head_dim
+        for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
+            if codec.blockwise:
+                wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
+                scales += tree_bytes(wide) / tokens / cache.batch
+    return CacheBytes(body, scales, tail, body / raw)
+
+
+def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
+    """The policies that no other beats in both bytes and mean divergence, fewest bytes first."""
+    front: list[str] = []
+    for name in sorted(
+        qualities, key=lambda n: (qualities[n].bytes.body, qualities[n].overall.mean_kl)
+    ):
+        if not front or qualities[name].overall.mean_kl < qualities[front[-1]].overall.mean_kl:
+            front.append(name)
+    return front
+
+
+def _figures(each: np.ndarray) -> Figures:
+    plain, nats, divergence, same = each.astype(np.float64)
+    return Figures(
+        tokens=len(nats),
+        perplexity=math.exp(nats.mean()),
+        perplexity_ratio=math.exp(nats.mean() - plain.mean()),
+        mean_kl=float(divergence.mean()),
+        median_kl=float(np.median(divergence)),
+        high_kl=float(np.quantile(divergence, 0.999)),
+        top1=float(same.mean()),
+    )
+
+
+def _range_ends(context: int) -> list[int]:
+    ends = [min(FIRST_RANGE, context)]
+    while ends[-1] < context:
+        ends.append(min(2 * ends[-1], context))
+    return ends
