@@ -1,4 +1,4 @@
-"""Softmax over a prefix of every segment, of one of few sizes that the step itself chooses.
+"""Softmax over a prefix of every section, of one of few sizes that the step itself chooses.
 
 Where a conditional is cheap, the walk of ``blocks.py`` follows the filled length block by block. An
 accelerator is given its work ahead, and may have to wait for its host at every conditional: here

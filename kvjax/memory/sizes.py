@@ -119,16 +119,14 @@ def seen(layer: LayerCache, length: int) -> tuple[int, float]:
     layout, window = layer.policy.layout, layer.window
     window = min((w for w in (layout.window, window) if w is not None), default=length)
     tokens = min(length, window + layout.sinks)
-    batch = jax.tree.leaves(layer.keys)[0].shape[0]
     if layer.tail is None:
         return tokens, tokens * _unit_bytes(layer)
     raw = min(tokens, layer.policy.block * (layer.policy.recent + 1))
-    tail = tree_bytes(layer.tail) / batch / layer.policy.split.tail.slots
+    tail = tree_bytes(layer.tail) / layer.batch / layer.policy.split.tail.slots
     return tokens, raw * tail + (tokens - raw) * _unit_bytes(layer)
 
 
 def _unit_bytes(layer: LayerCache) -> float:
     """Bytes of a token of a row, as the codecs store it."""
-    stored = layer.policy.stored.slots * (layer.policy.block if layer.tail is not None else 1)
-    batch = jax.tree.leaves(layer.keys)[0].shape[0]
-    return tree_bytes((layer.keys, layer.values)) / stored / batch
+    stored = layer.policy.stored.slots * layer.policy.unit
+    return tree_bytes((layer.keys, layer.values)) / stored / layer.batch

@@ -78,7 +78,7 @@ def cache_bytes(cache: KVCache) -> CacheBytes:
     body = scales = tail = raw = 0.0
     for layer in cache.layers:
         policy = layer.policy
-        tokens = policy.stored.slots * (policy.block if policy.has_tail else 1)
+        tokens = policy.stored.slots * policy.unit
         body += tree_bytes((layer.keys, layer.values)) / tokens / cache.batch
         tail += tree_bytes(layer.tail) / cache.batch
         raw += 2 * 2 * layer.kv_heads * layer.head_dim
