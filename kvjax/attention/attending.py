@@ -81,8 +81,8 @@ def attend(
       ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive,
         ``sinks`` are more than a ring keeps, or ``path`` is not known or can't serve the call.
     """
-    place = cache.place(layer)
-    held = cache.layers[place]
+    entry = cache.entry(layer)
+    held = cache.layers[entry]
     if cache.spread is not None:
         cache.spread.check_context()
     _check_queries(queries, held, cache.batch)
@@ -108,7 +108,7 @@ def attend(
     if layout.sinks and rotary is not None:
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
     kinds = (turned,) if capped is turned else (turned, capped)
-    view = View(held, cache.length, length, cache.written[:, place], rotary)
+    view = View(held, cache.length, length, cache.written[:, entry], rotary)
     return _mixture(way, kinds, view, mask)
 
 

@@ -62,9 +62,9 @@ def append(
       ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
         is no such layer.
     """
-    place = cache.place(layer)
-    old = cache.layers[place]
-    if cache.sources is not None and place in cache.sources[:layer]:
+    entry = cache.entry(layer)
+    old = cache.layers[entry]
+    if cache.sources is not None and entry in cache.sources[:layer]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
     if cache.spread is not None:
         cache.spread.check_context()
@@ -73,14 +73,14 @@ def append(
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
     count = accepted(cache, keys.shape[2], lengths)
-    layers = fetched_ahead(cache.layers, place, cache.sources, layer, (keys, cache.length))
-    old = layers[place]
+    layers = fetched_ahead(cache.layers, entry, cache.sources, layer, (keys, cache.length))
+    old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     platform = old.policy.placement.platform()
     new = with_tokens(platform, old, keys, values, cache.length, count, rotary)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
-    return replace(cache, layers=(*layers[:place], new, *layers[place + 1 :]))
+    return replace(cache, layers=(*layers[:entry], new, *layers[entry + 1 :]))
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.layer import LayerCache, empty_layer
-from kvjax.cache.sizes import within
+from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.placement.spread import spread_over
@@ -87,7 +87,7 @@ def allocate(
     ]
     budget = budget_of(policy)
     if budget is not None:
-        resolved = within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
+        resolved = kept_within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
     layers = [
         new_layer(each, batch, kv_heads, head_dim, windows[n])
         for n, each in zip(own, resolved, strict=True)
@@ -115,11 +115,11 @@ def new_layer(
 @functools.lru_cache(maxsize=256)
 def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
     """The program that makes an empty layer on the devices of a mesh."""
-    make, place = functools.partial(empty_layer, policy, *shape), policy.placement
-    spread = place.spread
+    make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
+    spread = placement.spread
     assert spread is not None
     specs = jax.eval_shape(make).specs()
-    near, far = spread.sharding, functools.partial(spread.sharding, kind=place.memory_kind)
+    near, far = spread.sharding, functools.partial(spread.sharding, kind=placement.memory_kind)
     shardings = replace(
         jax.tree.map(near, specs),
         keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),

@@ -8,31 +8,31 @@ from kvjax.core.typing import KeysValues, Rows
 
 def fetched_ahead(
     layers: tuple[LayerCache, ...],
-    place: int,
+    entry: int,
     sources: tuple[int, ...] | None,
     number: int,
     after: tuple[KeysValues, Rows],
 ) -> tuple[LayerCache, ...]:
     """The layers, with those bodies on the device, or on their way, that are to be by the turn of
-    layer ``number`` of the model at ``place``, and no others: but for the first layer, fetching
+    layer ``number`` of the model at ``entry``, and no others: but for the first layer, fetching
     begins when ``after`` is there, its keys and the rows' lengths."""
     later = set(() if sources is None else sources[number:])
     found = list(layers)
     for n, held in enumerate(layers):
         ahead = held.policy.placement.ahead
-        if n < place and n not in later:
+        if n < entry and n not in later:
             found[n] = replace(held, fetched=None)
-        elif ahead and place <= n <= place + ahead and held.fetched is None:
-            found[n] = replace(held, fetched=_near(held, after if place else None))
+        elif ahead and entry <= n <= entry + ahead and held.fetched is None:
+            found[n] = replace(held, fetched=_near(held, after if entry else None))
     return tuple(found)
 
 
 def _near(held: LayerCache, after: tuple[KeysValues, Rows] | None) -> Body:
     """A layer's body on the device; on a mesh, each device's own."""
-    place, stores = held.policy.placement, (held.keys, held.values)
-    spread = place.spread
+    placement, stores = held.policy.placement, (held.keys, held.values)
+    spread = placement.spread
     if spread is None or after is None:
-        return place.near(stores, after)
+        return placement.near(stores, after)
     specs = held.specs()
     bodies, rest = (specs.keys, specs.values), (spread.of_tokens(), spread.of_rows())
-    return spread.run(place.near, (bodies, rest), bodies, stores, after)
+    return spread.run(placement.near, (bodies, rest), bodies, stores, after)

@@ -86,22 +86,22 @@ class LayerCache:
     def _each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
         """The same for every array; a body that is kept elsewhere comes near for it."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
-        place = self.policy.placement
-        if place.spread is not None:
+        placement = self.policy.placement
+        if placement.spread is not None:
             return near.placed()
-        return replace(near, keys=place.far(near.keys), values=place.far(near.values))
+        return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))
 
     def near(self) -> "LayerCache":
         """With the body on the device, to compute with all of it."""
-        place = self.policy.placement
-        return replace(self, keys=place.near(self.keys), values=place.near(self.values))
+        placement = self.policy.placement
+        return replace(self, keys=placement.near(self.keys), values=placement.near(self.values))
 
     def placed(self) -> "LayerCache":
         """With every array where the policy says, committed."""
-        place = self.policy.placement
+        placement = self.policy.placement
         return replace(
-            self, keys=place.store(self.keys), values=place.store(self.values),
-            tail=place.put_tokens(self.tail), low=place.put(self.low),
+            self, keys=placement.store(self.keys), values=placement.store(self.values),
+            tail=placement.put_tokens(self.tail), low=placement.put(self.low),
         )  # fmt: skip
 
     def specs(self) -> "LayerCache":

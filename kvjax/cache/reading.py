@@ -29,10 +29,10 @@ def read(
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
-    place = cache.place(layer)
-    held, length = replace(cache.layers[place], strip=None), cache.length
+    entry = cache.entry(layer)
+    held, length = replace(cache.layers[entry], strip=None), cache.length
     keys, values, positions = [], [], []
-    view = View(held, length, length, cache.written[:, place])
+    view = View(held, length, length, cache.written[:, entry])
     for section in sections(view, together=True):
         some_keys, some_values, at = section.numbers()
         if section.split is not None:

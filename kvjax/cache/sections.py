@@ -29,11 +29,11 @@ class Section:
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
     are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
     all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
-    stored unrotated. ``placement``: where the stores are kept. ``place(units)`` -> int32[batch,
-    tokens], the positions of some units' tokens, -1 for none; ``span(start, size)``: the lowest and
-    highest of them, over all rows; ``filled(near)``: how many units from the first on may hold
-    anything, where rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if
-    it does, counted in tokens.
+    stored unrotated. ``placement``: where the stores are kept. ``positions_of(units)`` ->
+    int32[batch, tokens], the positions of some units' tokens, -1 for none; ``span(start, size)``:
+    the lowest and highest of them, over all rows; ``filled(near)``: how many units from the first
+    on may hold anything, where rows have ``near`` tokens; ``slot_of(positions)``: where the store
+    has them, if it does, counted in tokens.
     """
 
     keys: Store
@@ -41,7 +41,7 @@ class Section:
     codecs: tuple[Codec, Codec]
     first: int
     size: int
-    place: Callable[[Array], Array]
+    positions_of: Callable[[Array], Array]
     span: Callable[[Array, int], tuple[Array, Array]]
     filled: Callable[[Rows], Array]
     slot_of: Callable[[Array], Array]
@@ -56,7 +56,7 @@ class Section:
     def positions(self, units: Array, start: Array | int) -> Array:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
         new = jnp.repeat(units >= start, self.unit) if self.unit > 1 else units >= start
-        return jnp.where(new, self.place(units), -1)
+        return jnp.where(new, self.positions_of(units), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
@@ -96,7 +96,7 @@ class Section:
         keys, values = (
             tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
         )
-        return keys, values, self.place(jnp.arange(self.size, dtype=jnp.int32))
+        return keys, values, self.positions_of(jnp.arange(self.size, dtype=jnp.int32))
 
 
 @state
@@ -203,7 +203,7 @@ def _own(
     each = count if share is None else -(-count // share.count)
     first = jnp.int32(0) if share is None else share.index * each
 
-    def place(units: Array) -> Array:
+    def positions_of(units: Array) -> Array:
         positions = before[:, None] + units
         there = (positions >= split.tail.sinks) & (positions < length[:, None])
         if share is not None:
@@ -216,7 +216,7 @@ def _own(
         return jnp.min(before) + low, jnp.where(low < high, last, -1)
 
     return Section(
-        strip.keys, strip.values, raw, 0, count, place, span,
+        strip.keys, strip.values, raw, 0, count, positions_of, span,
         lambda near: jnp.minimum(jnp.max(near - before), first + each),
         lambda positions: positions - before[:, None], split=split, raw=True, table=table,
     )  # fmt: skip

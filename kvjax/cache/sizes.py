@@ -66,7 +66,7 @@ def layer_sizes(
     return Sizes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
 
 
-def within(
+def kept_within(
     budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
 ) -> list[CachePolicy]:
     """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the

@@ -83,7 +83,7 @@ class KVCache:
         last = [layout.grows_to or layout.limit for layout in layouts]
         return min(limit for limit in (self.positions, *last) if limit is not None)
 
-    def place(self, number: int) -> int:
+    def entry(self, number: int) -> int:
         """Which of ``layers`` layer ``number`` of the model reads.
 
         Raises:
@@ -97,7 +97,7 @@ class KVCache:
 
     def layer(self, number: int) -> LayerCache:
         """What layer ``number`` of the model reads."""
-        return self.layers[self.place(number)]
+        return self.layers[self.entry(number)]
 
     def __repr__(self) -> str:
         """What it is and how full, not the arrays."""

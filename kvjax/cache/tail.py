@@ -82,12 +82,12 @@ def append_behind(
         blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
-    runs, place = split.body.runs(start, leaving), policy.placement
-    if place.behind_tail:
+    runs, placement = split.body.runs(start, leaving), policy.placement
+    if placement.behind_tail:
         stores, kind = jax.tree.flatten(body)
         copies = [None] * len(stores) if fetched is None else jax.tree.leaves(fetched)
         both = [
-            write_far(place, into, near, x, runs, stop - start)
+            write_far(placement, into, near, x, runs, stop - start)
             for into, near, x in zip(stores, copies, jax.tree.leaves(blocks), strict=True)
         ]
         body = kind.unflatten([into for into, _ in both])

@@ -27,7 +27,7 @@ def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array
 
 
 def write_far(
-    place: Device, into: Array, near: Array | None, x: Array, runs: Sequence[Run], count: Rows
+    placement: Device, into: Array, near: Array | None, x: Array, runs: Sequence[Run], count: Rows
 ) -> tuple[Array, Array | None]:
     """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
     there is one: row by row, for such an array takes no scatter, and not at all where no row has
@@ -43,11 +43,11 @@ def write_far(
             origin, new, real = _window(run, mine, run.start[row], skip[row], count[row])
             at, shape = (row, 0, origin, *[0] * (into.ndim - 3)), (1, *new.shape)
             if copy is None:
-                old = place.near(lax.dynamic_slice(into, at, shape))
+                old = placement.near(lax.dynamic_slice(into, at, shape))
                 merged = jnp.where(real, new, old[0])[None]
             else:
                 merged = lax.dynamic_slice(copy, at, shape)
-            return lax.dynamic_update_slice(into, place.far(merged), at)
+            return lax.dynamic_update_slice(into, placement.far(merged), at)
 
         rows = jnp.where(jnp.any(count > skip), into.shape[0], 0)
         into = lax.fori_loop(0, rows, one, into)

@@ -83,7 +83,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     )
 
 
-def within(x: Array, dtype: str | None) -> Array:
+def in_range(x: Array, dtype: str | None) -> Array:
     """float32 numbers that ``dtype`` has too: a scale that was rounded up may lead beyond float16's
     largest."""
     if dtype != "float16":

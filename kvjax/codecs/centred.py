@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from kvjax.codecs._groups import finite
 from kvjax.codecs._groups import mean as mean_of
-from kvjax.codecs._scales import with_dtypes, within
+from kvjax.codecs._scales import in_range, with_dtypes
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
@@ -54,7 +54,7 @@ class Centred(Wrapping):
         """Numbers with their means."""
         rest = self.inner.decode(store.rest)
         numbers = rest.astype(jnp.float32) + self._wide(store)
-        return within(numbers, self.dtype).astype(rest.dtype)
+        return in_range(numbers, self.dtype).astype(rest.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

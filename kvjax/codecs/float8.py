@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, rounded
-from kvjax.codecs._scales import WithScales, undifferentiable, within
+from kvjax.codecs._scales import WithScales, in_range, undifferentiable
 from kvjax.codecs.raw import Raw
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
@@ -66,7 +66,7 @@ class Float8(WithScales):
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
         scale = self.groups.unpack(self._scales.decode(store.scale).astype(jnp.float32))
-        return within(self.groups.join(split * scale), self.dtype)
+        return in_range(self.groups.join(split * scale), self.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, mean, rounded
 from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
-from kvjax.codecs._scales import WithScales, undifferentiable, within
+from kvjax.codecs._scales import WithScales, in_range, undifferentiable
 from kvjax.codecs.raw import Raw
 
 BITS = (1, 2, 3, 4, 8)
@@ -113,9 +113,9 @@ class Integer(WithScales):
         split, scales = self.groups.split(codes), self._scales
         scale = self.groups.unpack(scales.decode(store.scale).astype(jnp.float32))
         if store.zero is None:
-            return within(self.groups.join((split - self._middle) * scale), self.dtype)
+            return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
         zero = self.groups.unpack(scales.decode(store.zero).astype(jnp.float32))
-        return within(self.groups.join(split * scale + zero), self.dtype)
+        return in_range(self.groups.join(split * scale + zero), self.dtype)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of blocks of ``shape``."""

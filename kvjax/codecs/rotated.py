@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.codecs._scales import within
+from kvjax.codecs._scales import in_range
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
 
@@ -38,7 +38,7 @@ class Rotated(Wrapping):
         """Numbers with their own channels again."""
         numbers = self.inner.decode(store)
         wide = self._unmixed(numbers.astype(jnp.float32))
-        return within(wide, self.dtype).astype(numbers.dtype)
+        return in_range(wide, self.dtype).astype(numbers.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
         """Queries, mixed the same way, times the keys as they are stored."""

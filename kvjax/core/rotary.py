@@ -37,8 +37,8 @@ class RotaryTable:
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
         """Cosine and sine at ``positions``: two float32[..., half]."""
         cos = sin = None
-        for place, table in enumerate(self.digits):
-            parts = jnp.asarray(table)[positions // STRIDE**place % STRIDE]
+        for digit, table in enumerate(self.digits):
+            parts = jnp.asarray(table)[positions // STRIDE**digit % STRIDE]
             next_cos, next_sin = parts[..., 0, :], parts[..., 1, :]
             if cos is None or sin is None:
                 cos, sin = next_cos, next_sin
@@ -70,14 +70,14 @@ def rotary_table(
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1:
         raise ValueError(f"inverse_frequencies must be [half], got shape {frequencies.shape}")
-    digits, place = [], 1
-    while not digits or place < limit:
-        rows = np.arange(min(STRIDE, -(-limit // place)), dtype=np.float64)
-        angles = place * rows[:, None] * frequencies
-        factor = scale if place == 1 else 1.0
+    digits, base = [], 1
+    while not digits or base < limit:
+        rows = np.arange(min(STRIDE, -(-limit // base)), dtype=np.float64)
+        angles = base * rows[:, None] * frequencies
+        factor = scale if base == 1 else 1.0
         table = factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
         digits.append(table.astype(np.float32))
-        place *= STRIDE
+        base *= STRIDE
     return RotaryTable(tuple(digits))
 
 

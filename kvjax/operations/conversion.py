@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.cache.filling import filled
 from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.reading import blocks_at, tokens_at
-from kvjax.cache.sizes import within
+from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
 from kvjax.core.checks import is_traced, whole_number
@@ -42,11 +42,11 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     # Which layer of the model each entry was made for: the first that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
-    windows = tuple(cache.layers[place].window for place in sources)
+    windows = tuple(cache.layers[entry].window for entry in sources)
     policies = per_layer(policy, _Layers(len(sources), windows))
     resolved = []
-    for place, old in enumerate(cache.layers):
-        wanted = policies[sources.index(place)]
+    for entry, old in enumerate(cache.layers):
+        wanted = policies[sources.index(entry)]
         wanted = replace(wanted, placement=wanted.placement.of(old.policy.placement))
         asked = max_len
         if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
@@ -57,7 +57,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         )  # fmt: skip
         if new.keys.before_rotary != old.policy.keys.before_rotary:
             raise ValueError(
-                f"layer {place}: keys that are stored with their positions and such as are without "
+                f"layer {entry}: keys that are stored with their positions and such as are without "
                 "(Unrotated) can't be converted into one another"
             )
         if new.layout.grows_to is not None:
@@ -66,20 +66,20 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     budget = budget_of(policy)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
-        resolved = within(budget, resolved, some)
+        resolved = kept_within(budget, resolved, some)
     layers, status, written = [], cache.status, []
-    for place, new in enumerate(resolved):
-        old, marks = cache.layers[place], cache.written[:, place]
+    for entry, new in enumerate(resolved):
+        old, marks = cache.layers[entry], cache.written[:, entry]
         layer, mark, long, lost = converted(old, cache.length, marks, new)
         if not is_traced(long) and np.any(fetch(long)):
             row = int(np.argmax(fetch(long)))
             raise ValueError(
                 f"row {row} has {int(fetch(cache.length)[row])} tokens, {new.layout} of layer "
-                f"{place} holds {new.layout.limit}"
+                f"{entry} holds {new.layout.limit}"
             )
         if not is_traced(lost) and np.any(fetch(lost)):
             raise ValueError(
-                f"layer {place} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
+                f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
                 f"{new.layout} is to keep"
             )
         layers.append(layer.placed())

@@ -47,9 +47,9 @@ def grow(cache: KVCache, to: int) -> KVCache:
 
 def _grown(cache: KVCache, wanted: list[Layout]) -> KVCache:
     layers, marks = [], []
-    for place, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
+    for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
         larger = padded_to(layer, layout)
-        marks.append(mark(layer, layout, cache.written[:, place]))
+        marks.append(mark(layer, layout, cache.written[:, entry]))
         if larger is not layer:
             larger = jax.block_until_ready(larger.placed())
             if larger.policy.stored.slots != layer.policy.stored.slots:
@@ -90,17 +90,17 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
     )
 
 
-def _enlarged(x: Array, more: int, place: Device) -> Array:
+def _enlarged(x: Array, more: int, placement: Device) -> Array:
     """An array with more of axis 2, where it is: no more than one unit of that is on the device."""
     shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
-    return _carried_over(place.store(np.zeros(shape, x.dtype)), x, place)
+    return _carried_over(placement.store(np.zeros(shape, x.dtype)), x, placement)
 
 
-@functools.partial(jax.jit, static_argnames="place", donate_argnums=0)
-def _carried_over(into: Array, x: Array, place: Device) -> Array:
+@functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)
+def _carried_over(into: Array, x: Array, placement: Device) -> Array:
     def one(unit: Array, into: Array) -> Array:
-        part = place.near(lax.dynamic_slice_in_dim(x, unit, 1, axis=2))
-        return lax.dynamic_update_slice_in_dim(into, place.far(part), unit, axis=2)
+        part = placement.near(lax.dynamic_slice_in_dim(x, unit, 1, axis=2))
+        return lax.dynamic_update_slice_in_dim(into, placement.far(part), unit, axis=2)
 
     return lax.fori_loop(0, x.shape[2], one, into)
 

@@ -1,4 +1,4 @@
-"""A cache's layers in other places: parked on the host, taken up again, on another mesh."""
+"""A cache's layers in other entries: parked on the host, taken up again, on another mesh."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -60,12 +60,12 @@ def migrate(
         return cache
     check_placement(placement)
     assert placement is not None
-    places = range(len(cache.layers))
+    entries = range(len(cache.layers))
     if layers is not None:
         if not isinstance(layers, Iterable):
             raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
-        places = sorted({cache.place(whole_number("layer", number, 0)) for number in layers})
-    return moved(cache, placement, places)
+        entries = sorted({cache.entry(whole_number("layer", number, 0)) for number in layers})
+    return moved(cache, placement, entries)
 
 
 def refuse(what: str, cache: KVCache) -> None:
@@ -76,17 +76,17 @@ def refuse(what: str, cache: KVCache) -> None:
 
 
 def moved(
-    cache: KVCache, placement: Device, places: Iterable[int], *, keep: bool = False
+    cache: KVCache, placement: Device, entries: Iterable[int], *, keep: bool = False
 ) -> KVCache:
     """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
     held, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
     with beside(cache.length):
-        for place in places:
-            old = held[place]
+        for entry in entries:
+            old = held[entry]
             policy = old.policy.elsewhere(placement)
             if policy.placement.place == old.policy.placement.place:
-                held[place] = replace(old, policy=policy)
+                held[entry] = replace(old, policy=policy)
                 continue
             jax.block_until_ready(moving)
             if policy.has_tail == old.policy.has_tail:
@@ -97,13 +97,13 @@ def moved(
             else:
                 # What is laid out anew is there before the old arrays go, and those go before it
                 # moves: never more than two of them.
-                anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+                anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy)
                 if not keep:
                     let_go(old, anew)
                 moving = anew.placed()
                 del anew
                 status |= jnp.where(lost, LOST, 0)
-            held[place] = moving
+            held[entry] = moving
         written = jnp.stack(marks, axis=1)
         return replace(cache, layers=tuple(held), written=written, status=status)
 
@@ -122,11 +122,11 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
             "the cache is on devices of several processes, and mesh=None is one device: give a mesh"
         )
     layers, marks, status = [], _columns(cache.written), cache.status
-    for place, old in enumerate(cache.layers):
+    for entry, old in enumerate(cache.layers):
         policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
         anew = replace(old, policy=policy)
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
-            anew, marks[place], _, lost = _laid_out(old, cache.length, marks[place], policy)
+            anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy)
             status |= jnp.where(lost, LOST, 0)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
         near, far = Device(spread=spread), policy.placement.behind_tail

@@ -18,8 +18,8 @@ def rewindable(cache: KVCache) -> Rows:
     A ring has overwritten what lies further back than its slack.
     """
     each = [
-        _rewindable(layer, cache.length, cache.written[:, place])
-        for place, layer in enumerate(cache.layers)
+        _rewindable(layer, cache.length, cache.written[:, entry])
+        for entry, layer in enumerate(cache.layers)
     ]
     return jnp.min(jnp.stack(each), axis=0)
 

@@ -96,9 +96,9 @@ def _rearranged(
     """Layers moved to the host, the last ones first, and others to the device."""
     assert cache.budget is not None
     moves: list[Move] = []
-    steps = [(place, cache.budget.placement) for place in sorted(leave, reverse=True)]
-    for place, placement in [*steps, *((place, Device()) for place in sorted(back))]:
-        cache = moved(cache, placement, [place])
-        size = tree_bytes((cache.layers[place].keys, cache.layers[place].values))
-        moves.append(Move(place, placement.place, size, tokens))
+    steps = [(entry, cache.budget.placement) for entry in sorted(leave, reverse=True)]
+    for entry, placement in [*steps, *((entry, Device()) for entry in sorted(back))]:
+        cache = moved(cache, placement, [entry])
+        size = tree_bytes((cache.layers[entry].keys, cache.layers[entry].values))
+        moves.append(Move(entry, placement.place, size, tokens))
     return cache, moves

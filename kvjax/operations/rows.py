@@ -95,8 +95,8 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
                 "don't go together: give all caches one max_len"
             )
     layers, marks = [], []
-    for place in range(len(first.layers)):
-        held = [cache.layers[place] for cache in caches]
+    for entry in range(len(first.layers)):
+        held = [cache.layers[entry] for cache in caches]
         try:
             layout = functools.reduce(lambda a, b: a.joined(b), (h.policy.layout for h in held))
         except ValueError:
@@ -105,11 +105,11 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
         if any(layer.policy != padded[0].policy for layer in padded):
             kinds = dict.fromkeys(str(layer.policy) for layer in held)
             raise ValueError(
-                f"layer {place} is of {' and '.join(kinds)}: convert the caches to one policy first"
+                f"layer {entry} is of {' and '.join(kinds)}: convert the caches to one policy first"
             )
         layers.append(padded[0].joined(padded[1:]))
         each = zip(held, caches, strict=True)
-        marks.append(jnp.concatenate([mark(h, layout, c.written[:, place]) for h, c in each]))
+        marks.append(jnp.concatenate([mark(h, layout, c.written[:, entry]) for h, c in each]))
     length, status = (
         jnp.concatenate([getattr(cache, name) for cache in caches]) for name in ("length", "status")
     )

@@ -97,8 +97,8 @@ def policy(
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
     layout = {**growing, "sliding_window": ring}.get(name, Dense())
     host = Host(prefetch or 0)
-    place = host if name.startswith("offloaded") else Device()
-    whole = CachePolicy(layout, keys, values, place, **chosen)
+    placement = host if name.startswith("offloaded") else Device()
+    whole = CachePolicy(layout, keys, values, placement, **chosen)
     if name == "auto":
         return Auto(whole, parse_bytes(memory) if isinstance(memory, str) else memory, host)
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
