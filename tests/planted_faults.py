@@ -60,13 +60,13 @@ FAULTS = (
     ),
     Fault(
         "a zero point is forgotten", "codecs/integer.py",
-        "return within(self.groups.join(split * scale + zero), self.dtype)",
-        "return within(self.groups.join(split * scale), self.dtype)", ("codecs",),
+        "return in_range(self.groups.join(split * scale + zero), self.dtype)",
+        "return in_range(self.groups.join(split * scale), self.dtype)", ("codecs",),
     ),
     Fault(
         "a scale of 8-bit floats is forgotten", "codecs/float8.py",
-        "return within(self.groups.join(split * scale), self.dtype)",
-        "return within(self.groups.join(split), self.dtype)", ("codecs",),
+        "return in_range(self.groups.join(split * scale), self.dtype)",
+        "return in_range(self.groups.join(split), self.dtype)", ("codecs",),
     ),
     Fault(
         "scales are rounded down", "codecs/integer.py",
