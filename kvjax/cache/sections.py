@@ -4,9 +4,8 @@ Attention, ``read`` and ``convert`` go by sections alone: where the newest token
 encoded, and which axis has the batch is known here, and where a layer is written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +144,9 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         split.slot_of, split.block, split, table=table, placement=placement,
     )  # fmt: skip
 
-    def in_tail(tail: Tail, layout: Any, region: Region, length: Rows, written: Rows) -> Section:
+    def in_tail(
+        tail: Tail, layout: Layout | Part, region: Region, length: Rows, written: Rows
+    ) -> Section:
         found = _region((tail.keys, tail.values), raw, layout, region, length, written)
         return replace(found, split=split, raw=True, whole=False, table=table)
 
@@ -162,7 +163,7 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
 
 def _regions(
     layout: Layout, share: Share | None, of: Callable[[Layout, Share], Part], together: bool
-) -> list[tuple[Region, Any]]:
+) -> Sequence[tuple[Region, Layout | Part]]:
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
     if together:
         return [(Region(0, layout.slots), layout)]

@@ -1,7 +1,6 @@
 """Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from kvjax.cache.layer import Body, Strip, Tail
 from kvjax.cache.writing import write_far, write_rows
 from kvjax.codecs import Codec, Store
 from kvjax.core.typing import Array, KeysValues, Rows
-from kvjax.layouts import Share
+from kvjax.layouts import Ring, Share
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import Spread
 from kvjax.policies.cache_policy import CachePolicy
@@ -109,7 +108,7 @@ def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
     )
 
 
-def _last_of(ring: Any, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:
+def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:
     """The tail after a call that is longer than it may be: each slot's last token."""
     end = length + count
     held = ring.positions(end, end, jnp.arange(ring.slots, dtype=jnp.int32))

@@ -28,7 +28,7 @@ class Split:
     sees.
     """
 
-    layout: Any
+    layout: Layout
     block: int
     recent: int
     parts: int = 1
