@@ -265,8 +265,8 @@ class Held(NamedTuple):
     coded: naive.Coded | None = None
 
 
-def held(codecs: tuple[str, ...], layout: str, placement: str = "device", recent: int = 1) -> Held:
-    """What the cells' names say."""
+def held(codecs: tuple[str, ...], layout: str, placement: str = "device") -> Held:
+    """What the cells' names say; the codecs have 0, 1 and 2 recent blocks in turns."""
     made, sight = LAYOUTS[layout]
     place = PLACEMENTS[placement]
     if codecs[0] in RAW:
@@ -274,6 +274,7 @@ def held(codecs: tuple[str, ...], layout: str, placement: str = "device", recent
         policy = kvjax.CachePolicy(made, raw, raw, place, block=BLOCK)
         return Held(policy, rounded(dtype), 1e-5 if dtype == "float32" else 1e-3, sight)
     keys, values = (CODECS[name] for name in codecs)
+    recent = [*CODECS].index(codecs[0]) % 3
     policy = kvjax.CachePolicy(made, keys, values, place, block=BLOCK, recent=recent)
     tail = naive.Coded(BLOCK, recent, codes(keys), codes(values), keys.before_rotary)
     return Held(policy, tolerance=1e-3, sight=sight, coded=tail)
