@@ -1,5 +1,6 @@
 """The benchmark runs, checks what it times, and writes what its README says. No times here."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -14,6 +15,7 @@ from benchmarks import (
     bandwidth,
     capacity,
     compiling,
+    decode,
     endless,
     memory,
     peers,
@@ -30,6 +32,14 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
     reason="needs torch and transformers (the extra `oracle`)",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_layer(monkeypatch):
+    """Trial runs here are of one layer: every layer compiles anew."""
+    small = dataclasses.replace(TINY, num_hidden_layers=1)
+    for module in (capacity, decode, quantized, scaling):
+        monkeypatch.setattr(module, "TINY", small)
 
 
 def read_results(folder: Path) -> dict:
@@ -200,7 +210,12 @@ def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys)
     assert "| float32 | host, 4 bits, 1 ahead |" in capsys.readouterr().out
 
 
-def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys):
+def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys, monkeypatch, full):
+    if not full:
+        kept = ("raw", "4 bits", "ring", "ring, 4 sinks", "on the host, 4 bits")
+        every = capacity.policies
+        few = lambda window: {name: every(window)[name] for name in kept}  # noqa: E731
+        monkeypatch.setattr(capacity, "policies", few)
     assert capacity.main(["--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "capacity.json").read_text())["dtypes"]["float32"]
     assert list(found["capacity"]) == list(capacity.policies(32))
