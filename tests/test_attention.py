@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import blocks as _walk
+from kvjax.attention.attending import blocks as _walk
 from kvjax.attention.blocks import COARSE, FINE, _block_sizes
 from tests import naive
 from tests.matrix import tiny_config

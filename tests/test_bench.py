@@ -14,7 +14,7 @@ import kvjax
 from kvjax.cli import bench_command as _cli_bench
 from kvjax.bench import timing as _timed
 from kvjax import bench, cli, models
-from kvjax.memory import shapes as model_shape
+from kvjax.memory.planning import shapes as model_shape
 from kvjax.bench.reports import decode_rows, part_rows
 from tests.checkpoints import write_llama
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import buckets as _buckets
+from kvjax.attention.attending import buckets as _buckets
 from tests.matrix import BLOCK, CODECS, LAYOUTS, PATH_PAIRS, RAW, cells, path_cells
 from tests.test_kernels import DIM, HEADS, KV, SETTINGS, agree, filled, random
 

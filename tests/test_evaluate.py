@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _report
-from kvjax.evaluate import cache_bytes, evaluate, pareto_front
+from kvjax.quality import reports as _report
+from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
 from tests.texts import tokens_of
 
 CONTEXT = 320

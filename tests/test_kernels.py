@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax.attention import buckets as _buckets
+from kvjax.attention.attending import buckets as _buckets
 from kvjax.attention.paths import by_table, path_of
 from kvjax.core.trees import tree_bytes
 from kvjax.attention.kernels.flash_decoding import TILE, decode
