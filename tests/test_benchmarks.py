@@ -1,5 +1,6 @@
 """The benchmark runs, checks what it times, and writes what its README says. No times here."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -14,6 +15,7 @@ from benchmarks import (
     bandwidth,
     capacity,
     compiling,
+    decode,
     endless,
     memory,
     peers,
@@ -24,11 +26,20 @@ from benchmarks import (
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.decode import main, parse_cells
 from benchmarks.process import Worker, WorkerError
+from tests import texts
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
     reason="needs torch and transformers (the extra `oracle`)",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_layer(monkeypatch):
+    """Trial runs here are of one layer: every layer compiles anew."""
+    small = dataclasses.replace(TINY, num_hidden_layers=1)
+    for module in (capacity, decode, quantized, scaling):
+        monkeypatch.setattr(module, "TINY", small)
 
 
 def read_results(folder: Path) -> dict:
@@ -163,8 +174,9 @@ def test_bandwidth_is_a_positive_number_for_every_method():
     assert len(found) == 4 and min(found.values()) > 0
 
 
-def test_a_ring_reads_on_beyond_its_window():
+def test_a_ring_reads_on_beyond_its_window(monkeypatch):
     """`benchmarks.endless` on an eighth of the length: as good as fresh, with flat memory."""
+    monkeypatch.setattr(endless, "read_parts", texts.parts)
     results = endless.run(times=8, last=400, sinks=4, context=256)
     assert results["tokens"] == 2048
     for name in ("ring, 4 sinks", "ring"):
@@ -198,7 +210,12 @@ def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys)
     assert "| float32 | host, 4 bits, 1 ahead |" in capsys.readouterr().out
 
 
-def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys):
+def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys, monkeypatch, full):
+    if not full:
+        kept = ("raw", "4 bits", "ring", "ring, 4 sinks", "on the host, 4 bits")
+        every = capacity.policies
+        few = lambda window: {name: every(window)[name] for name in kept}  # noqa: E731
+        monkeypatch.setattr(capacity, "policies", few)
     assert capacity.main(["--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "capacity.json").read_text())["dtypes"]["float32"]
     assert list(found["capacity"]) == list(capacity.policies(32))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.tiny.data import part_tokens
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
 from kvjax.quality.figures import cache_bytes, pareto_front
+from tests.texts import tokens_of
 
 CONTEXT = 320
 AT = {"context": CONTEXT, "chunk": CONTEXT // 2}  # chunks of one width: a program a policy
@@ -21,7 +21,7 @@ AT = {"context": CONTEXT, "chunk": CONTEXT // 2}  # chunks of one width: a progr
 
 @pytest.fixture(scope="module")
 def tokens(embedded):
-    return part_tokens("validation", embedded)[: 2 * CONTEXT + 50]
+    return tokens_of("validation", embedded)[: 2 * CONTEXT + 50]
 
 
 POLICIES = {
@@ -70,7 +70,7 @@ def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, toke
 
 
 def test_ranges_end_at_doubled_positions(embedded):
-    text = part_tokens("validation", embedded)[:1280]
+    text = tokens_of("validation", embedded)[:1280]
     quality = evaluate(embedded, text, {"": kvjax.policy(bits=8)}, context=1280, chunk=256)[""]
     assert list(quality.by_position) == [512, 1024, 1280]
     assert sum(f.tokens for f in quality.by_position.values()) == quality.overall.tokens == 1279

@@ -290,12 +290,12 @@ def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, 
     assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
 
 
-def test_the_documented_scripts_run():
+def test_the_documented_scripts_run(tiny_llama_dir):
     """One after the other, word by word, but for the path of the model."""
     text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     names: dict[str, Any] = {}
-    exec("\n".join(blocks).replace('"path/or/hub-id"', "None"), names)
+    exec("\n".join(blocks).replace("path/or/hub-id", tiny_llama_dir.as_posix()), names)
     assert all(names["result"].text)
     assert names["logits"].shape == (2, 1, names["lm"].config.vocab_size)
     tokens = np.ones((len(jax.devices()), 2, 1), np.int32)

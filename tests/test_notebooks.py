@@ -21,6 +21,8 @@ SMALLER = {
         "count=500": "count=100",
         '    "raw, host": kvjax.policy("offloaded_static"),\n': "",
         'MEMORY = "1.75MB"': 'MEMORY = "200kB"',
+        # Two layers of it.
+        'SHAPES["llama-3-8b"]': 'type(SHAPES["gpt2"])(2, 4096, 14336, 32, 8, 128, 128256)',
         "range(1024, 65537, 1024)": "range(8192, 65537, 57344)",
     },
     "quantization.ipynb": {

@@ -199,9 +199,14 @@ def test_readme_begins_with_two_commands():
     assert "[test]" in blocks[1]
 
 
-def test_readme_examples_run(capsys):
+def test_readme_examples_run(capsys, tiny_llama_dir, full):
+    """Word by word with ``KVJAX_FULL=1``; else with a smaller model."""
     namespace: dict[str, object] = {}
-    for block in fenced((ROOT / "README.md").read_text(encoding="utf-8"), "python"):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("models.load()") == 1
+    if not full:
+        text = text.replace("models.load()", f'models.load("{tiny_llama_dir.as_posix()}")')
+    for block in fenced(text, "python"):
         exec(compile(block, "README.md", "exec"), namespace)
     assert capsys.readouterr().out.strip()
 

@@ -7,9 +7,9 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.models.hub import EMBEDDED
-from kvjax.models.tiny.data import part_tokens
 from kvjax.quality.evaluation import evaluate
 from tests.checkpoints import write_biased_keys
+from tests.texts import tokens_of
 
 CONTEXT = 1024
 TIMES = 20
@@ -17,7 +17,7 @@ TIMES = 20
 
 @pytest.fixture(scope="module")
 def tokens(embedded):
-    return part_tokens("held_out", embedded)[:CONTEXT]
+    return tokens_of("held_out", embedded)[:CONTEXT]
 
 
 @pytest.fixture(scope="module")

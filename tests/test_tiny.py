@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.models import tiny
 from kvjax.models.tiny import augment, corpus, data, evaluate, ngram, recipe, tokenization, train
+from tests.texts import parts as parts_of_the_corpus
 
 FOLDER = Path(tiny.__file__).parent
 FIGURES = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
@@ -22,7 +23,7 @@ TOLERANCE = 0.05
 
 @pytest.fixture(scope="module")
 def parts():
-    return corpus.read_parts()
+    return parts_of_the_corpus()
 
 
 @pytest.fixture(scope="module")
