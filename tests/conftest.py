@@ -1,5 +1,6 @@
 """What all tests share: shapes checked at run time, sizes, compiled programs kept, a tiny model."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -77,16 +78,32 @@ MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
 """Above which compiled programs are forgotten: each is memory maps, of which a process may have
 65,530 (``vm.max_map_count``); a compiler that gets no more of them crashes."""
+MORE_PAGES = 2 * 2**30 // os.sysconf("SC_PAGE_SIZE")
+"""Of memory, by which a process may grow until it forgets them: several run side by side."""
+
+
+def resident_pages() -> int:
+    """Of this process, where the system says."""
+    return int(MAPS.with_name("statm").read_text().split()[1]) if MAPS.exists() else 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pages_before() -> list[int]:
+    """When programs were forgotten last."""
+    return [resident_pages()]
 
 
 @pytest.fixture(autouse=True)
-def forget_programs():
+def forget_programs(pages_before: list[int]):
     """Forget compiled programs where they have become too many."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    grown = resident_pages() - pages_before[0] > MORE_PAGES
+    if grown or (MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS):
         import jax
 
         jax.clear_caches()
+        gc.collect()
+        pages_before[0] = resident_pages()
 
 
 @pytest.fixture(scope="session")

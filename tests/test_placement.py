@@ -12,7 +12,8 @@ import pytest
 
 import kvjax
 from kvjax.core.trees import tree_bytes
-from kvjax.memory.planning import memory_report, plan
+from kvjax.memory.planning import plan
+from kvjax.memory.sizes import memory_report
 from tests import laws, transfers
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, tiny_config, tiny_model

@@ -104,8 +104,13 @@ class Integer(WithScales):
         step = jnp.where(scale == 0, 1.0, scale)
         # No product stands beside a sum here: a compiler may join them, in one program and not in
         # another, and a code would depend on how the text was cut.
-        whole = (x - zero) / step if self.zero_point else x / step + self._middle
-        return jnp.clip(jnp.round(whole), self._lowest, 2**self.bits - 1)
+        if self.zero_point:
+            whole = jnp.round((x - zero) / step)
+        elif self.bits == 8:  # a code stands in the middle: the sum must not round a second time
+            whole = jnp.round(x / step) + self._middle
+        else:
+            whole = jnp.round(x / step + self._middle)
+        return jnp.clip(whole, self._lowest, 2**self.bits - 1)
 
     def wide(self, store: Packed) -> Array:
         """Numbers in float32."""
