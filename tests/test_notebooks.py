@@ -34,7 +34,10 @@ SMALLER = {
         '    "keys 4, values 2": kvjax.policy(key_bits=4, value_bits=2),\n': "",
         "context=1024": "context=256",
     },
-    "quickstart.ipynb": {"[64, 128, 256, 512, 960]": "[64, 128]"},
+    "quickstart.ipynb": {
+        "[64, 128, 256, 512, 960]": "[64, 128]",
+        "max_len=64": "max_len=128",  # a token is a byte
+    },
     "sharded.ipynb": {
         # Compiled as in this process, which has as many devices.
         '"--xla_force_host_platform_device_count=8"': repr(os.environ["XLA_FLAGS"]),
