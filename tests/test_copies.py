@@ -22,10 +22,10 @@ def one_step(token, cache):
     """A step of a cache without a model: queries, keys and values come from a number a row."""
     held = cache.layers[0]
     channels = jnp.arange(1.0, 1.0 + held.head_dim)
-    x = jnp.sin(channels * token[:, None, None, None])
-    shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
-    keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
-    for layer in range(len(cache.layers)):
+    for layer in range(len(cache.layers)):  # each goes by what the one before it gave
+        x = jnp.sin(channels * token[:, None, None, None])
+        shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
+        keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
         cache = kvjax.append(cache, layer, keys, keys + 1)
         mixed = kvjax.attend(queries, cache, layer)
         token = token + mixed.sum((1, 2, 3))
