@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import zlib
 from pathlib import Path
 
 import hypothesis
@@ -45,8 +46,9 @@ hypothesis.settings.load_profile("full" if FULL else "plain")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The mark of what is a cell of the law matrix, and the counting of programs."""
+    """The marks of what shards run, and the counting of programs."""
     config.addinivalue_line("markers", "cells: a cell of the law matrix (tests/matrix.py)")
+    config.addinivalue_line("markers", "rare: of one of the shards, and of a full run, alone")
     if os.environ.get("KVJAX_COUNT") == "1":
         from tests import counted
 
@@ -54,12 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a share of the law
-    matrix (``KVJAX_SHARD=k/n``) keep its cells alone."""
-    if os.environ.get("KVJAX_SHARD"):
-        others = [item for item in items if item.get_closest_marker("cells") is None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("cells") is not None]
+    """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a shard
+    (``KVJAX_SHARD=k/n``) keep its cells of the law matrix and its rare tests alone."""
+    if shard := os.environ.get("KVJAX_SHARD"):
+        number, parts = map(int, shard.split("/"))
+
+        def taken(item: pytest.Item) -> bool:
+            mine = zlib.crc32(item.nodeid.encode()) % parts == number % parts
+            rare = item.get_closest_marker("rare") is not None
+            return item.get_closest_marker("cells") is not None or (rare and mine)
+
+        config.hook.pytest_deselected(items=[item for item in items if not taken(item)])
+        items[:] = filter(taken, items)
+    elif not FULL:
+        for item in items:
+            if item.get_closest_marker("rare"):
+                item.add_marker(
+                    pytest.mark.skip(reason="of a shard: KVJAX_SHARD=k/n, KVJAX_FULL=1")
+                )
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):

@@ -174,6 +174,7 @@ def test_bandwidth_is_a_positive_number_for_every_method():
     assert len(found) == 4 and min(found.values()) > 0
 
 
+@pytest.mark.rare
 def test_a_ring_reads_on_beyond_its_window(monkeypatch):
     """`benchmarks.endless` on an eighth of the length: as good as fresh, with flat memory."""
     monkeypatch.setattr(endless, "read_parts", texts.parts)
@@ -187,6 +188,7 @@ def test_a_ring_reads_on_beyond_its_window(monkeypatch):
     assert sinks["cache_bytes_last"] * 4 < dense["cache_bytes_last"]
 
 
+@pytest.mark.rare
 def test_quantized_caches_are_timed_beside_a_raw_one(tmp_path, capsys):
     quantized.main(["--quick", "--dtypes", "float32", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "quantized.json").read_text())["dtypes"]["float32"]
@@ -199,6 +201,7 @@ def test_quantized_caches_are_timed_beside_a_raw_one(tmp_path, capsys):
     assert table in capsys.readouterr().out and table.count("| float32 |") == len(found)
 
 
+@pytest.mark.rare
 def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys):
     placement.main(["--quick", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "placement.json").read_text())
@@ -210,6 +213,7 @@ def test_caches_on_the_host_are_timed_beside_one_on_the_device(tmp_path, capsys)
     assert "| float32 | host, 4 bits, 1 ahead |" in capsys.readouterr().out
 
 
+@pytest.mark.rare
 def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys, monkeypatch, full):
     if not full:
         kept = ("raw", "4 bits", "ring", "ring, 4 sinks", "on the host, 4 bits")
@@ -227,6 +231,7 @@ def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys, monkeypatch
     assert "| float32 | on the host, 4 bits |" in capsys.readouterr().out
 
 
+@pytest.mark.rare
 def test_rows_are_timed_in_growing_batches(tmp_path, capsys):
     assert scaling.main(["--quick", "--peers", "none", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "scaling.json").read_text())
@@ -237,6 +242,7 @@ def test_rows_are_timed_in_growing_batches(tmp_path, capsys):
     assert scaling.main(["--quick", "--peers", "llama"]) == 2
 
 
+@pytest.mark.rare
 def test_programs_are_compiled_cold_and_read_warm(tmp_path, capsys):
     assert compiling.main(["--quick", "--depths", "1", "--out", str(tmp_path)]) == 0
     (cell,) = json.loads((tmp_path / "compiling.json").read_text())["cells"]

@@ -66,13 +66,18 @@ CONVERT = jax.jit(
 )
 
 
+def widths(*few, full):
+    """Of calls, each a program: a full run has more."""
+    return (*few, *(full if FULL else ()))
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random sequences of operations; each row of the model is a list of (key, value) pairs, the
     keys turned to their positions, and ``most``, the longest that the list has ever been. Calls
     are of few ``sizes``, for each is a program; rows take any part of them."""
 
     policy: Any = kvjax.policy("static")
-    sizes = (1, 24)
+    sizes = widths(1, 24, full=(4, 9))
     limit = MAX_LEN
     window, sinks, slack, near = None, 0, MAX_LEN, 6
     known = ("most", "overflowed", "refused")
@@ -215,19 +220,19 @@ class CacheMachine(RuleBasedStateMachine):
 
 class RingMachine(CacheMachine):
     policy = kvjax.policy("sliding_window", window=5, slack=4)
-    sizes, limit, window, slack = (1, 5), None, 5, 4
+    sizes, limit, window, slack = widths(1, 5, full=(3,)), None, 5, 4
 
 
 class SinksMachine(CacheMachine):
     policy = kvjax.policy("sliding_window", window=4, sinks=2, slack=7)
-    sizes, limit, window, sinks, slack = (8,), None, 4, 2, 7
+    sizes, limit, window, sinks, slack = widths(8, full=(1, 3)), None, 4, 2, 7
 
 
 class GrowingMachine(CacheMachine):
     """Grown before every call that would overflow, up to its limit."""
 
     policy = kvjax.CachePolicy(kvjax.Growing(start=3))
-    sizes = (4,)
+    sizes = widths(4, full=(1, 9, 24))
 
     @rule()
     def grow(self):
@@ -250,7 +255,7 @@ class ConvertingMachine(CacheMachine):
 
     sights = ((6, 0), (4, 2))
     policy = [kvjax.CachePolicy(kvjax.Ring(w, s, k)) for (w, s), k in zip(sights, (3, 5))]  # noqa: B905, RUF012
-    sizes, limit, window, sinks = (3,), None, 4, 2
+    sizes, limit, window, sinks = widths(3, full=(1,)), None, 4, 2
     known = (*CacheMachine.known, "low")
 
     def __init__(self):
@@ -301,7 +306,7 @@ class CodedMachine(CacheMachine):
     codecs = CODECS["int4"], CODECS["int2"]
     recent = 1
     policy = kvjax.CachePolicy(kvjax.Dense(), *codecs, block=BLOCK, recent=recent)
-    sizes, limit, near = (1, 20), 70, None
+    sizes, limit, near = widths(1, 20, full=(5, 8)), 70, None
 
     def __init__(self):
         super().__init__()
@@ -343,7 +348,7 @@ class CodedRingMachine(CodedMachine):
     policy = kvjax.CachePolicy(
         kvjax.Ring(20, sinks=3, slack=15), *CodedMachine.codecs, block=BLOCK, recent=0
     )
-    sizes, limit, recent = (16,), None, 0
+    sizes, limit, recent = widths(16, full=(1, 5)), None, 0
     window, sinks, slack = 20, 3, 15
 
     convert_to_the_same = None  # pyright: ignore[reportAssignmentType]

@@ -64,11 +64,13 @@ def start():
 
 @pytest.mark.parametrize(
     ("mesh", "cache"),
-    [("data=2,tensor=2,sequence=2", ["--json"]), ("tensor=2,sequence=4", ["--kv-bits", "8"])],
+    [
+        # A raw cache on this mesh is the script's below, too.
+        pytest.param("data=2,tensor=2,sequence=2", ["--json"], marks=pytest.mark.rare),
+        ("tensor=2,sequence=4", ["--kv-bits", "8"]),
+    ],
 )
-def test_two_processes_give_the_tokens_of_one(start, tiny_llama, tiny_llama_dir, mesh, cache, full):
-    if not full and "--json" in cache:
-        pytest.skip("a raw cache on this mesh is the script's below (KVJAX_FULL=1: here too)")
+def test_two_processes_give_the_tokens_of_one(start, tiny_llama, tiny_llama_dir, mesh, cache):
     port = free_port()
     arguments = [
         "--model", str(tiny_llama_dir), "--dtype", "float32", "--max-new-tokens", "90",
@@ -163,12 +165,14 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(start):
 # All that they were told is compared in one piece, whatever differs in it.
 @pytest.mark.parametrize(
     "told",
-    [("--max-new-tokens", "3"), ("--mesh", "tensor=4,data=2"), ("--kv-bits", "8")],
+    [
+        ("--kv-bits", "8"),
+        pytest.param(("--max-new-tokens", "3"), marks=pytest.mark.rare),
+        pytest.param(("--mesh", "tensor=4,data=2"), marks=pytest.mark.rare),
+    ],
     ids=" ".join,
 )
-def test_processes_that_were_told_different_things_end(start, told, full):
-    if not full and told[0] != "--kv-bits":
-        pytest.skip("one difference is enough (KVJAX_FULL=1: all three)")
+def test_processes_that_were_told_different_things_end(start, told):
     port = free_port()
     usual = ["--max-new-tokens", "5", "--mesh", "data=2,tensor=4"]
     for process in [

@@ -21,7 +21,7 @@ from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from tests.checkpoints import write_llama
-from tests.matrix import cells, tiny_config
+from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
 
 
@@ -185,6 +185,7 @@ def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
         {"temperature": 1.0, "seed": 3},
         filters | {"seed": 3},
         filters | {"seed": [5, 6, 7]},
+        *({"temperature": 0.9, name: filters[name]} for name in filters if FULL),
     )
     for way in ways:
         settings = dict(max_new_tokens=12, **SHARED, **way)

@@ -17,6 +17,7 @@ from tests.matrix import (
     BLOCK,
     CACHE_PAIRS,
     CODECS,
+    FULL,
     Held,
     cache_cells,
     cells,
@@ -48,8 +49,9 @@ def check_chunks(cell, data):
     """The law of a cell, on a drawn chunking."""
     one, true, cache = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
     left, drawn = np.array(LENGTHS), []
+    widths = (1, 5, WIDTH) if FULL else (1, WIDTH) if cell.singly else (WIDTH,)
     while left.any():
-        width = data.draw(st.sampled_from((1, WIDTH) if cell.singly else (WIDTH,)), label="width")
+        width = data.draw(st.sampled_from(widths), label="width")
         take = [data.draw(st.integers(0, min(width, n)), label="tokens") for n in left]
         take = np.array(take if any(take) else np.minimum(left, width))
         drawn.append((width, take))

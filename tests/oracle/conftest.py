@@ -14,6 +14,8 @@ LENGTH = 40
 """Tokens of the reference pass, and the capacity of caches compared with it. Rotary kinds whose
 frequencies depend on the length (dynamic, longrope) take them from the pass's length in
 Transformers and from ``max_len`` here, so both must be the same for the comparison to be fair."""
+AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+"""What ``jax.jit`` is told where the cheapest code, the tests' own, rounds too coarsely."""
 
 
 @pytest.fixture(scope="session")
