@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli import options
-from kvjax.cli.common import known_shape, use_compilation_cache
+from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
 from kvjax.core.sizes import readable_bytes
 from kvjax.memory.shapes import ModelShape
@@ -116,10 +116,10 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
     from kvjax.models.language_model import LanguageModel
     from kvjax.placement.device import Device
 
-    if dtype is None and Device().platform() == "cpu":
-        dtype = "float32"
-    shape = known_shape(name, dtype)
-    architecture = Architecture(_config(name, shape))
+    check_dtype(dtype)
+    shape = known_shape(name)
+    usual = "float32" if Device().platform() == "cpu" else shape.dtype
+    architecture = Architecture(_config(name, shape, dtype or usual))
     weights, memory = weight_bytes(architecture), _memory()
     if memory is not None and weights > memory:
         raise ValueError(
@@ -132,7 +132,7 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
     )  # fmt: skip
 
 
-def _config(name: str, shape: ModelShape) -> "Config":
+def _config(name: str, shape: ModelShape, dtype: str) -> "Config":
     """The config of the family that has such a shape."""
     from kvjax.models.config import LlamaConfig, RopeConfig
 
@@ -149,29 +149,19 @@ def _config(name: str, shape: ModelShape) -> "Config":
         max_position_embeddings=shape.context or 2**20, rms_norm_eps=1e-5, hidden_act="silu",
         tie_word_embeddings=shape.tied, qkv_bias=False, output_bias=False, mlp_bias=False,
         qk_norm=False, rope=RopeConfig(), windows=(None,) * shape.num_hidden_layers,
-        dtype=shape.dtype,
+        dtype=dtype,
     )  # fmt: skip
 
 
 def _weights(shapes: Any) -> Any:
     """Small random numbers, an array at a time: all of them as one program would be there twice."""
-    import functools
-
     import jax
 
     from kvjax.placement.device import Device
 
-    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-    def drawn(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return 0.02 * jax.random.normal(key, shape, dtype)
-
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    made = [
-        Device().put(drawn(key, leaf.shape, leaf.dtype))
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, made)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
+    like = jax.jit(lambda key, x: 0.02 * jax.random.normal(key, x.shape, x.dtype), static_argnums=1)
+    return jax.tree.map(lambda leaf: Device().put(like(next(keys), leaf)), shapes)
 
 
 def _memory() -> int | None:
