@@ -53,17 +53,17 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
         except ValueError:
             return None
     room = int(AUTO_FRACTION * memory)
-    if weight_bytes(model) <= room:
+    least = whole = weight_bytes(model)
+    if whole <= room:
         return None
     devices = jax.local_devices(backend=default_device().platform)
-    least = weight_bytes(model)
     for count in range(2, len(devices) + 1):
         share = weight_bytes(model, AbstractMesh((count,), (TENSOR,)))
         if share <= room:
             return make_mesh(tensor=count, devices=devices[:count])
         least = min(least, share)
     raise ValueError(
-        f"the weights take {weight_bytes(model):,} bytes, and spread over the {len(devices)} local "
+        f"the weights take {whole:,} bytes, and spread over the {len(devices)} local "
         f"device(s) at least {least:,} on each, which has {room:,} for them: load fewer bits, or "
         "give a mesh of more devices"
     )
@@ -107,10 +107,9 @@ class InferenceLimits:
         Args:
           lm: the model, whose weights are on the device.
           choice: the policy of the cache to make, None where none is made.
-          batch: rows, of which the last may be empty, to fill a mesh up.
+          batch, capacity: rows, and tokens a row, of the cache.
           need: tokens of prompt and new text, at most.
-          capacity: tokens a row of the cache.
-          prompts: rows that are not empty; by default all.
+          prompts: rows that do not only fill a mesh up; by default all.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:
@@ -150,6 +149,5 @@ def memory_left(lm: Loaded, *, batch: int, capacity: int, memory: int | None = N
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
     spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
-    batch //= 1 if spread is None else spread.rows
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity), spread)
     return max(memory - device_share(lm.params) - temporaries, 0)

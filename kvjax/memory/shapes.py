@@ -107,23 +107,23 @@ class ModelShape:
 
     def abstract_params(self) -> dict[str, Any]:
         """The matrices; biases and norms are left out (less than a thousandth)."""
+
+        def matrix(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
         hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layer = {
-            "qkv": (queries + 2 * keys, hidden),
-            "out": (hidden, queries),
-            "mlp": ((3 if self.gated else 2) * self.intermediate_size, hidden),
+            "qkv": matrix(queries + 2 * keys, hidden),
+            "out": matrix(hidden, queries),
+            "mlp": matrix((3 if self.gated else 2) * self.intermediate_size, hidden),
         }
-        shapes: dict[str, Any] = {"embed_tokens": (self.vocab_size, hidden)}
+        params: dict[str, Any] = {"embed_tokens": matrix(self.vocab_size, hidden)}
         if self.learned_positions:
-            shapes["wpe"] = (self.learned_positions, hidden)
+            params["wpe"] = matrix(self.learned_positions, hidden)
         if not self.tied:
-            shapes["lm_head"] = (self.vocab_size, hidden)
-        shapes |= {f"layer_{number}": dict(layer) for number in range(self.num_hidden_layers)}
-        return jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)),
-            shapes, is_leaf=lambda x: isinstance(x, tuple),
-        )  # fmt: skip
+            params["lm_head"] = matrix(self.vocab_size, hidden)
+        return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
 
 
 SHAPES = {
