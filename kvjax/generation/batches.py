@@ -82,12 +82,15 @@ def generate_batches(
     return _run(lm, iter(batches), options, placement, park, ahead)
 
 
+_Ready = tuple[Request, list[Chunk]]
+
+
 @dataclass
 class _Waiting:
     """A batch that is got ready in the second thread: ``ready``, and, when it is the next one,
     ``begun``: its cache with the first layers moved, the one given being whole as well."""
 
-    ready: Future[tuple[Request, list[Chunk]]]
+    ready: Future[_Ready]
     begun: Future[KVCache | None] | None = None
 
 
@@ -115,15 +118,16 @@ def _run(
                     waiting.append(_Waiting(_failed(error)))
                     more = False
                 else:
-                    given = batch.cache if isinstance(batch, Batch) else None
-                    given = options.cache if given is None else given
+                    batch = batch if isinstance(batch, Batch) else Batch(batch)
+                    given = options.cache if batch.cache is None else batch.cache
                     # Told here: the second thread would look at it while it is being used up.
                     if id(given) in taken:
                         waiting.append(_Waiting(_failed(ValueError(USED_UP))))
                         continue
                     if isinstance(given, KVCache):
                         taken[id(given)] = given
-                    waiting.append(_Waiting(second.submit(_ready, lm, batch, options)))
+                    asked = replace(options, cache=given)
+                    waiting.append(_Waiting(second.submit(_ready, lm, batch.prompts, asked)))
             if not waiting:
                 return
             present = waiting.popleft()
@@ -141,19 +145,12 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
-def _ready(
-    lm: LanguageModel, batch: Prompts | Batch, options: Options
-) -> tuple[Request, list[Chunk]]:
-    given = batch if isinstance(batch, Batch) else Batch(batch)
-    if given.cache is not None:
-        options = replace(options, cache=given.cache)
-    request = prepare(lm, given.prompts, options)
+def _ready(lm: LanguageModel, prompts: Prompts, options: Options) -> _Ready:
+    request = prepare(lm, prompts, options)
     return request, prompt_chunks(request)
 
 
-def _first_layers(
-    ready: Future[tuple[Request, list[Chunk]]], placement: Device, count: int
-) -> KVCache | None:
+def _first_layers(ready: Future[_Ready], placement: Device, count: int) -> KVCache | None:
     """The cache with so many layers moved, which are held twice until its turn: if that never
     comes, the cache given is still whole."""
     cache = ready.result()[0].cache

@@ -106,19 +106,10 @@ def prefill(
     lengths: Rows,
     ends: Bool[Array, " batch"],
 ) -> tuple[Context, Logits]:
-    """Feed a chunk of the prompts.
+    """Feed a chunk of the prompts; the context, and the logits after its text.
 
-    Args:
-      model: a static argument.
-      params: its parameters.
-      context: the text before; donated.
-      logits: float32[batch, vocab], of the rows whose prompts ended in an earlier chunk; donated.
-      tokens: int32[batch, new], padded on the right.
-      lengths: int32[batch], real tokens of this chunk, a row.
-      ends: bool[batch], rows whose prompts end in this chunk.
-
-    Returns:
-      The context and the logits, with this chunk in them.
+    ``tokens`` are padded on the right, ``lengths`` of them real; ``ends``: rows whose prompts end
+    here; ``logits``: of those whose prompts ended in an earlier chunk.
     """
     new, context = context.feed(model, params, tokens, lengths)
     return context, context.whole(jnp.where(ends[:, None], new, logits))
@@ -151,16 +142,9 @@ def decode(
 ) -> tuple[Context, Progress, Array | None, Int[Array, "batch chunk"]]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
-    Args:
-      model, filters: static arguments.
-      params: the model's parameters.
-      context: the text before; donated.
-      progress: where the rows stand.
-      seen: bool[batch, vocab], tokens of each row, or None; donated.
-      halt: bool[batch], rows to end now.
-      settings: the numbers of the sampling.
-      limit: int32, new tokens after which a row is done.
-      steps: int32, at most ``CHUNK``.
+    ``seen``: bool[batch, vocab], tokens of each row, where their penalty asks for them; ``halt``:
+    rows to end now; ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at
+    most ``CHUNK``.
 
     Returns:
       Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
