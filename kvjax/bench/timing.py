@@ -4,6 +4,7 @@ import contextlib
 import functools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,16 +26,14 @@ from kvjax.layouts import UNLIMITED
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 
-KINDS = ("whole", "logits", "first", "single")
-"""Runs of steps: the decode loop, the same without a sampler, that behind a single token, and the
-decode loop a step a dispatch."""
-
 
 class Timed:
     """Two caches of a policy, one with the prompt and one with a token, and times of runs on them.
 
-    ``shape``: of the prompts, batch and tokens. ``seconds``: of a step, by kind, and of the whole
-    prompt as ``"prefill"``: a number a repeat. ``allocated``: bytes of one of the caches, by place.
+    ``shape``: of the prompts, batch and tokens. ``allocated``: bytes of one of the caches, by
+    place. ``seconds``, a number a repeat: of a step of the decode loop (``"whole"``), without a
+    sampler (``"logits"``), and that behind a single token (``"first"``), of a step a dispatch
+    (``"single"``), and of the whole prompt (``"prefill"``).
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Timed:
         self.request = replace(request, limit=UNLIMITED, max_len=request.capacity)
         self._lm, self.steps, self.shape = lm, steps, prompt.shape
         self.meter = Meter()
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "prefill")}
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         with self.meter.running():
             self._full, self._nearly_empty = self._started(), self._started()
             self.allocated = self._full.cache_bytes

@@ -1,5 +1,6 @@
 """Generation over a stream of batches: the next one is got ready while the present one runs."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,16 +83,8 @@ def generate_batches(
     return _run(lm, iter(batches), options, placement, park, ahead)
 
 
-_Ready = tuple[Request, list[Chunk]]
-
-
-@dataclass
-class _Waiting:
-    """A batch that is got ready in the second thread: ``ready``, and, when it is the next one,
-    ``begun``: its cache with the first layers moved, the one given being whole as well."""
-
-    ready: Future[_Ready]
-    begun: Future[KVCache | None] | None = None
+_Ready = Future[tuple[Request, list[Chunk]]]
+"""A batch that is got ready in the second thread."""
 
 
 def _run(
@@ -102,41 +95,50 @@ def _run(
     park: Device | None,
     ahead: int,
 ) -> Iterator[GenerationResult]:
-    waiting: deque[_Waiting] = deque()
     # The caller's default device is the second thread's too.
     device = jax.default_device(jax.config.values["jax_default_device"])
-    second, more = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__), True
-    taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
+    second = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__)
+    coming, waiting = _coming(lm, batches, options, second), deque[_Ready]()
+    following: Future[KVCache | None] | None = None
     try:
         while True:
-            while more and len(waiting) <= ahead:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    more = False
-                except Exception as error:  # told when its turn comes, behind those before it
-                    waiting.append(_Waiting(_failed(error)))
-                    more = False
-                else:
-                    batch = batch if isinstance(batch, Batch) else Batch(batch)
-                    given = options.cache if batch.cache is None else batch.cache
-                    # Told here: the second thread would look at it while it is being used up.
-                    if id(given) in taken:
-                        waiting.append(_Waiting(_failed(ValueError(USED_UP))))
-                        continue
-                    if isinstance(given, KVCache):
-                        taken[id(given)] = given
-                    asked = replace(options, cache=given)
-                    waiting.append(_Waiting(second.submit(_ready, lm, batch.prompts, asked)))
+            waiting.extend(itertools.islice(coming, ahead + 1 - len(waiting)))
             if not waiting:
                 return
-            present = waiting.popleft()
+            present, begun, following = waiting.popleft(), following, None
             if waiting and placement is not None:
-                following = waiting[0]
-                following.begun = second.submit(_first_layers, following.ready, placement, ahead)
-            yield _result(lm, present, placement, park)
+                following = second.submit(_first_layers, waiting[0], placement, ahead)
+            yield _result(lm, present, begun, placement, park)
     finally:
         second.shutdown(wait=True, cancel_futures=True)
+
+
+def _coming(
+    lm: LanguageModel,
+    batches: Iterator[Prompts | Batch],
+    options: Options,
+    second: ThreadPoolExecutor,
+) -> Iterator[_Ready]:
+    """The batches, as soon as they are asked for; what is wrong is told when their turn comes."""
+
+    def ready(prompts: Prompts, asked: Options) -> tuple[Request, list[Chunk]]:
+        request = prepare(lm, prompts, asked)
+        return request, prompt_chunks(request)
+
+    taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
+    try:
+        for batch in batches:
+            batch = batch if isinstance(batch, Batch) else Batch(batch)
+            given = options.cache if batch.cache is None else batch.cache
+            # Told here: the second thread would look at it while it is being used up.
+            if id(given) in taken:
+                yield _failed(ValueError(USED_UP))
+                continue
+            if isinstance(given, KVCache):
+                taken[id(given)] = given
+            yield second.submit(ready, batch.prompts, replace(options, cache=given))
+    except Exception as error:
+        yield _failed(error)
 
 
 def _failed(error: Exception) -> Future[Any]:
@@ -145,12 +147,7 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
-def _ready(lm: LanguageModel, prompts: Prompts, options: Options) -> _Ready:
-    request = prepare(lm, prompts, options)
-    return request, prompt_chunks(request)
-
-
-def _first_layers(ready: Future[_Ready], placement: Device, count: int) -> KVCache | None:
+def _first_layers(ready: _Ready, placement: Device, count: int) -> KVCache | None:
     """The cache with so many layers moved, which are held twice until its turn: if that never
     comes, the cache given is still whole."""
     cache = ready.result()[0].cache
@@ -162,17 +159,21 @@ def _first_layers(ready: Future[_Ready], placement: Device, count: int) -> KVCac
 
 @outside
 def _result(
-    lm: LanguageModel, present: _Waiting, placement: Device | None, park: Device | None
+    lm: LanguageModel,
+    present: _Ready,
+    begun: Future[KVCache | None] | None,
+    placement: Device | None,
+    park: Device | None,
 ) -> GenerationResult:
-    request, chunks = present.ready.result()
+    request, chunks = present.result()
     given = request.cache
     if given is not None:
         refuse_used_up(given)
-        begun = None if present.begun is None else present.begun.result()
-        if begun is not None:
-            for old, new in zip(given.layers, begun.layers, strict=True):
+        first = None if begun is None else begun.result()
+        if first is not None:
+            for old, new in zip(given.layers, first.layers, strict=True):
                 let_go(old, new)
-            given = begun
+            given = first
         given = given if placement is None else migrate(given, placement)
         request = replace(request, cache=given)
     running = Stream(lm, request, watched=False, chunks=chunks)

@@ -134,17 +134,13 @@ def sample(
     count: Int[Array, " batch"],
     seen: Bool[Array, "batch vocab"] | None = None,
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
-    """Choose each row's next token.
+    """Choose each row's next token, and say whether its logits were finite numbers; where they
+    were not, the token means nothing.
 
     Args:
-      logits: float32[batch, vocab].
-      filters, settings: as ``make_settings`` gives them.
-      count: int32[batch], new tokens of each row so far: with its seed, all its draw depends on.
-      seen: bool[batch, vocab], tokens that stand in a row; for the repetition penalty.
-
-    Returns:
-      int32[batch], the tokens, and bool[batch], whether a row's logits were finite numbers; the
-      token of a row where they were not means nothing.
+      logits, filters, settings: the last two as ``make_settings`` gives them.
+      count: new tokens of each row so far: with its seed, all its draw depends on.
+      seen: tokens that stand in a row; for the repetition penalty.
     """
     logits = logits.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
@@ -222,13 +218,8 @@ def draw(
 ) -> Int[Array, " batch"]:
     """Draw one token a row, in proportion to ``exp(logits)``; never one at minus infinity.
 
-    Args:
-      logits: float32[batch, vocab].
-      seeds: uint32[batch, 2], low and high word of each row's seed.
-      count: int32[batch], the row's how-manieth draw this is.
-
-    Returns:
-      int32[batch]. Equal seeds and counts draw equally, in any batch and on any platform.
+    Equal ``seeds`` (low and high word) and ``count``, the row's how-manieth draw this is, draw
+    equally, in any batch and on any platform.
     """
 
     def noise(seed: Array, count: Array) -> Array:

@@ -1,5 +1,6 @@
 """Which caches fit into a device's memory."""
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -112,13 +113,5 @@ def largest(holds: Callable[[int], bool], limit: int | None = None) -> int | Non
     """The largest number from 1 up that holds, where all below it do, and at most ``limit``; 0 if
     1 does not, None if there is no limit and all hold that a cache can have tokens."""
     end = limit or UNLIMITED - 1
-    if holds(end):
-        return limit
-    low, high = 0, 1
-    while high < end and holds(high):
-        low, high = high, high * 2
-    high = min(high, end)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    found = bisect.bisect(range(1, end + 1), False, key=lambda number: not holds(number))
+    return limit if found == end else found
