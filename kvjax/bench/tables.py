@@ -33,17 +33,15 @@ def part_rows(found: Bench) -> list[list[str]]:
     """A heading, and a row a cell: the parts of a step, prefill, and compiling."""
     head = ["batch x prompt", "policy", "weights", "attention", "sampling", "+ overhead",
             "prefill ms", "tokens/s", "compile s"]  # fmt: skip
-    rows = [head]
-    for cell in found.cells:
-        fast = cell.prefill_tokens_per_second
-        rows.append(
-            [
-                _place(cell), cell.policy, *(f"{part:.3g}" for part in astuple(cell.split)),
-                "-" if cell.prefill_ms is None else f"{cell.prefill_ms:.4g}",
-                "-" if fast is None else f"{fast:,.0f}", f"{cell.compile_seconds:.1f}",
-            ]
-        )  # fmt: skip
-    return rows
+    rows = [
+        [
+            _place(cell), cell.policy, *(f"{part:.3g}" for part in astuple(cell.split)),
+            _known(cell.prefill_ms, ".4g"), _known(cell.prefill_tokens_per_second, ",.0f"),
+            f"{cell.compile_seconds:.1f}",
+        ]
+        for cell in found.cells
+    ]  # fmt: skip
+    return [head, *rows]
 
 
 def device_line(found: Bench) -> str:
@@ -106,6 +104,10 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
 def _tick(value: float, _: int | None) -> str:
     """A number at 1, 2 and 5 of a decade; more of them would stand in each other's way."""
     return f"{value:,.4g}" if f"{value:e}"[0] in "125" else ""
+
+
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _place(cell: Cell) -> str:

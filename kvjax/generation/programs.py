@@ -31,14 +31,6 @@ class Cached:
 
     cache: KVCache
 
-    def whole(self, logits: Logits) -> Logits:
-        """Logits with the whole vocabulary of its rows on every device of a mesh: drawing looks at
-        them many times, and programs should not depend on how they were divided."""
-        spread = self.cache.spread
-        if spread is None:
-            return logits
-        return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
-
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
     ) -> tuple[Logits, "Cached"]:
@@ -60,10 +52,6 @@ class Uncached:
     @property
     def cache(self) -> None:
         """There is none."""
-
-    def whole(self, logits: Logits) -> Logits:
-        """The same: without a cache they stay as they are divided."""
-        return logits
 
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
@@ -112,7 +100,7 @@ def prefill(
     here; ``logits``: of those whose prompts ended in an earlier chunk.
     """
     new, context = context.feed(model, params, tokens, lengths)
-    return context, context.whole(jnp.where(ends[:, None], new, logits))
+    return context, _whole(jnp.where(ends[:, None], new, logits), context)
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
@@ -162,13 +150,22 @@ def decode(
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy else context.whole(logits)
+        logits = logits if filters.greedy else _whole(logits, context)
         progress, seen = _choose(progress, seen, logits, filters, settings, limit)
         out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
         return step + 1, context, progress, seen, out
 
     carry = lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))
     return carry[1:]
+
+
+def _whole(logits: Logits, context: Context) -> Logits:
+    """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
+    at them many times, and programs should not depend on how they were divided."""
+    spread = None if context.cache is None else context.cache.spread
+    if spread is None:
+        return logits
+    return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
 
 
 def _choose(

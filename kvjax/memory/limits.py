@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -136,18 +135,14 @@ class InferenceLimits:
         return int(self.cache_memory_ratio * left)
 
 
-def device_share(tree: Any) -> int:
-    """Bytes of a pytree's arrays that a device has."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
 def memory_left(lm: Loaded, *, batch: int, capacity: int, memory: int | None = None) -> int:
     """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
     spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity), spread)
-    return max(memory - device_share(lm.params) - temporaries, 0)
+    weights = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(lm.params)
+    )
+    return max(memory - weights - temporaries, 0)

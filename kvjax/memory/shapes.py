@@ -62,7 +62,6 @@ class ModelShape:
         family = str(config.get("model_type", ""))
         names = ("hidden_activation", "hidden_act", "activation_function")
         activation = next((str(config[name]) for name in names if config.get(name)), "gelu")
-        gated = activation in ("silu", "swiglu") or family.startswith("gemma")
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
         if dtype == "auto":
@@ -71,7 +70,6 @@ class ModelShape:
             raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
         # What a config leaves out is the family's default.
         tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
-        positions = config.get("n_positions")
         return cls(
             num_hidden_layers=of("num_hidden_layers", "n_layer"),
             hidden_size=hidden,
@@ -81,9 +79,9 @@ class ModelShape:
             head_dim=of("head_dim", default=max(hidden // heads, 1)),
             vocab_size=of("vocab_size"),
             dtype=dtype,
-            gated=gated,
+            gated=activation in ("silu", "swiglu") or family.startswith("gemma"),
             tied=bool(tied),
-            learned_positions=0 if positions is None else of("n_positions"),
+            learned_positions=of("n_positions", default=0),
             context=of("max_position_embeddings", "n_positions", default=0) or None,
         )
 
