@@ -129,8 +129,7 @@ def measure(
       prompts, batches: lengths in tokens, and numbers of rows.
       steps: of a run, at most 128; fewer where a cache can't forget so many (``rewind``), and then
         for all policies of that cell.
-      repeats: how often everything is timed.
-      prefill: whether prefill is timed too.
+      repeats, prefill: how often everything is timed, and whether prefill is timed too.
       bandwidth: of the device; by default it is measured, last.
       told: called with a line about each cell before it is measured.
       drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.

@@ -39,9 +39,7 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
     """The smallest mesh of local devices, along ``tensor``, of which each has room for its share of
     a model's weights; None where one device has, or does not say how much memory it has.
 
-    Args:
-      model: an ``Architecture``.
-      memory: bytes of a device; by default what the default device says.
+    ``memory``: bytes of a device; by default what the default device says.
 
     Raises:
       ValueError: if no number of them has.
@@ -103,12 +101,9 @@ class InferenceLimits:
     ) -> None:  # fmt: skip
         """Raise ``ValueError`` for a request that is beyond the limits.
 
-        Args:
-          lm: the model, whose weights are on the device.
-          choice: the policy of the cache to make, None where none is made.
-          batch, capacity: rows, and tokens a row, of the cache.
-          need: tokens of prompt and new text, at most.
-          prompts: rows that do not only fill a mesh up; by default all.
+        ``choice``: the policy of the cache to make, of ``batch`` rows and ``capacity`` tokens a
+        row, None where none is made; ``need``: tokens of prompt and new text, at most;
+        ``prompts``: rows that do not only fill a mesh up, by default all.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
@@ -102,7 +101,8 @@ def plan(
     # JAX compiles for arrays on the host only where it has them, and none are made here.
     on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
     if spread is None and compiled and on_device and model.apply is not None:
-        found: list[Any] = [_compiled(model, cache, new) for new in {1, chunk}]
+        leaves, structure = jax.tree.flatten(cache)
+        found: list[Any] = [_compiled(model, structure, tuple(leaves), new) for new in {1, chunk}]
         if None not in found:
             temporaries = max(found)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
@@ -153,17 +153,10 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
     return activations + scores + blocks + batch * vocabulary * 4
 
 
-def _compiled(model: Plannable, cache: KVCache, new: int) -> int | None:
-    """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
-    None where the compiler does not say."""
-    leaves, structure = jax.tree.flatten(cache)
-    shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-    return _temporaries(model, structure, shapes, new)
-
-
 @functools.lru_cache(maxsize=64)
-def _temporaries(model: Any, structure: Any, shapes: Any, new: int) -> int | None:
-    leaves = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in shapes]
+def _compiled(model: Any, structure: Any, leaves: tuple[Any, ...], new: int) -> int | None:
+    """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
+    None where the compiler does not say. The cache comes in parts that have a hash."""
     cache: KVCache = jax.tree.unflatten(structure, leaves)
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
 

@@ -43,7 +43,7 @@ def evaluate(
     chunk: int = CHUNK,
     time_steps: int = 0,
 ) -> dict[str, Quality]:
-    """Compare cache policies on a text.
+    """Compare cache policies on a text: the figures of each, by its name.
 
     The text is cut into windows of ``context`` tokens, each with a cache of its own; what is left
     over at the end is not used, unless it is all there is. Every token but the first of its window
@@ -53,12 +53,8 @@ def evaluate(
       text: as words, or as token ids.
       policies: by name. Full precision is measured in any case, as what they are compared with.
       context: tokens of a window; by default the model's limit, and 2,048 where it has none.
-      windows: how many windows at most; by default all.
-      chunk: tokens of a call.
+      windows, chunk: how many windows at most, by default all; tokens of a call.
       time_steps: how many decode steps to time at the end of a window; 0 for none.
-
-    Returns:
-      The figures of each policy, by its name.
 
     Raises:
       ValueError: if the text has fewer than two tokens, or a number is out of range.

@@ -60,11 +60,8 @@ class Quality:
 def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
     """Figures from those of single tokens.
 
-    Args:
-      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
-        policy, the divergence, and whether both predict the same first.
-      size: of the cache.
-      step_ms: milliseconds of a step.
+    ``each``: float[4, windows, tokens]: nats of the token that came, with full precision and with
+    the policy, the divergence, and whether both predict the same first.
     """
     by_position, start, context = {}, 0, each.shape[2] + 1
     while start < context:
