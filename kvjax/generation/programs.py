@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
+from kvjax.core.typing import Rows
 from kvjax.generation.model import Model
-from kvjax.generation.sampling import Filters, Settings, sample
+from kvjax.generation.sampling import Filters, Logits, Seen, Settings, sample
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
 
-Rows = Int[Array, " batch"]
 Tokens = Int[Array, "batch new"]
-Logits = Float[Array, "batch vocab"]
+Flags = Bool[Array, " batch"]
 
 
 @state
@@ -73,15 +73,14 @@ Context = Cached | Uncached
 class Progress:
     """Where each row stands.
 
-    ``token``: int32[batch], the newest, which the model has not seen yet; ``count``: int32[batch],
-    new tokens; ``done``, ``broken``: bool[batch], finished, and finished because its logits were
-    not finite numbers.
+    ``token``: the newest, which the model has not seen yet; ``count``: new tokens; ``done``,
+    ``broken``: finished, and finished because its logits were not finite numbers.
     """
 
     token: Rows
     count: Rows
-    done: Bool[Array, " batch"]
-    broken: Bool[Array, " batch"]
+    done: Flags
+    broken: Flags
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -92,7 +91,7 @@ def prefill(
     logits: Logits,
     tokens: Tokens,
     lengths: Rows,
-    ends: Bool[Array, " batch"],
+    ends: Flags,
 ) -> tuple[Context, Logits]:
     """Feed a chunk of the prompts; the context, and the logits after its text.
 
@@ -105,8 +104,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
 def begin(
-    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Array | None
-) -> tuple[Progress, Array | None]:
+    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Seen | None
+) -> tuple[Progress, Seen | None]:
     """Choose the first new token of each row, from the logits after its prompt."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
@@ -122,17 +121,16 @@ def decode(
     params: Any,
     context: Context,
     progress: Progress,
-    seen: Array | None,
-    halt: Bool[Array, " batch"],
+    seen: Seen | None,
+    halt: Flags,
     settings: Settings,
     limit: Array,
     steps: Array,
-) -> tuple[Context, Progress, Array | None, Int[Array, "batch chunk"]]:
+) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"]]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
-    ``seen``: bool[batch, vocab], tokens of each row, where their penalty asks for them; ``halt``:
-    rows to end now; ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at
-    most ``CHUNK``.
+    ``seen``: tokens of each row, where their penalty asks for them; ``halt``: rows to end now;
+    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``.
 
     Returns:
       Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
@@ -170,12 +168,12 @@ def _whole(logits: Logits, context: Context) -> Logits:
 
 def _choose(
     progress: Progress,
-    seen: Array | None,
+    seen: Seen | None,
     logits: Logits,
     filters: Filters,
     settings: Settings,
     limit: Array,
-) -> tuple[Progress, Array | None]:
+) -> tuple[Progress, Seen | None]:
     """Choose the next token of the rows that are not done."""
     token, finite = sample(logits, filters, settings, count=progress.count, seen=seen)
     broken = progress.broken | (~progress.done & ~finite)
