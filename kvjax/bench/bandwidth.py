@@ -3,7 +3,7 @@ was ever in use."""
 
 import os
 import sys
-import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,52 +52,50 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
 def best_seconds(call: Callable[[], Any], repeats: int) -> float:
     """The shortest of ``repeats`` calls, after one that is not counted."""
     call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(call, number=1, repeat=repeats))
 
 
 def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     """Bytes a second that a jitted reduction reads from an array, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
-    found = {}
-    for name, reduction in {"jax sum": jnp.sum, "jax max": jnp.max}.items():
-        compiled = jax.jit(reduction).lower(array).compile()
-        seconds = best_seconds(lambda c=compiled: jax.block_until_ready(c(array)), repeats)
-        found[name] = array.nbytes / seconds
-    return found
+
+    def speed(reduction: Callable[..., Any]) -> float:
+        reduced = jax.jit(reduction)
+        return array.nbytes / best_seconds(lambda: reduced(array).block_until_ready(), repeats)
+
+    return {"jax sum": speed(jnp.sum), "jax max": speed(jnp.max)}
 
 
 def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     """Bytes a second that jitted copies read and write, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
-    found = {}
-    for name, copied in {"jax copy": jnp.copy, "jax add": lambda x: x + 1}.items():
+
+    def speed(copied: Callable[..., Any]) -> float:
         # Into an array that is there: asking for new pages at every call is slower than copying.
-        into = jax.jit(lambda x, old, f=copied: f(x), donate_argnums=1, keep_unused=True)
-        held = [jnp.zeros_like(array)]
+        into = jax.jit(lambda x, old: copied(x), donate_argnums=1, keep_unused=True)
+        held = jnp.zeros_like(array)
 
-        def call(into: Any = into, held: list[Any] = held) -> None:
-            held[0] = jax.block_until_ready(into(array, held[0]))
+        def call() -> None:
+            nonlocal held
+            held = into(array, held).block_until_ready()
 
-        found[name] = 2 * array.nbytes / best_seconds(call, repeats)
-    return found
+        return 2 * array.nbytes / best_seconds(call, repeats)
+
+    return {"jax copy": speed(jnp.copy), "jax add": speed(lambda x: x + 1)}
 
 
 def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     """Bytes a second that reductions of NumPy read from an array, a thread a core, by method."""
     array = np.ones(nbytes // 4, np.float32)
-    threads = _cores()
+    allowed = getattr(os, "sched_getaffinity", None)  # the cores this process may run on
+    threads = len(allowed(0)) if allowed else os.cpu_count() or 1
     parts = np.array_split(array, threads)
-    reductions = {"numpy max": np.max, "numpy dot": lambda part: np.dot(part, part)}
     with ThreadPoolExecutor(threads) as pool:
-        return {
-            name: array.nbytes / best_seconds(lambda r=reduction: list(pool.map(r, parts)), repeats)
-            for name, reduction in reductions.items()
-        }
+
+        def speed(reduction: Callable[..., Any]) -> float:
+            return array.nbytes / best_seconds(lambda: list(pool.map(reduction, parts)), repeats)
+
+        return {"numpy max": speed(np.max), "numpy dot": speed(lambda part: np.dot(part, part))}
 
 
 def peak_memory() -> tuple[int | None, str]:
@@ -112,10 +110,3 @@ def peak_memory() -> tuple[int | None, str]:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
-
-
-def _cores() -> int:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

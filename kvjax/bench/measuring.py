@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
-from kvjax.bench.timing import Timed, difference, steps_of
+from kvjax.bench.timing import Timed, agree_on_steps, difference
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation.model import LanguageModel
@@ -125,14 +125,11 @@ def measure(
     """Time decoding and prefill.
 
     Args:
-      lm: the model.
       policies: of caches, as for ``init_cache``, by name.
-      prompts: lengths in tokens.
-      batches: numbers of rows.
+      prompts, batches: lengths in tokens, and numbers of rows.
       steps: of a run, at most 128; fewer where a cache can't forget so many (``rewind``), and then
         for all policies of that cell.
-      repeats: how often everything is timed.
-      prefill: whether prefill is timed too.
+      repeats, prefill: how often everything is timed, and whether prefill is timed too.
       bandwidth: of the device; by default it is measured, last.
       told: called with a line about each cell before it is measured.
       drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
@@ -150,24 +147,21 @@ def measure(
     whole_number("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)
-    found: list[tuple[int, int, str, Timed]] = []
+    found: list[tuple[str, Timed]] = []
     for batch, prompt in itertools.product(batches, fitting):
         if told is not None:
             told(f"{batch} x {prompt:,} tokens")
-        tokens = np.random.default_rng(prompt).integers(
-            0, lm.config.vocab_size, (batch, prompt), np.int32
-        )
+        shape, drawn = (batch, prompt), np.random.default_rng(prompt)
+        tokens = drawn.integers(0, lm.config.vocab_size, shape, np.int32)
         timed = {name: Timed(lm, policies[name], tokens, steps, drawing) for name in names}
-        most = steps_of(list(timed.values()))
-        for each in timed.values():
-            each.steps = most
+        agree_on_steps(timed.values())
         for repeat in range(repeats + 1):
             first = repeat % len(names)
             for name in names[first:] + names[:first]:
                 timed[name].run(counted=repeat > 0, prefill=prefill)
-        for name in names:
-            timed[name].drop()
-            found.append((batch, prompt, name, timed[name]))
+        for each in timed.values():
+            each.drop()
+        found += timed.items()
     # Before the bandwidth is measured: its arrays are no part of what a cache needs.
     peak, peak_of = peak_memory()
     bandwidth = measure_bandwidth() if bandwidth is None else bandwidth
@@ -179,8 +173,9 @@ def measure(
     )  # fmt: skip
 
 
-def _cell(lm: LanguageModel, read: float, batch: int, prompt: int, name: str, timed: Timed) -> Cell:
-    seconds, steps, capacity = timed.seconds, timed.steps, timed.request.capacity
+def _cell(lm: LanguageModel, read: float, name: str, timed: Timed) -> Cell:
+    (batch, prompt), capacity = timed.shape, timed.request.capacity
+    seconds, steps = timed.seconds, timed.steps
     whole = statistics.median(seconds["whole"])
     weights = weight_bytes_read(lm.params, batch)
     cache = bytes_read(
@@ -227,17 +222,13 @@ def _fitting(config: Any, prompts: list[int], steps: int) -> tuple[list[int], tu
     fitting, left_out = [], []
     for prompt in prompts:
         if positions is not None and prompt + steps > positions:
-            left_out.append(
-                f"a prompt of {prompt:,} tokens is left out: with {steps} steps it would pass the "
-                f"model's {positions:,} positions"
-            )
+            why = f"with {steps} steps it would pass the model's {positions:,} positions"
         elif context is not None and prompt > context:
-            left_out.append(
-                f"a prompt of {prompt:,} tokens is left out: the model was made for texts of "
-                f"{context:,}"
-            )
+            why = f"the model was made for texts of {context:,}"
         else:
             fitting.append(prompt)
+            continue
+        left_out.append(f"a prompt of {prompt:,} tokens is left out: {why}")
     if not fitting:
         raise ValueError(f"there is nothing to measure: {left_out[0]}")
     return fitting, tuple(left_out)

@@ -1,5 +1,7 @@
 """Times of a bench as tables and as a plot."""
 
+import itertools
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +18,30 @@ def decode_rows(found: Bench) -> list[list[str]]:
     """A heading, and a row a cell: a step, what it reads, and how fast."""
     head = ["batch x prompt", "policy", "ms a step", "tokens/s", "weights read", "cache read",
             "bandwidth", "of read"]  # fmt: skip
-    return [
-        head,
-        *(
-            [
-                _place(cell), cell.policy, f"{cell.ms:.3g}", f"{cell.tokens_per_second:,.1f}",
-                readable_bytes(cell.weight_bytes), readable_bytes(cell.cache_bytes),
-                f"{readable_bytes(cell.bandwidth)}/s", f"{100 * cell.of_read:.0f} %",
-            ]
-            for cell in found.cells
-        ),
+    rows = [
+        [
+            _place(cell), cell.policy, f"{cell.ms:.3g}", f"{cell.tokens_per_second:,.1f}",
+            readable_bytes(cell.weight_bytes), readable_bytes(cell.cache_bytes),
+            f"{readable_bytes(cell.bandwidth)}/s", f"{100 * cell.of_read:.0f} %",
+        ]
+        for cell in found.cells
     ]  # fmt: skip
+    return [head, *rows]
 
 
 def part_rows(found: Bench) -> list[list[str]]:
     """A heading, and a row a cell: the parts of a step, prefill, and compiling."""
     head = ["batch x prompt", "policy", "weights", "attention", "sampling", "+ overhead",
             "prefill ms", "tokens/s", "compile s"]  # fmt: skip
-    rows = [head]
-    for cell in found.cells:
-        split, fast = cell.split, cell.prefill_tokens_per_second
-        parts = (split.weights, split.attention, split.sampling, split.overhead)
-        rows.append(
-            [
-                _place(cell), cell.policy, *(f"{part:.3g}" for part in parts),
-                "-" if cell.prefill_ms is None else f"{cell.prefill_ms:.4g}",
-                "-" if fast is None else f"{fast:,.0f}", f"{cell.compile_seconds:.1f}",
-            ]
-        )  # fmt: skip
-    return rows
+    rows = [
+        [
+            _place(cell), cell.policy, *(f"{part:.3g}" for part in astuple(cell.split)),
+            _known(cell.prefill_ms, ".4g"), _known(cell.prefill_tokens_per_second, ",.0f"),
+            f"{cell.compile_seconds:.1f}",
+        ]
+        for cell in found.cells
+    ]  # fmt: skip
+    return [head, *rows]
 
 
 def device_line(found: Bench) -> str:
@@ -61,29 +58,26 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
     """Draw milliseconds a step against the context, and bandwidth against bytes, a line for each
     policy and batch."""
     plt = pyplot()
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     figure, (time, roof) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    lines: dict[tuple[str, int], list[Cell]] = {}
-    for cell in found.cells:
-        lines.setdefault((cell.policy, cell.batch), []).append(cell)
-    policies = list(dict.fromkeys(policy for policy, _ in lines))
-    batches = list(dict.fromkeys(batch for _, batch in lines))
-    for (policy, batch), cells in lines.items():
-        cells = sorted(cells, key=lambda cell: cell.prompt)
+    cells = sorted(found.cells, key=lambda cell: cell.prompt)
+    batches = dict.fromkeys(cell.batch for cell in found.cells)
+    policies = dict.fromkeys(cell.policy for cell in found.cells)
+    for (b, batch), (p, policy) in itertools.product(enumerate(batches), enumerate(policies)):
+        line = [cell for cell in cells if (cell.batch, cell.policy) == (batch, policy)]
         style: Any = {
-            "color": _COLOURS[policies.index(policy) % len(_COLOURS)],
-            "marker": _MARKS[batches.index(batch) % len(_MARKS)],
-            "linestyle": ("-", "--", ":", "-.")[batches.index(batch) % 4],
+            "color": _COLOURS[p % len(_COLOURS)],
+            "marker": _MARKS[b % len(_MARKS)],
+            "linestyle": ("-", "--", ":", "-.")[b % 4],
             "label": f"{policy}, batch {batch}",
         }
-        time.plot([cell.prompt for cell in cells], [cell.ms for cell in cells], **style)
-        read = [(cell.weight_bytes + cell.cache_bytes) / 1e6 for cell in cells]
-        roof.plot(read, [cell.bandwidth / 1e9 for cell in cells], **style)
+        time.plot([cell.prompt for cell in line], [cell.ms for cell in line], **style)
+        read = [(cell.weight_bytes + cell.cache_bytes) / 1e6 for cell in line]
+        roof.plot(read, [cell.bandwidth / 1e9 for cell in line], **style)
     prompts = sorted({cell.prompt for cell in found.cells})
-    roof.axhline(found.bandwidth.read / 1e9, color="#777777", linestyle=":")
+    ceiling = found.bandwidth.read / 1e9
+    roof.axhline(ceiling, color="#777777", linestyle=":")
     roof.annotate(
-        f"reading, {found.bandwidth.read / 1e9:.3g} GB/s", (0.02, found.bandwidth.read / 1e9),
+        f"reading, {ceiling:.3g} GB/s", (0.02, ceiling),
         xycoords=("axes fraction", "data"), xytext=(0, -10), textcoords="offset points",
         fontsize=8, color="#555555",
     )  # fmt: skip
@@ -92,14 +86,13 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
         axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
         axes.margins(x=0.1, y=0.15)
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
-        axes.yaxis.set_minor_formatter(FuncFormatter(_tick))
         axes.tick_params(which="both", labelsize=8)
     roof.set_xscale("log")
-    for which in (roof.xaxis.set_major_formatter, roof.xaxis.set_minor_formatter):
-        which(FuncFormatter(_tick))
+    for axis in (time.yaxis, roof.yaxis, roof.xaxis):
+        axis.set_major_formatter(_tick)
+        axis.set_minor_formatter(_tick)
     time.set_xticks(prompts, [f"{prompt:,}" for prompt in prompts])
-    time.xaxis.set_minor_formatter(NullFormatter())
+    time.xaxis.set_minor_formatter("")
     time.set(xlabel="tokens of the prompt", ylabel="milliseconds a step")
     roof.set(xlabel="megabytes that a step must read", ylabel="GB/s reached")
     time.legend(fontsize=8)
@@ -111,6 +104,10 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
 def _tick(value: float, _: int | None) -> str:
     """A number at 1, 2 and 5 of a decade; more of them would stand in each other's way."""
     return f"{value:,.4g}" if f"{value:e}"[0] in "125" else ""
+
+
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _place(cell: Cell) -> str:

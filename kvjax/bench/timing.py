@@ -4,7 +4,8 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +26,14 @@ from kvjax.layouts import UNLIMITED
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 
-KINDS = ("whole", "logits", "first", "single")
-"""Runs of steps: the decode loop, the same without a sampler, that behind a single token, and the
-decode loop a step a dispatch."""
-
 
 class Timed:
     """Two caches of a policy, one with the prompt and one with a token, and times of runs on them.
 
-    ``seconds``: of a step, by kind, and of the whole prompt as ``"prefill"``: a number a repeat.
-    ``allocated``: bytes of one of the caches, by place.
+    ``shape``: of the prompts, batch and tokens. ``allocated``: bytes of one of the caches, by
+    place. ``seconds``, a number a repeat: of a step of the decode loop (``"whole"``), without a
+    sampler (``"logits"``), and that behind a single token (``"first"``), of a step a dispatch
+    (``"single"``), and of the whole prompt (``"prefill"``).
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class Timed:
             request.spread.check_rows(len(prompt))
         # Steps are taken back, so a row may come to any number of them; a cache never grows.
         self.request = replace(request, limit=UNLIMITED, max_len=request.capacity)
-        self._lm, self.steps = lm, steps
+        self._lm, self.steps, self.shape = lm, steps, prompt.shape
         self.meter = Meter()
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "prefill")}
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         with self.meter.running():
             self._full, self._nearly_empty = self._started(), self._started()
             self.allocated = self._full.cache_bytes
@@ -86,10 +85,11 @@ class Timed:
                 self.seconds[kind].append(seconds)
 
     @property
-    def revocable(self) -> int | None:
-        """How many steps the caches can take back; None for all."""
+    def revocable(self) -> int:
+        """How many steps the caches can take back."""
         assert self._full.cache is not None
-        return self._full.cache.revocable
+        most = self._full.cache.revocable
+        return self.steps if most is None else min(self.steps, most)
 
     def drop(self) -> None:
         """Free the caches, and what else is on the device."""
@@ -162,17 +162,17 @@ def _logits_loop(
     return lax.fori_loop(0, steps, one, (context, logits))
 
 
-def steps_of(timed: Sequence[Timed]) -> int:
-    """The most steps that all of these caches can take back.
+def agree_on_steps(timed: Collection[Timed]) -> None:
+    """Give all of them the most steps that all of these caches can take back.
 
     Raises:
       ValueError: if one can take back none.
     """
-    spans = [each.revocable for each in timed]
-    steps = min([timed[0].steps, *(span for span in spans if span is not None)])
+    steps = min(each.revocable for each in timed)
     if steps < 1:
         raise ValueError("a ring without slack can't take back a step: give it slack=")
-    return steps
+    for each in timed:
+        each.steps = steps
 
 
 def difference(more: Sequence[float], less: Sequence[float]) -> float:

@@ -2,18 +2,16 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvjax.cli import options
-from kvjax.cli.common import known_shape, use_compilation_cache
+from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
 from kvjax.core.sizes import readable_bytes
-from kvjax.memory.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from kvjax.models.config import Config
     from kvjax.models.language_model import LanguageModel
 
 
@@ -110,38 +108,23 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
     Raises:
       ValueError: if there is no such shape, kvjax runs no model of it, or it is more than memory.
     """
+    import jax
+
     from kvjax.memory.weights import weight_bytes
     from kvjax.models.architecture import Architecture
+    from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
     from kvjax.models.language_model import LanguageModel
     from kvjax.placement.device import Device
 
-    if dtype is None and Device().platform() == "cpu":
-        dtype = "float32"
-    shape = known_shape(name, dtype)
-    architecture = Architecture(_config(name, shape))
-    weights, memory = weight_bytes(architecture), _memory()
-    if memory is not None and weights > memory:
-        raise ValueError(
-            f"the weights of {name} take {readable_bytes(weights)}, but there are only "
-            f"{readable_bytes(memory)} of memory"
-        )
-    return LanguageModel(
-        config=architecture.config, params=_weights(architecture.abstract_params()),
-        tokenizer=None, generation=GenerationDefaults(), architecture=architecture, source=name,
-    )  # fmt: skip
-
-
-def _config(name: str, shape: ModelShape) -> "Config":
-    """The config of the family that has such a shape."""
-    from kvjax.models.config import LlamaConfig, RopeConfig
-
+    check_dtype(dtype)
+    shape = known_shape(name)
     if not shape.gated or shape.learned_positions:
         raise ValueError(
             f"kvjax runs no {name} with random weights: of these shapes it runs those that are "
             "like Llama (gated, with rotary positions)"
         )
-    return LlamaConfig(
+    config = LlamaConfig(
         model_type="llama", vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_hidden_layers,
         num_attention_heads=shape.num_attention_heads,
@@ -149,29 +132,21 @@ def _config(name: str, shape: ModelShape) -> "Config":
         max_position_embeddings=shape.context or 2**20, rms_norm_eps=1e-5, hidden_act="silu",
         tie_word_embeddings=shape.tied, qkv_bias=False, output_bias=False, mlp_bias=False,
         qk_norm=False, rope=RopeConfig(), windows=(None,) * shape.num_hidden_layers,
-        dtype=shape.dtype,
+        dtype=dtype or ("float32" if Device().platform() == "cpu" else shape.dtype),
     )  # fmt: skip
-
-
-def _weights(shapes: Any) -> Any:
-    """Small random numbers, an array at a time: all of them as one program would be there twice."""
-    import functools
-
-    import jax
-
-    from kvjax.placement.device import Device
-
-    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-    def drawn(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return 0.02 * jax.random.normal(key, shape, dtype)
-
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    made = [
-        Device().put(drawn(key, leaf.shape, leaf.dtype))
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, made)
+    architecture = Architecture(config)
+    weights, memory = weight_bytes(architecture), _memory()
+    if memory is not None and weights > memory:
+        raise ValueError(
+            f"the weights of {name} take {readable_bytes(weights)}, but there are only "
+            f"{readable_bytes(memory)} of memory"
+        )
+    shapes = architecture.abstract_params()
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
+    # An array at a time: all of them as one program would be there twice.
+    like = jax.jit(lambda key, x: 0.02 * jax.random.normal(key, x.shape, x.dtype), static_argnums=1)
+    params = jax.tree.map(lambda leaf: Device().put(like(next(keys), leaf)), shapes)
+    return LanguageModel(config, params, None, GenerationDefaults(), architecture, source=name)
 
 
 def _memory() -> int | None:

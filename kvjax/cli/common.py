@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,11 @@ def check_dtype(dtype: str | None) -> None:
         raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
 
 
-def known_shape(name: str, dtype: str | None) -> ModelShape:
-    """A well-known shape, in a dtype if one is given."""
+def known_shape(name: str) -> ModelShape:
+    """A well-known shape."""
     if name not in SHAPES:
         raise ValueError(f"no shape {name!r} is known: there are {', '.join(SHAPES)}")
-    check_dtype(dtype)
-    return SHAPES[name] if dtype is None else replace(SHAPES[name], dtype=dtype)
+    return SHAPES[name]
 
 
 def read(file: Path) -> str:

@@ -57,22 +57,18 @@ def evaluate(
         for option, value in unused.items():
             if value is not None:
                 raise ValueError(f"{option} is not for --recall, which has a model of its own")
-        shares = measure.recall(named)
-        as_table = reports.columns(measure.rows(shares))
-        typer.echo(to_json(reports.as_figures(shares)) if as_json else as_table)
-        return
-    if plot is not None:
-        reports.pyplot()  # if it is missing, that is told before anything is measured
-    if file is None and model is not None:
-        raise ValueError("no text: give a --file")
-    lm = models.load(model, dtype=dtype, revision=revision)
-    text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-    found = evaluate(lm, text, named, context=context, windows=windows, time_steps=time_steps)
-    if plot is not None:
-        reports.plot_quality(found, plot, title=model or "the embedded model")
-    if as_json:
-        typer.echo(to_json(reports.as_figures(found)))
-        return
-    typer.echo(reports.columns(reports.quality_rows(found)))
-    typer.echo()
-    typer.echo(reports.columns(reports.range_rows(found)))
+        found = measure.recall(named)
+        tables = [measure.rows(found)]
+    else:
+        if plot is not None:
+            reports.pyplot()  # if it is missing, that is told before anything is measured
+        if file is None and model is not None:
+            raise ValueError("no text: give a --file")
+        lm = models.load(model, dtype=dtype, revision=revision)
+        text: Any = read(file) if file is not None else part_tokens("held_out", lm)
+        found = evaluate(lm, text, named, context=context, windows=windows, time_steps=time_steps)
+        if plot is not None:
+            reports.plot_quality(found, plot, title=model or "the embedded model")
+        tables = [reports.quality_rows(found), reports.range_rows(found)]
+    as_tables = "\n\n".join(map(reports.columns, tables))
+    typer.echo(to_json(reports.as_figures(found)) if as_json else as_tables)

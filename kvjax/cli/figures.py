@@ -1,28 +1,24 @@
 """Figures as the command line prints them: one line, a table, or JSON."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from kvjax.core.sizes import readable_bytes
 from kvjax.generation.statistics import GenerationStats
 
-FIGURES = (
-    "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
-    "decode_tokens_per_second", "cache_bytes", "compilations",
-)  # fmt: skip
-
 
 def figures(stats: GenerationStats) -> dict[str, Any]:
     """What the command line shows of a generation's stats, by name."""
-    found = {name: getattr(stats, name) for name in FIGURES}
-    return found | {"moves": [asdict(move) for move in stats.moves]}
+    found = asdict(stats)
+    del found["stop_reasons"]
+    return found
 
 
 def one_line(found: dict[str, Any]) -> str:
     """The figures of one generation, to be read."""
     moved = len(found["moves"])
-    places = [f"{readable_bytes(n)} {place}" for place, n in found["cache_bytes"].items()]
     return " · ".join(
         [
             f"{found['prompt_tokens']} prompt + {found['new_tokens']} new tokens",
@@ -30,10 +26,15 @@ def one_line(found: dict[str, Any]) -> str:
             f"prefill {found['prefill_seconds']:.3f} s",
             f"decode {found['decode_seconds']:.3f} s, "
             f"{found['decode_tokens_per_second']:.1f} tokens/s",
-            f"cache {', '.join(places) or 'none'}",
+            f"cache {by_place(found['cache_bytes']) or 'none'}",
             *([f"{moved} layer{'s' if moved > 1 else ''} moved"] if moved else []),
         ]
     )
+
+
+def by_place(sizes: Mapping[str, float]) -> str:
+    """Bytes and where they are."""
+    return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
 
 
 def table(report: dict[str, Any]) -> str:

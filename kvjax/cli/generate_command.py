@@ -104,13 +104,11 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     if len(given) > 1:
         raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
     if file is not None:
-        return _stripped(read(file))
-    if not given and sys.stdin.isatty():
+        words = read(file)
+    elif given and given != ["-"]:
+        return str(given[0])
+    elif not given and sys.stdin.isatty():
         raise ValueError("no prompt: give a text, --file, or - to read standard input")
-    elif not given or given == ["-"]:
-        return _stripped(utf8("standard input", sys.stdin.buffer.read()))
-    return str(given[0])
-
-
-def _stripped(words: str) -> str:
+    else:
+        words = utf8("standard input", sys.stdin.buffer.read())
     return words.removesuffix("\n").removesuffix("\r")

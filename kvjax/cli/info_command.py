@@ -29,7 +29,6 @@ def info(
     policy = kvjax.policy(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
     )
-    cache_bytes = bytes_a_token(config, policy)
     report = {
         "model": model or "the embedded model",
         "type": config.model_type,
@@ -43,7 +42,7 @@ def info(
         "vocabulary": config.vocab_size,
         "context": config.max_position_embeddings,
         "cache": cache,
-        "cache_bytes_a_token": cache_bytes,
+        "cache_bytes_a_token": bytes_a_token(config, policy),
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
     }

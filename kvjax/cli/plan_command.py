@@ -1,6 +1,7 @@
 """``kvjax plan``: what a model and its cache take, and what fits, before anything is loaded."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.figures import by_place, to_json
 from kvjax.core.sizes import parse_bytes, readable_bytes
 from kvjax.memory.shapes import ModelShape
 
@@ -59,14 +60,15 @@ def plan(
     max_len = trained if max_len is None else max_len
     if max_len is None:
         raise ValueError("the config does not say how long a text may be: give --max-len")
+    fits = functools.partial(
+        kvjax.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
+        memory=None if memory is None else parse_bytes(memory), devices=devices,
+    )  # fmt: skip
     room = None
     if cache == "auto":
         if memory is None:
             raise ValueError("--cache auto keeps to a memory: give --memory, that of the device")
-        room = devices * kvjax.what_fits(
-            planned, batch=batch, max_len=max_len, memory=parse_bytes(memory),
-            fraction=memory_fraction, devices=devices,
-        )[0].allowed  # fmt: skip
+        room = devices * fits()[0].allowed
     chosen = kvjax.policy(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size, memory=room
     )
@@ -74,16 +76,11 @@ def plan(
     if shared is not None and (memory is not None or devices != 1):
         raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
     found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate, mesh=shared)
-    named: dict[str, Any] | None = None
     special = cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits))
-    if special and cache != "auto":  # that one fits whatever it is given
-        named = {"this one": chosen}
     rooms = None
     if memory is not None:
-        rooms = kvjax.what_fits(
-            planned, batch=batch, max_len=max_len, memory=parse_bytes(memory),
-            fraction=memory_fraction, devices=devices, choices=named,
-        )  # fmt: skip
+        # An automatic cache fits whatever it is given.
+        rooms = fits(choices={"this one": chosen} if special and cache != "auto" else None)
     elif devices != 1 or memory_fraction != 1.0:
         raise ValueError("--devices and --memory-fraction are for --memory: give it")
     if as_json:
@@ -134,21 +131,16 @@ def _planned(
         found = dataclasses.replace(found, dtype=dtype or found.dtype or "bfloat16")
         name = model or "the embedded model"
         return Architecture(found), found.max_position_embeddings, name
-    if config is None:
-        alone = known_shape(str(shape), dtype)
-    else:
-        alone = ModelShape.from_config(read_json(config))
-        alone = alone if dtype is None else dataclasses.replace(alone, dtype=dtype)
+    alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
+    alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
     return alone, alone.context, str(config or shape)
 
 
 def _plan_rows(found: Any) -> list[list[str]]:
-    places = [f"{readable_bytes(size)} {place}" for place, size in found.cache.items()]
-    token = [f"{readable_bytes(size)} {place}" for place, size in found.token.items()]
     return [
         ["weights", readable_bytes(found.weights)],
-        ["cache", ", ".join(places)],
-        ["  a token of a row", ", ".join(token)],
+        ["cache", by_place(found.cache)],
+        ["  a token of a row", by_place(found.token)],
         [f"temporaries ({found.source})", readable_bytes(found.temporaries)],
         ["device, in all", readable_bytes(found.device)],
         [f"a step behind {found.length:,} tokens", ""],

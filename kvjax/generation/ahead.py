@@ -1,7 +1,6 @@
 """Compiling before the first request: what ``kvjax.generate`` will run, without running it."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -59,19 +58,13 @@ def compile(
     (``policy("auto")``) may move its layers on ways that are not gone here, and then compiles.
 
     Args:
-      lm: the model.
-      policy: of the cache.
-      max_len: tokens a row of the cache can hold. A text without it has the programs of the
-        capacity that ``generate`` rounds up to, where the policy is ``"static"``.
-      batch: prompts of a call.
+      policy, max_len, batch: of the cache, tokens a row that it can hold, and rows. A text without
+        ``max_len`` has the programs of the capacity that ``generate`` rounds up to, where the
+        policy is ``"static"``.
       temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens: as they will be given to
         ``generate``. Which of them are given chooses programs, and whether ``temperature`` is 0;
         other values compile nothing.
-      eos_token_ids: by default the checkpoint's; more than 7 of them choose a program.
-      prefill_chunk: as it will be given to ``generate``.
-
-    Returns:
-      How many programs are ready, and what it took.
+      eos_token_ids, prefill_chunk: as for ``generate``; more than 7 tokens choose a program.
 
     Raises:
       ValueError: as of ``generate``; if ``policy`` is a cache.
@@ -85,8 +78,8 @@ def compile(
     start, meter = time.perf_counter(), Meter()
     with meter.running():
         ready = _Ready(lm, batch, options)
-        for capacity in ready.capacities():
-            ready.at(capacity)
+        for least, most in ready.capacities:
+            ready.at(least, most)
     return Compiled(
         time.perf_counter() - start, ready.programs, meter.compilations,
         max(ready.temporaries, default=None),
@@ -103,27 +96,23 @@ class _Ready:
         self._session.start()
         cache = self._session.cache
         assert cache is not None
-        self._first = request.capacity if cache.grows_to is None else cache.max_len
+        # The fewest and the most tokens a row that meet each capacity of the cache.
+        most = request.capacity if cache.grows_to is None else cache.max_len
+        self.capacities = [(1, most)]
+        while most < request.capacity:
+            least, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
+            self.capacities.append((least, most))
         # Nothing is fed: tokens are chosen from logits of 0.
         jax.block_until_ready(self._session.begin())
         self.programs = 1
         self.temporaries: list[int] = []
 
-    def capacities(self) -> Iterator[tuple[int, int]]:
-        """The fewest and the most tokens a row that meet each capacity of the cache."""
-        least, most = 1, self._first
-        yield least, most
-        while most < self._request.capacity:
-            least, most = most + 1, min(capacity_bucket(most + 1), self._request.capacity)
-            yield least, most
-
-    def at(self, tokens: tuple[int, int]) -> None:
+    def at(self, least: int, most: int) -> None:
         """Make the programs ready that a cache has at one of its capacities."""
-        least, most = tokens
         session, chunk, max_len = self._session, self._request.chunk, self._request.capacity
         session.start()
         further = max(chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
-        for _, before in self.capacities():
+        for _, before in self.capacities:
             if before < least <= before + further:
                 session.start()
                 session.make_room(before)
@@ -133,9 +122,8 @@ class _Ready:
         for held in range(least, min(least + chunk, most + 1, max_len)):
             rest = held - (held - 1) // chunk * chunk
             widths.setdefault(self._request.width(rest), rest)
-        for lowered in session.lowered(
-            [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
-        ):
+        chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
+        for lowered in session.lowered(chunks):
             found = lowered.compile().memory_analysis()
             self.programs += 1
             if found is not None:

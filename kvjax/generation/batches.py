@@ -1,5 +1,6 @@
 """Generation over a stream of batches: the next one is got ready while the present one runs."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,110 +80,98 @@ def generate_batches(
     ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
         ahead = 0  # two threads would meet the other processes' in any order
-    return _run(lm, iter(batches), options, placement, park, ahead)
+    return _Run(lm, options, placement, park, ahead).results(iter(batches))
 
 
-@dataclass
-class _Waiting:
-    """A batch that is got ready in the second thread: ``ready``, and, when it is the next one,
-    ``begun``: its cache with the first layers moved, the one given being whole as well."""
-
-    ready: Future[tuple[Request, list[Chunk]]]
-    begun: Future[KVCache | None] | None = None
+_Ready = Future[tuple[Request, list[Chunk]]]
+"""A batch that is got ready in the second thread."""
 
 
-def _run(
-    lm: LanguageModel,
-    batches: Iterator[Prompts | Batch],
-    options: Options,
-    placement: Device | None,
-    park: Device | None,
-    ahead: int,
-) -> Iterator[GenerationResult]:
-    waiting: deque[_Waiting] = deque()
-    # The caller's default device is the second thread's too.
-    device = jax.default_device(jax.config.values["jax_default_device"])
-    second, more = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__), True
-    taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
-    try:
-        while True:
-            while more and len(waiting) <= ahead:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    more = False
-                except Exception as error:  # told when its turn comes, behind those before it
-                    waiting.append(_Waiting(_failed(error)))
-                    more = False
-                else:
-                    given = batch.cache if isinstance(batch, Batch) else None
-                    given = options.cache if given is None else given
-                    # Told here: the second thread would look at it while it is being used up.
-                    if id(given) in taken:
-                        waiting.append(_Waiting(_failed(ValueError(USED_UP))))
-                        continue
-                    if isinstance(given, KVCache):
-                        taken[id(given)] = given
-                    waiting.append(_Waiting(second.submit(_ready, lm, batch, options)))
-            if not waiting:
-                return
-            present = waiting.popleft()
-            if waiting and placement is not None:
-                following = waiting[0]
-                following.begun = second.submit(_first_layers, following.ready, placement, ahead)
-            yield _result(lm, present, placement, park)
-    finally:
-        second.shutdown(wait=True, cancel_futures=True)
+@dataclass(frozen=True)
+class _Run:
+    """What stays the same from batch to batch."""
+
+    lm: LanguageModel
+    options: Options
+    placement: Device | None
+    park: Device | None
+    ahead: int
+
+    def results(self, batches: Iterator[Prompts | Batch]) -> Iterator[GenerationResult]:
+        # The caller's default device is the second thread's too.
+        device = jax.default_device(jax.config.values["jax_default_device"])
+        second = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__)
+        coming, waiting = self._coming(batches, second), deque[_Ready]()
+        following: Future[KVCache | None] | None = None
+        try:
+            while True:
+                waiting.extend(itertools.islice(coming, self.ahead + 1 - len(waiting)))
+                if not waiting:
+                    return
+                present, begun, following = waiting.popleft(), following, None
+                if waiting and self.placement is not None:
+                    following = second.submit(self._first_layers, waiting[0], self.placement)
+                yield self._result(present, begun)
+        finally:
+            second.shutdown(wait=True, cancel_futures=True)
+
+    def _coming(
+        self, batches: Iterator[Prompts | Batch], second: ThreadPoolExecutor
+    ) -> Iterator[_Ready]:
+        """The batches, as they are asked for; what is wrong is told when their turn comes."""
+        taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
+        try:
+            for batch in batches:
+                batch = batch if isinstance(batch, Batch) else Batch(batch)
+                given = self.options.cache if batch.cache is None else batch.cache
+                # Told here: the second thread would look at it while it is being used up.
+                if id(given) in taken:
+                    yield _failed(ValueError(USED_UP))
+                    continue
+                if isinstance(given, KVCache):
+                    taken[id(given)] = given
+                options = replace(self.options, cache=given)
+                yield second.submit(self._prepared, batch.prompts, options)
+        except Exception as error:
+            yield _failed(error)
+
+    def _prepared(self, prompts: Prompts, options: Options) -> tuple[Request, list[Chunk]]:
+        request = prepare(self.lm, prompts, options)
+        return request, prompt_chunks(request)
+
+    def _first_layers(self, ready: _Ready, placement: Device) -> KVCache | None:
+        """The cache with as many layers moved as are got ready ahead, which are held twice until
+        its turn: if that never comes, the cache given is still whole."""
+        cache = ready.result()[0].cache
+        if cache is None:
+            return None
+        refuse_used_up(cache)
+        return moved(cache, placement, range(min(self.ahead, len(cache.layers))), keep=True)
+
+    @outside
+    def _result(self, ready: _Ready, begun: Future[KVCache | None] | None) -> GenerationResult:
+        request, chunks = ready.result()
+        given = request.cache
+        if given is not None:
+            refuse_used_up(given)
+            first = None if begun is None else begun.result()
+            if first is not None:
+                for old, new in zip(given.layers, first.layers, strict=True):
+                    let_go(old, new)
+                given = first
+            given = given if self.placement is None else migrate(given, self.placement)
+            request = replace(request, cache=given)
+        running = Stream(self.lm, request, watched=False, chunks=chunks)
+        for _ in running:
+            pass
+        result = running.result
+        if self.park is None or result.cache is None:
+            return result
+        cache = migrate(result.cache, self.park)
+        return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))
 
 
 def _failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
-
-
-def _ready(
-    lm: LanguageModel, batch: Prompts | Batch, options: Options
-) -> tuple[Request, list[Chunk]]:
-    given = batch if isinstance(batch, Batch) else Batch(batch)
-    if given.cache is not None:
-        options = replace(options, cache=given.cache)
-    request = prepare(lm, given.prompts, options)
-    return request, prompt_chunks(request)
-
-
-def _first_layers(
-    ready: Future[tuple[Request, list[Chunk]]], placement: Device, count: int
-) -> KVCache | None:
-    """The cache with so many layers moved, which are held twice until its turn: if that never
-    comes, the cache given is still whole."""
-    cache = ready.result()[0].cache
-    if cache is None:
-        return None
-    refuse_used_up(cache)
-    return moved(cache, placement, range(min(count, len(cache.layers))), keep=True)
-
-
-@outside
-def _result(
-    lm: LanguageModel, present: _Waiting, placement: Device | None, park: Device | None
-) -> GenerationResult:
-    request, chunks = present.ready.result()
-    given = request.cache
-    if given is not None:
-        refuse_used_up(given)
-        begun = None if present.begun is None else present.begun.result()
-        if begun is not None:
-            for old, new in zip(given.layers, begun.layers, strict=True):
-                let_go(old, new)
-            given = begun
-        given = given if placement is None else migrate(given, placement)
-        request = replace(request, cache=given)
-    running = Stream(lm, request, watched=False, chunks=chunks)
-    for _ in running:
-        pass
-    result = running.result
-    if park is None or result.cache is None:
-        return result
-    cache = migrate(result.cache, park)
-    return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))

@@ -47,9 +47,6 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         often is better loaded so. Rows that ``data`` does not divide are filled up with empty ones,
         which ``result.cache`` has as well.
 
-    Returns:
-      Texts, tokens, figures and the cache.
-
     Raises:
       ValueError: before anything runs, if a prompt is empty or has a token that the model has
         not, prompt and new tokens are more than ``max_len`` or the model's positions, or an

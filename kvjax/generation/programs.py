@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
+from kvjax.core.typing import Rows
 from kvjax.generation.model import Model
-from kvjax.generation.sampling import Filters, Settings, sample
+from kvjax.generation.sampling import Filters, Logits, Seen, Settings, sample
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
 
-Rows = Int[Array, " batch"]
 Tokens = Int[Array, "batch new"]
-Logits = Float[Array, "batch vocab"]
+Flags = Bool[Array, " batch"]
 
 
 @state
@@ -30,14 +30,6 @@ class Cached:
     """The text so far, as a cache."""
 
     cache: KVCache
-
-    def whole(self, logits: Logits) -> Logits:
-        """Logits with the whole vocabulary of its rows on every device of a mesh: drawing looks at
-        them many times, and programs should not depend on how they were divided."""
-        spread = self.cache.spread
-        if spread is None:
-            return logits
-        return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
 
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
@@ -61,10 +53,6 @@ class Uncached:
     def cache(self) -> None:
         """There is none."""
 
-    def whole(self, logits: Logits) -> Logits:
-        """The same: without a cache they stay as they are divided."""
-        return logits
-
     def feed(
         self, model: Model, params: Any, tokens: Tokens, lengths: Rows
     ) -> tuple[Logits, "Uncached"]:
@@ -85,15 +73,14 @@ Context = Cached | Uncached
 class Progress:
     """Where each row stands.
 
-    ``token``: int32[batch], the newest, which the model has not seen yet; ``count``: int32[batch],
-    new tokens; ``done``, ``broken``: bool[batch], finished, and finished because its logits were
-    not finite numbers.
+    ``token``: the newest, which the model has not seen yet; ``count``: new tokens; ``done``,
+    ``broken``: finished, and finished because its logits were not finite numbers.
     """
 
     token: Rows
     count: Rows
-    done: Bool[Array, " batch"]
-    broken: Bool[Array, " batch"]
+    done: Flags
+    broken: Flags
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -104,30 +91,21 @@ def prefill(
     logits: Logits,
     tokens: Tokens,
     lengths: Rows,
-    ends: Bool[Array, " batch"],
+    ends: Flags,
 ) -> tuple[Context, Logits]:
-    """Feed a chunk of the prompts.
+    """Feed a chunk of the prompts; the context, and the logits after its text.
 
-    Args:
-      model: a static argument.
-      params: its parameters.
-      context: the text before; donated.
-      logits: float32[batch, vocab], of the rows whose prompts ended in an earlier chunk; donated.
-      tokens: int32[batch, new], padded on the right.
-      lengths: int32[batch], real tokens of this chunk, a row.
-      ends: bool[batch], rows whose prompts end in this chunk.
-
-    Returns:
-      The context and the logits, with this chunk in them.
+    ``tokens`` are padded on the right, ``lengths`` of them real; ``ends``: rows whose prompts end
+    here; ``logits``: of those whose prompts ended in an earlier chunk.
     """
     new, context = context.feed(model, params, tokens, lengths)
-    return context, context.whole(jnp.where(ends[:, None], new, logits))
+    return context, _whole(jnp.where(ends[:, None], new, logits), context)
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
 def begin(
-    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Array | None
-) -> tuple[Progress, Array | None]:
+    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Seen | None
+) -> tuple[Progress, Seen | None]:
     """Choose the first new token of each row, from the logits after its prompt."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
@@ -143,24 +121,16 @@ def decode(
     params: Any,
     context: Context,
     progress: Progress,
-    seen: Array | None,
-    halt: Bool[Array, " batch"],
+    seen: Seen | None,
+    halt: Flags,
     settings: Settings,
     limit: Array,
     steps: Array,
-) -> tuple[Context, Progress, Array | None, Int[Array, "batch chunk"]]:
+) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"]]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
-    Args:
-      model, filters: static arguments.
-      params: the model's parameters.
-      context: the text before; donated.
-      progress: where the rows stand.
-      seen: bool[batch, vocab], tokens of each row, or None; donated.
-      halt: bool[batch], rows to end now.
-      settings: the numbers of the sampling.
-      limit: int32, new tokens after which a row is done.
-      steps: int32, at most ``CHUNK``.
+    ``seen``: tokens of each row, where their penalty asks for them; ``halt``: rows to end now;
+    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``.
 
     Returns:
       Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
@@ -178,7 +148,7 @@ def decode(
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy else context.whole(logits)
+        logits = logits if filters.greedy else _whole(logits, context)
         progress, seen = _choose(progress, seen, logits, filters, settings, limit)
         out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
         return step + 1, context, progress, seen, out
@@ -187,14 +157,23 @@ def decode(
     return carry[1:]
 
 
+def _whole(logits: Logits, context: Context) -> Logits:
+    """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
+    at them many times, and programs should not depend on how they were divided."""
+    spread = None if context.cache is None else context.cache.spread
+    if spread is None:
+        return logits
+    return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
+
+
 def _choose(
     progress: Progress,
-    seen: Array | None,
+    seen: Seen | None,
     logits: Logits,
     filters: Filters,
     settings: Settings,
     limit: Array,
-) -> tuple[Progress, Array | None]:
+) -> tuple[Progress, Seen | None]:
     """Choose the next token of the rows that are not done."""
     token, finite = sample(logits, filters, settings, count=progress.count, seen=seen)
     broken = progress.broken | (~progress.done & ~finite)

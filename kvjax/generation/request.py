@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.cache.state import KVCache
@@ -13,7 +11,7 @@ from kvjax.core.checks import refuse_used_up, whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.model import LanguageModel, ModelConfig
 from kvjax.generation.sampling import Filters, Settings, make_settings
-from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.settings import Options
 from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
@@ -54,14 +52,6 @@ class Request:
     filters: Filters
     settings: Settings
 
-    def put(self, tree: Any, beside: KVCache | Any) -> Any:
-        """Numbers, and arrays with one or more for each row, where the arrays of ``beside`` are:
-        committed, or each would compile anew beside them."""
-        if self.spread is None:
-            return jax.device_put(tree, jax.tree.leaves(beside)[-1].sharding)
-        spread, rows = self.spread, len(self.prompts)
-        return spread.put(tree, lambda shape: spread.of_batch(shape, rows))
-
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
         if self.policy is None and self.cache is None:
@@ -80,20 +70,21 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    given, chosen = _cache_choice(options.cache)
-    if given is not None and not options.use_cache:
-        raise ValueError("a cache to continue was given together with use_cache=False")
+    given, chosen = _cache_choice(options)
+    spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
+    held: list[int] = []
     if given is not None:
         refuse_used_up(given)
-    spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
-    if given is not None:
-        _check_place(given, spread)
-    held = [] if given is None else fetch(given.length).tolist()
+        if given.spread != spread:
+            raise ValueError(
+                "the cache is not spread over the devices that the model is on: "
+                "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
+            )
+        held = fetch(given.length).tolist()
     rows = token_ids(lm, prompts, held)
     seeds, asked = row_seeds(options.seed, len(rows)), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
     rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
-    start = np.zeros(len(rows), np.int64)
     if given is not None:
         # Behind the rows of prompts may stand those that a mesh is filled up with: empty ones.
         if given.batch != len(rows):
@@ -102,17 +93,16 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             texts = 1 + max(row for row, tokens in enumerate(held) if tokens)
             raise ValueError(f"the cache has texts in {texts} rows, but there are {asked} prompts")
         check(given)
-        start = np.asarray(held, np.int64)
-    longest = max(int(held) + len(row) for held, row in zip(start, rows, strict=True))
+    start = np.asarray(held or [0] * len(rows), np.int64)
+    longest = int(np.max(start + [len(row) for row in rows]))
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
-    if chosen is not None and options.use_cache:
+    if chosen is not None:
         chosen = _with_memory(lm, chosen, options.limits, len(rows), capacity)
     if given is not None:
-        check_room(given, min(capacity_bucket(longest + limit), given.grows_to or given.max_len))
+        check_room(given, grown_to(given, longest + limit))
     if options.limits is not None:
-        made = chosen if options.use_cache else None
         options.limits.check(
-            lm, made, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
+            lm, chosen, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
         )
     alike = _same_rotary(lm.config)
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
@@ -131,9 +121,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         max_len=options.max_len if alike(1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
-        policy=chosen if options.use_cache else None,
-        cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop), limit=limit,
-        filters=filters, settings=settings,
+        policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
+        limit=limit, filters=filters, settings=settings,
     )  # fmt: skip
 
 
@@ -144,22 +133,35 @@ def capacity_bucket(tokens: int) -> int:
     return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
 
 
+def most_tokens(cache: KVCache) -> int:
+    """Tokens a row that a cache can ever hold."""
+    return cache.max_len if cache.grows_to is None else cache.grows_to
+
+
+def grown_to(cache: KVCache, tokens: int) -> int:
+    """What a cache is grown to for so many tokens a row."""
+    return min(capacity_bucket(tokens), most_tokens(cache))
+
+
 def chunk_bucket(tokens: int, chunk: int) -> int:
     """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
     and at most ``chunk``."""
     return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
 
 
-def _cache_choice(
-    choice: CacheChoice,
-) -> tuple[KVCache | None, PolicyChoice | None]:
+def _cache_choice(options: Options) -> tuple[KVCache | None, PolicyChoice | None]:
+    """The cache to continue, or the policy of the one to make; neither where none is used."""
+    choice = options.cache
     if isinstance(choice, KVCache):
+        if not options.use_cache:
+            raise ValueError("a cache to continue was given together with use_cache=False")
         return choice, None
     if choice is None or isinstance(choice, bool):
         raise ValueError(
             f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
         )
-    return None, policy(choice) if isinstance(choice, str) else choice
+    choice = policy(choice) if isinstance(choice, str) else choice
+    return None, choice if options.use_cache else None
 
 
 def _with_memory(
@@ -196,7 +198,7 @@ def _capacity(
     if positions is not None and need > positions:
         raise ValueError(f"{asked}, but the model has only {positions} positions")
     if given is not None:
-        holds = given.max_len if given.grows_to is None else given.grows_to
+        holds = most_tokens(given)
         if max_len not in (None, holds):
             raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
         max_len = holds
@@ -217,12 +219,3 @@ def _capacity(
 def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
     """Whether texts of up to these two lengths have the same rotary frequencies."""
     return getattr(config, "same_rotary", lambda length, other: True)
-
-
-def _check_place(cache: KVCache, spread: Spread | None) -> None:
-    """Raise ``ValueError`` for a cache that is not where the model is."""
-    if cache.spread != spread:
-        raise ValueError(
-            "the cache is not spread over the devices that the model is on: "
-            "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
-        )

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from kvjax.core.trees import state
+from kvjax.core.typing import Rows
 
 Logits = Float[Array, "batch vocab"]
+Seen = Bool[Array, "batch vocab"]
 
 _NO_TOKEN = 2**31 - 1
 _TINY = float(np.finfo(np.float32).tiny)
@@ -127,24 +129,15 @@ def make_settings(
 
 
 def sample(
-    logits: Logits,
-    filters: Filters,
-    settings: Settings,
-    *,
-    count: Int[Array, " batch"],
-    seen: Bool[Array, "batch vocab"] | None = None,
-) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
-    """Choose each row's next token.
+    logits: Logits, filters: Filters, settings: Settings, *, count: Rows, seen: Seen | None = None
+) -> tuple[Rows, Bool[Array, " batch"]]:
+    """Choose each row's next token, and say whether its logits were finite numbers; where they
+    were not, the token means nothing.
 
     Args:
-      logits: float32[batch, vocab].
-      filters, settings: as ``make_settings`` gives them.
-      count: int32[batch], new tokens of each row so far: with its seed, all its draw depends on.
-      seen: bool[batch, vocab], tokens that stand in a row; for the repetition penalty.
-
-    Returns:
-      int32[batch], the tokens, and bool[batch], whether a row's logits were finite numbers; the
-      token of a row where they were not means nothing.
+      logits, filters, settings: the last two as ``make_settings`` gives them.
+      count: new tokens of each row so far: with its seed, all its draw depends on.
+      seen: tokens that stand in a row; for the repetition penalty.
     """
     logits = logits.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
@@ -155,12 +148,7 @@ def sample(
 
 
 def filter_logits(
-    logits: Logits,
-    filters: Filters,
-    settings: Settings,
-    *,
-    count: Int[Array, " batch"],
-    seen: Bool[Array, "batch vocab"] | None = None,
+    logits: Logits, filters: Filters, settings: Settings, *, count: Rows, seen: Seen | None = None
 ) -> Logits:
     """The logits that ``sample``, with the same arguments, draws from; where it is greedy, the
     largest of them is its token. What can't be drawn is at minus infinity."""
@@ -184,7 +172,7 @@ def filter_logits(
     return logits
 
 
-def penalize(logits: Logits, seen: Bool[Array, "batch vocab"], penalty: Array | float) -> Logits:
+def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
     """Divide the positive logits of ``seen`` tokens by ``penalty``, multiply the negative ones.
 
     Source: Keskar et al., CTRL, arXiv:1909.05858, in the form of Transformers.
@@ -217,18 +205,11 @@ def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
     return jnp.where(logits - largest >= jnp.log(min_p), logits, -jnp.inf)
 
 
-def draw(
-    logits: Logits, seeds: UInt[Array, "batch 2"], count: Int[Array, " batch"]
-) -> Int[Array, " batch"]:
+def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
     """Draw one token a row, in proportion to ``exp(logits)``; never one at minus infinity.
 
-    Args:
-      logits: float32[batch, vocab].
-      seeds: uint32[batch, 2], low and high word of each row's seed.
-      count: int32[batch], the row's how-manieth draw this is.
-
-    Returns:
-      int32[batch]. Equal seeds and counts draw equally, in any batch and on any platform.
+    Equal ``seeds`` (low and high word) and ``count``, the row's how-manieth draw this is, draw
+    equally, in any batch and on any platform.
     """
 
     def noise(seed: Array, count: Array) -> Array:

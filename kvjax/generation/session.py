@@ -14,7 +14,7 @@ from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import Chunk
-from kvjax.generation.request import Request, capacity_bucket
+from kvjax.generation.request import Request, grown_to, most_tokens
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
@@ -55,8 +55,12 @@ class Session:
         self._limit = self.put(np.int32(request.limit))
 
     def put(self, tree: Any) -> Any:
-        """Numbers, and arrays with one or more for each row, where the context is."""
-        return self._request.put(tree, beside=self.context)
+        """Numbers, and arrays with one or more for each row, where the context is: committed, or
+        each would compile anew beside it."""
+        spread = self._request.spread
+        if spread is None:
+            return jax.device_put(tree, jax.tree.leaves(self.context)[-1].sharding)
+        return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 
     def fill(self, chunk: Chunk) -> None:
         """Feed a chunk of the prompts."""
@@ -89,8 +93,7 @@ class Session:
         cache = self.cache
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
-        cache, moves = make_room(cache, _capacity(cache, tokens))
-        self._hold(cache, moves)
+        self._hold(*make_room(cache, grown_to(cache, tokens)))
 
     def take_back(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""
@@ -128,13 +131,13 @@ class Session:
     def _new_context(self) -> programs.Context:
         request, rows = self._request, self._rows
         if request.cache is not None:
-            self._hold(*settled(request.cache, _capacity(request.cache, request.need)))
+            self._hold(*settled(request.cache, grown_to(request.cache, request.need)))
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=rows, max_len=request.max_len,
                 room=request.capacity, mesh=self._lm.mesh,
             )  # fmt: skip
-            holds = cache.max_len if cache.grows_to is None else cache.grows_to
+            holds = most_tokens(cache)
             if request.need > holds:
                 raise ValueError(
                     f"prompt and max_new_tokens make {request.need} tokens, but the policy's cache "
@@ -150,9 +153,3 @@ class Session:
         self.context = programs.Cached(cache)
         self.cache_bytes = nbytes(cache)
         self.moves += moves
-
-
-def _capacity(cache: KVCache, tokens: int) -> int:
-    """What a cache is grown to for so many tokens a row."""
-    most = cache.max_len if cache.grows_to is None else cache.grows_to
-    return min(capacity_bucket(tokens), most)

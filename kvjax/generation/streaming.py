@@ -116,7 +116,7 @@ class Stream(Iterator[Piece]):
                 self._session.fill(chunk)
             self._absorb(self._session.begin())
         dispatched = 1
-        longest = int((self._request.start + [len(row) for row in self._request.prompts]).max())
+        longest = self._request.need - self._request.limit
         flying: deque[Report] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.

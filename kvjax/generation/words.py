@@ -9,16 +9,15 @@ from kvjax.generation.model import LanguageModel, ModelConfig
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
+_PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids"
+
 
 def token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
     """Token ids of each prompt; ``held``: tokens that the rows of a given cache hold already."""
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
-        raise ValueError(
-            f"prompts are a text, a list of texts, or a list of lists of token ids, got "
-            f"{prompts!r:.80}"
-        ) from None
+        raise ValueError(f"{_PROMPTS}, got {prompts!r:.80}") from None
     if not entries:
         raise ValueError("no prompts: the list is empty")
     rows = []
@@ -41,10 +40,8 @@ def token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[
 def _ints(entry: Any, number: int) -> list[int]:
     ids = np.asarray(entry)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(
-            f"prompt {number} must be a text or a list of token ids, got {entry!r:.80}: "
-            "prompts are a text, a list of texts, or a list of lists of token ids"
-        )
+        wanted = "must be a text or a list of token ids"
+        raise ValueError(f"prompt {number} {wanted}, got {entry!r:.80}: {_PROMPTS}")
     return ids.tolist()
 
 

@@ -1,5 +1,6 @@
 """Which caches fit into a device's memory."""
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,13 +57,11 @@ def what_fits(
     """Which caches fit into a memory, the best first.
 
     Args:
-      model: as in ``plan``. Temporaries are estimated.
-      batch, max_len: what is asked for.
+      model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.
       memory: bytes of a device; by default this one's.
       fraction: what the cache may take of what weights and temporaries leave.
       devices: how many share weights and cache evenly, by heads.
-      choices: policies by name; by default static, 8, 4 and 2 bits, and a raw cache
-        on the host.
+      choices: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 
     Raises:
       ValueError: if the device does not say how much memory it has, or heads can't be shared so.
@@ -71,11 +70,9 @@ def what_fits(
     devices = whole_number("devices", devices, 1)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")
-    if model.config.num_key_value_heads % devices:
-        raise ValueError(
-            f"{devices} devices can't share {model.config.num_key_value_heads} key-value heads "
-            "evenly"
-        )
+    heads = model.config.num_key_value_heads
+    if heads % devices:
+        raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")
     memory = device_memory() if memory is None else whole_number("memory", memory, 1)
     prefill_chunk = whole_number("prefill_chunk", prefill_chunk, 1)
     named = {name: policy(**it) for name, it in CHOICES.items()} if choices is None else choices
@@ -86,20 +83,17 @@ def what_fits(
         return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
 
     @functools.cache
-    def size(name: str, rows: int, tokens: int, place: str) -> int:
+    def taken(name: str, rows: int, tokens: int, place: str = "device") -> int:
+        # Rows are alike, but where a memory decides which layers are on the device.
+        if rows > 1 and budget_of(named[name]) is None:
+            return rows * taken(name, 1, tokens, place)
         if place == "device":
             return device_bytes(model.config, named[name], rows, tokens)
         return cache_nbytes(model.config, named[name], batch=rows, max_len=tokens).get(place, 0)
 
-    def taken(name: str, rows: int, tokens: int, place: str = "device") -> int:
-        # Rows are alike, but where a memory decides which layers are on the device.
-        if budget_of(named[name]) is None:
-            return rows * size(name, 1, tokens, place)
-        return size(name, rows, tokens, place)
-
     def holds(name: str, rows: int, tokens: int) -> bool:
         try:
-            return -(-taken(name, rows, tokens) // devices) <= allowed(rows, tokens)
+            return taken(name, rows, tokens) <= devices * allowed(rows, tokens)
         except ValueError:  # too much even with all layers on the host
             return False
 
@@ -119,13 +113,5 @@ def largest(holds: Callable[[int], bool], limit: int | None = None) -> int | Non
     """The largest number from 1 up that holds, where all below it do, and at most ``limit``; 0 if
     1 does not, None if there is no limit and all hold that a cache can have tokens."""
     end = limit or UNLIMITED - 1
-    if holds(end):
-        return limit
-    low, high = 0, 1
-    while high < end and holds(high):
-        low, high = high, high * 2
-    high = min(high, end)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    found = bisect.bisect(range(1, end + 1), False, key=lambda number: not holds(number))
+    return limit if found == end else found

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -40,9 +39,7 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
     """The smallest mesh of local devices, along ``tensor``, of which each has room for its share of
     a model's weights; None where one device has, or does not say how much memory it has.
 
-    Args:
-      model: an ``Architecture``.
-      memory: bytes of a device; by default what the default device says.
+    ``memory``: bytes of a device; by default what the default device says.
 
     Raises:
       ValueError: if no number of them has.
@@ -53,17 +50,17 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
         except ValueError:
             return None
     room = int(AUTO_FRACTION * memory)
-    if weight_bytes(model) <= room:
+    least = whole = weight_bytes(model)
+    if whole <= room:
         return None
     devices = jax.local_devices(backend=default_device().platform)
-    least = weight_bytes(model)
     for count in range(2, len(devices) + 1):
         share = weight_bytes(model, AbstractMesh((count,), (TENSOR,)))
         if share <= room:
             return make_mesh(tensor=count, devices=devices[:count])
         least = min(least, share)
     raise ValueError(
-        f"the weights take {weight_bytes(model):,} bytes, and spread over the {len(devices)} local "
+        f"the weights take {whole:,} bytes, and spread over the {len(devices)} local "
         f"device(s) at least {least:,} on each, which has {room:,} for them: load fewer bits, or "
         "give a mesh of more devices"
     )
@@ -104,13 +101,9 @@ class InferenceLimits:
     ) -> None:  # fmt: skip
         """Raise ``ValueError`` for a request that is beyond the limits.
 
-        Args:
-          lm: the model, whose weights are on the device.
-          choice: the policy of the cache to make, None where none is made.
-          batch: rows, of which the last may be empty, to fill a mesh up.
-          need: tokens of prompt and new text, at most.
-          capacity: tokens a row of the cache.
-          prompts: rows that are not empty; by default all.
+        ``choice``: the policy of the cache to make, of ``batch`` rows and ``capacity`` tokens a
+        row, None where none is made; ``need``: tokens of prompt and new text, at most;
+        ``prompts``: rows that do not only fill a mesh up, by default all.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:
@@ -137,19 +130,14 @@ class InferenceLimits:
         return int(self.cache_memory_ratio * left)
 
 
-def device_share(tree: Any) -> int:
-    """Bytes of a pytree's arrays that a device has."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
 def memory_left(lm: Loaded, *, batch: int, capacity: int, memory: int | None = None) -> int:
     """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
     spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
-    batch //= 1 if spread is None else spread.rows
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity), spread)
-    return max(memory - device_share(lm.params) - temporaries, 0)
+    weights = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(lm.params)
+    )
+    return max(memory - weights - temporaries, 0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
@@ -76,9 +75,7 @@ def plan(
 
     Args:
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
-      choice: the cache's policy, as in ``init_cache``.
-      batch: rows.
-      max_len: tokens a row can hold.
+      choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
       length: tokens that a row holds when the token comes that operations and bytes are counted
         for; by default ``max_len``.
       prefill_chunk: tokens of a prompt that a call takes.
@@ -96,20 +93,18 @@ def plan(
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
-    temporaries = estimated_temporaries(model.config, batch, chunk) + bytes_ahead(cache)
-    source = "estimated"
-    # JAX compiles for arrays on the host only where it has them, and none are made here.
-    on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
     spread = None if mesh is None else spread_over(mesh, model.config.num_key_value_heads)
     if spread is not None:
         spread.check_rows(batch)
-        temporaries = estimated_temporaries(model.config, batch // spread.rows, chunk, spread)
-        temporaries += bytes_ahead(cache, spread)
-    elif compiled and on_device and model.apply is not None:
-        found = [_compiled(model, cache, new) for new in {1, chunk}]
-        known = [size for size in found if size is not None]
-        if len(known) == len(found):
-            temporaries = max(known)
+    temporaries = estimated_temporaries(model.config, batch, chunk, spread)
+    temporaries, source = temporaries + bytes_ahead(cache, spread), "estimated"
+    # JAX compiles for arrays on the host only where it has them, and none are made here.
+    on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
+    if spread is None and compiled and on_device and model.apply is not None:
+        leaves, structure = jax.tree.flatten(cache)
+        found: list[Any] = [_compiled(model, structure, tuple(leaves), new) for new in {1, chunk}]
+        if None not in found:
+            temporaries = max(found)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     weights = weight_bytes(model, mesh)
     held = [seen(layer, length) for layer in cache.layers]
@@ -140,13 +135,13 @@ def plan(
 def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | None = None) -> int:
     """Bytes that a call of ``new`` tokens needs besides weights and cache, from shapes alone: what
     the widest part of a layer keeps, a block of attention, and the logits of the last token; with
-    ``spread`` those of one device, ``batch`` being its rows."""
+    ``spread`` those of one device."""
     size = jnp.dtype(config.dtype).itemsize
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     vocabulary = config.vocab_size
     if spread is not None:
-        tensor = spread.heads * spread.copies
+        batch, tensor = batch // spread.rows, spread.heads * spread.copies
         wide, vocabulary = -(-wide // tensor), -(-vocabulary // tensor)
         heads //= tensor if spread.divides(heads) else spread.heads
         kv_heads //= spread.heads
@@ -158,17 +153,10 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
     return activations + scores + blocks + batch * vocabulary * 4
 
 
-def _compiled(model: Plannable, cache: KVCache, new: int) -> int | None:
-    """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
-    None where the compiler does not say."""
-    leaves, structure = jax.tree.flatten(cache)
-    shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-    return _temporaries(model, structure, shapes, new)
-
-
 @functools.lru_cache(maxsize=64)
-def _temporaries(model: Any, structure: Any, shapes: Any, new: int) -> int | None:
-    leaves = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in shapes]
+def _compiled(model: Any, structure: Any, leaves: tuple[Any, ...], new: int) -> int | None:
+    """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
+    None where the compiler does not say. The cache comes in parts that have a hash."""
     cache: KVCache = jax.tree.unflatten(structure, leaves)
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
 

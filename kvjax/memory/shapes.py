@@ -62,7 +62,6 @@ class ModelShape:
         family = str(config.get("model_type", ""))
         names = ("hidden_activation", "hidden_act", "activation_function")
         activation = next((str(config[name]) for name in names if config.get(name)), "gelu")
-        gated = activation in ("silu", "swiglu") or family.startswith("gemma")
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
         if dtype == "auto":
@@ -71,7 +70,6 @@ class ModelShape:
             raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
         # What a config leaves out is the family's default.
         tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
-        positions = config.get("n_positions")
         return cls(
             num_hidden_layers=of("num_hidden_layers", "n_layer"),
             hidden_size=hidden,
@@ -81,9 +79,9 @@ class ModelShape:
             head_dim=of("head_dim", default=max(hidden // heads, 1)),
             vocab_size=of("vocab_size"),
             dtype=dtype,
-            gated=gated,
+            gated=activation in ("silu", "swiglu") or family.startswith("gemma"),
             tied=bool(tied),
-            learned_positions=0 if positions is None else of("n_positions"),
+            learned_positions=of("n_positions", default=0),
             context=of("max_position_embeddings", "n_positions", default=0) or None,
         )
 
@@ -107,23 +105,23 @@ class ModelShape:
 
     def abstract_params(self) -> dict[str, Any]:
         """The matrices; biases and norms are left out (less than a thousandth)."""
+
+        def matrix(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
         hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layer = {
-            "qkv": (queries + 2 * keys, hidden),
-            "out": (hidden, queries),
-            "mlp": ((3 if self.gated else 2) * self.intermediate_size, hidden),
+            "qkv": matrix(queries + 2 * keys, hidden),
+            "out": matrix(hidden, queries),
+            "mlp": matrix((3 if self.gated else 2) * self.intermediate_size, hidden),
         }
-        shapes: dict[str, Any] = {"embed_tokens": (self.vocab_size, hidden)}
+        params: dict[str, Any] = {"embed_tokens": matrix(self.vocab_size, hidden)}
         if self.learned_positions:
-            shapes["wpe"] = (self.learned_positions, hidden)
+            params["wpe"] = matrix(self.learned_positions, hidden)
         if not self.tied:
-            shapes["lm_head"] = (self.vocab_size, hidden)
-        shapes |= {f"layer_{number}": dict(layer) for number in range(self.num_hidden_layers)}
-        return jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)),
-            shapes, is_leaf=lambda x: isinstance(x, tuple),
-        )  # fmt: skip
+            params["lm_head"] = matrix(self.vocab_size, hidden)
+        return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
 
 
 SHAPES = {

@@ -68,7 +68,8 @@ def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, 
     for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
         place = layer.policy.placement.place
         grows = layer.policy.layout.limit is not None
-        totals[place] = totals.get(place, 0) + (_unit_bytes(layer) if grows else 0)
+        token = token_bytes(layer, (layer.keys, layer.values)) if grows else 0
+        totals[place] = totals.get(place, 0) + token
     return totals
 
 
@@ -116,17 +117,16 @@ def bytes_read(
 
 def seen(layer: LayerCache, length: int) -> tuple[int, float]:
     """Tokens that the query behind ``length`` of them sees, and their bytes, of one row."""
-    layout, window = layer.policy.layout, layer.window
-    window = min((w for w in (layout.window, window) if w is not None), default=length)
+    layout, stored = layer.policy.layout, token_bytes(layer, (layer.keys, layer.values))
+    window = min((w for w in (layout.window, layer.window) if w is not None), default=length)
     tokens = min(length, window + layout.sinks)
     if layer.tail is None:
-        return tokens, tokens * _unit_bytes(layer)
+        return tokens, tokens * stored
     raw = min(tokens, layer.policy.block * (layer.policy.recent + 1))
     tail = tree_bytes(layer.tail) / layer.batch / layer.policy.split.tail.slots
-    return tokens, raw * tail + (tokens - raw) * _unit_bytes(layer)
+    return tokens, raw * tail + (tokens - raw) * stored
 
 
-def _unit_bytes(layer: LayerCache) -> float:
-    """Bytes of a token of a row, as the codecs store it."""
-    stored = layer.policy.stored.slots * layer.policy.unit
-    return tree_bytes((layer.keys, layer.values)) / stored / layer.batch
+def token_bytes(layer: LayerCache, arrays: Any) -> float:
+    """Bytes of a token of a row in these arrays of a layer's body."""
+    return tree_bytes(arrays) / (layer.policy.stored.slots * layer.policy.unit) / layer.batch

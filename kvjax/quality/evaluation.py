@@ -43,23 +43,18 @@ def evaluate(
     chunk: int = CHUNK,
     time_steps: int = 0,
 ) -> dict[str, Quality]:
-    """Compare cache policies on a text.
+    """Compare cache policies on a text: the figures of each, by its name.
 
     The text is cut into windows of ``context`` tokens, each with a cache of its own; what is left
     over at the end is not used, unless it is all there is. Every token but the first of its window
     counts.
 
     Args:
-      lm: the model.
       text: as words, or as token ids.
       policies: by name. Full precision is measured in any case, as what they are compared with.
       context: tokens of a window; by default the model's limit, and 2,048 where it has none.
-      windows: how many windows at most; by default all.
-      chunk: tokens of a call.
+      windows, chunk: how many windows at most, by default all; tokens of a call.
       time_steps: how many decode steps to time at the end of a window; 0 for none.
-
-    Returns:
-      The figures of each policy, by its name.
 
     Raises:
       ValueError: if the text has fewer than two tokens, or a number is out of range.
@@ -76,24 +71,19 @@ def evaluate(
     count = len(tokens) // context
     count = count if windows is None else min(count, whole_number("windows", windows, 1))
     cut = np.asarray(tokens[: count * context], np.int32).reshape(count, context)
+    if lm.mesh is not None and lm.mesh.shape.get(DATA, 1) > 1:
+        raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
+    empty = functools.partial(init_cache, lm.config, max_len=context, mesh=lm.mesh)
     found: dict[str, list[Array]] = {name: [] for name in policies}
     caches: dict[str, KVCache] = {}
     for window in cut:
+        full = empty(CachePolicy())
+        caches = {name: empty(policy) for name, policy in policies.items()}
+        following = np.roll(window, -1)  # what follows the last token does not count
         # Logits are larger than caches: they are compared chunk by chunk.
-        mesh = lm.mesh
-        if mesh is not None and mesh.shape.get(DATA, 1) > 1:
-            raise ValueError(
-                "one text is evaluated, which a mesh can't divide along data: use tensor"
-            )
-        full = init_cache(lm.config, CachePolicy(), max_len=context, mesh=mesh)
-        caches = {
-            name: init_cache(lm.config, policy, max_len=context, mesh=mesh)
-            for name, policy in policies.items()
-        }
         for start in range(0, context, chunk):
             part = window[None, start : start + chunk]
-            target = window[None, start + 1 : start + 1 + part.shape[1]]
-            target = np.pad(target, ((0, 0), (0, part.shape[1] - target.shape[1])))
+            target = following[start : start + chunk]
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
                 caches[name] = with_room(caches[name], start + part.shape[1], context)
@@ -101,25 +91,22 @@ def evaluate(
                 found[name].append(_compared(wanted, logits, target))
         for name, cache in {"full precision": full, **caches}.items():
             raise_for(name, cache)
-    qualities = {}
-    for name in policies:
-        each = np.concatenate([np.asarray(x) for x in found[name]], axis=1)
-        qualities[name] = quality_of(
-            each.reshape(4, count, context)[:, :, :-1],
+    return {
+        name: quality_of(
+            np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
             cache_bytes(caches[name]),
             _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
         )
-    return qualities
+        for name in policies
+    }
 
 
 def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
     """The cache, doubled until it holds so many tokens."""
     to = cache.max_len
-    if tokens <= to:
-        return cache
     while to < tokens:
         to *= 2
-    return grow(cache, min(to, context))
+    return cache if to == cache.max_len else grow(cache, min(to, context))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -131,7 +118,7 @@ def _logits(model: Model, params: Any, tokens: Array, cache: KVCache) -> tuple[A
 def _compared(wanted: Array, logits: Array, target: Array) -> Array:
     """float32[4, new]: nats of the target with either, divergence, and whether the first agree."""
     true, other = (jax.nn.log_softmax(x[0].astype(jnp.float32)) for x in (wanted, logits))
-    nats = [-jnp.take_along_axis(x, target[0][:, None], axis=1)[:, 0] for x in (true, other)]
+    nats = [-jnp.take_along_axis(x, target[:, None], axis=1)[:, 0] for x in (true, other)]
     divergence = jnp.sum(jnp.exp(true) * (true - other), axis=-1)
     same = jnp.argmax(true, axis=-1) == jnp.argmax(other, axis=-1)
     return jnp.stack([*nats, divergence, same.astype(jnp.float32)])

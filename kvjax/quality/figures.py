@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import tree_bytes
+from kvjax.memory.sizes import token_bytes
 
 FIRST_RANGE = 512
 """Positions of the first range that figures are given for; each further one ends twice as far."""
@@ -59,17 +60,14 @@ class Quality:
 def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
     """Figures from those of single tokens.
 
-    Args:
-      each: float[4, windows, tokens]: nats of the token that came, with full precision and with the
-        policy, the divergence, and whether both predict the same first.
-      size: of the cache.
-      step_ms: milliseconds of a step.
+    ``each``: float[4, windows, tokens]: nats of the token that came, with full precision and with
+    the policy, the divergence, and whether both predict the same first.
     """
-    ends = _range_ends(each.shape[2] + 1)
-    by_position = {
-        end: _figures(each[:, :, start:end].reshape(4, -1))
-        for start, end in zip([0, *ends], ends, strict=False)
-    }
+    by_position, start, context = {}, 0, each.shape[2] + 1
+    while start < context:
+        end = min(max(FIRST_RANGE, 2 * start), context)
+        by_position[end] = _figures(each[:, :, start:end].reshape(4, -1))
+        start = end
     return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
 
 
@@ -78,14 +76,13 @@ def cache_bytes(cache: KVCache) -> CacheBytes:
     body = scales = tail = raw = 0.0
     for layer in cache.layers:
         policy = layer.policy
-        tokens = policy.stored.slots * policy.unit
-        body += tree_bytes((layer.keys, layer.values)) / tokens / cache.batch
+        body += token_bytes(layer, (layer.keys, layer.values))
         tail += tree_bytes(layer.tail) / cache.batch
         raw += 2 * 2 * layer.kv_heads * layer.head_dim
         for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
             if codec.blockwise:
                 wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
-                scales += tree_bytes(wide) / tokens / cache.batch
+                scales += token_bytes(layer, wide)
     return CacheBytes(body, scales, tail, body / raw)
 
 
@@ -111,10 +108,3 @@ def _figures(each: np.ndarray) -> Figures:
         high_kl=float(np.quantile(divergence, 0.999)),
         top1=float(same.mean()),
     )
-
-
-def _range_ends(context: int) -> list[int]:
-    ends = [min(FIRST_RANGE, context)]
-    while ends[-1] < context:
-        ends.append(min(2 * ends[-1], context))
-    return ends
