@@ -24,8 +24,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 FULL = os.environ.get("KVJAX_FULL") == "1"
 """Whether the larger sizes of the same laws are asked for (``.ci/run --full``)."""
 
-# Compiling takes most of the tests' time, and most of that is spent on code that runs once. A flag
-# that is set already stays: `.ci/run` compiles as users do for the newest JAX and for the oracle.
+# Compiling takes most of the tests' time, and most of that is spent on code that runs once. A full
+# run compiles as users do, and so does one with flags of its own.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if not FULL and "xla_backend_optimization_level" not in _FLAGS:
     _FLAGS += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
