@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
-from kvjax.codecs.codec import Store, plain_mix, plain_scores
+from kvjax.codecs.codec import Store, plain_mix, plain_scores, stored_bytes
 from kvjax.codecs.raw import Raw
 
 
@@ -37,11 +37,9 @@ class WithScales:
 
     @property
     def joins_heads(self) -> bool:
-        """Whether heads share scales."""
         return self.per == "tensor"
 
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
-        """Fix the dtypes."""
         dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
         changed: Any = self
         return replace(changed, scales=scales, dtype=dtype)
@@ -51,16 +49,20 @@ class WithScales:
         """Numbers in float32."""
 
     def decode(self, store: Store) -> Array:
-        """Numbers in ``dtype``."""
         return self.wide(store).astype(self.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Queries times keys, decoded here."""
         return plain_scores(queries, self.wide(store))
 
     def mix(self, weights: Array, store: Store) -> Array:
-        """Weights times values, decoded here."""
         return plain_mix(weights, self.decode(store))
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        return stored_bytes(self, shape)
+
+    def each(self, scale: Array) -> Array:
+        """A store's scales, or zero points, in float32, for split numbers."""
+        return self.groups.unpack(self._scales.decode(scale).astype(jnp.float32))
 
     @property
     def _scales(self) -> Raw:

@@ -3,11 +3,13 @@
 from abc import abstractmethod
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from kvjax.core.device import on_cpu
+from kvjax.core.trees import tree_bytes
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""
@@ -68,6 +70,11 @@ class Codec(Protocol):
     def mix(self, weights: Array, store: Store) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times stored values:
         float32[batch, kv_heads, rows, head_dim]."""
+
+
+def stored_bytes(codec: Any, shape: tuple[int, ...]) -> int:
+    """``Codec.nbytes``, by the shapes of an empty store."""
+    return tree_bytes(jax.eval_shape(lambda: codec.empty(shape)))
 
 
 def tokens_of(numbers: Array) -> Array:

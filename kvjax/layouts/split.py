@@ -71,12 +71,6 @@ class Split:
         low, high = self.body.bounds(self.flushed(length), start, size)
         return low * self.block, (high + 1) * self.block - 1
 
-    def positions(
-        self, length: Rows, written: Rows, slots: Int[Array, " tokens"]
-    ) -> Int[Array, "batch tokens"]:
-        """``body_positions`` of whole blocks, ``slots`` being counted in tokens."""
-        return self.body_positions(length, written, slots[:: self.block] // self.block)
-
     def slot_of(self, positions: Positions) -> Positions:
         """Where the body has a position, counted in tokens, if it has it at all."""
         slot = self.body.slot_of(positions // self.block)
