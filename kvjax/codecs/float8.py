@@ -62,4 +62,5 @@ class Float8(WithScales):
     def wide(self, store: Scaled) -> Array:
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
-        return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)
+        scale = self.each(store.scale)
+        return in_range(self.groups.join(split * scale), self.dtype)

@@ -106,11 +106,12 @@ class Integer(WithScales):
         return jnp.clip(whole, self._lowest, 2**self.bits - 1)
 
     def wide(self, store: Packed) -> Array:
-        codes = self.groups.split(unpack(store.codes, self.bits).astype(jnp.float32))
+        split = self.groups.split(unpack(store.codes, self.bits).astype(jnp.float32))
         scale = self.each(store.scale)
         if store.zero is None:
-            return in_range(self.groups.join((codes - self._middle) * scale), self.dtype)
-        return in_range(self.groups.join(codes * scale + self.each(store.zero)), self.dtype)
+            return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
+        zero = self.each(store.zero)
+        return in_range(self.groups.join(split * scale + zero), self.dtype)
 
     @property
     def _levels(self) -> int:

@@ -36,15 +36,15 @@ class RotaryTable:
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
         """Cosine and sine at ``positions``: two float32[..., half]."""
-        cos = sin = None
-        for digit, table in enumerate(self.digits):
-            parts = jnp.asarray(table)[positions // STRIDE**digit % STRIDE]
-            next_cos, next_sin = parts[..., 0, :], parts[..., 1, :]
-            if cos is None or sin is None:
-                cos, sin = next_cos, next_sin
-            else:
-                cos, sin = cos * next_cos - sin * next_sin, sin * next_cos + cos * next_sin
-        assert cos is not None and sin is not None
+
+        def part(digit: int) -> tuple[Array, Array]:
+            found = jnp.asarray(self.digits[digit])[positions // STRIDE**digit % STRIDE]
+            return found[..., 0, :], found[..., 1, :]
+
+        cos, sin = part(0)
+        for digit in range(1, len(self.digits)):
+            more_cos, more_sin = part(digit)
+            cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
         return cos, sin
 
 
