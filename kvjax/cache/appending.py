@@ -31,7 +31,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Counts, KeysValues, Rows
-from kvjax.layouts import Run, Share, shared
+from kvjax.layouts import Share, shared
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
 
@@ -146,7 +146,8 @@ def _share_with_tokens(
     if old.tail is None:
         stored = policy.stored if share is None else shared(policy.stored, share)
         runs = stored.runs(length, keys.shape[2])
-        body = _written(body, (policy.keys.encode(keys), policy.values.encode(values)), runs, count)
+        new = policy.keys.encode(keys), policy.values.encode(values)
+        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), body, new)
         return *body, None, None, None
     tail = old.tail if old.strip is None else old.strip.tail
     body, tail, strip, fetched = append_behind(
@@ -158,7 +159,3 @@ def _share_with_tokens(
 def shared_by(spread: Spread) -> Share | None:
     """The share of the slots that a device of a mesh has, on it; None for all."""
     return Share(spread.index(SEQUENCE), spread.parts) if spread.parts > 1 else None
-
-
-def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:
-    return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), stores, encoded)

@@ -1,6 +1,7 @@
 """The same text in a cache of another policy."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,8 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     # Which layer of the model each entry was made for: the first that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)
-    policies = per_layer(policy, _Layers(len(sources), windows))
+    config = SimpleNamespace(num_hidden_layers=len(sources), windows=windows)
+    policies = per_layer(policy, config)
     resolved = []
     for entry, old in enumerate(cache.layers):
         wanted = policies[sources.index(entry)]
@@ -88,14 +90,6 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     return with_rows(
         cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status, budget=budget
     )
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """What a policy asks of a model's config, from a cache."""
-
-    num_hidden_layers: int
-    windows: tuple[int | None, ...]
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:
