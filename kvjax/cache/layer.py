@@ -97,12 +97,9 @@ class LayerCache:
         def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
             return jax.tree.map(lambda x: spec(x.shape), part)
 
-        def tokens(shape: tuple[int, ...]) -> Any:
-            return spread.of_tokens()
-
         return replace(
             self, keys=each(self.keys, spread.of_body), values=each(self.values, spread.of_body),
-            tail=each(self.tail, tokens), strip=each(self.strip, tokens),
+            tail=each(self.tail, spread.of_tokens), strip=each(self.strip, spread.of_tokens),
             low=each(self.low, spread.of_rows), fetched=each(self.fetched, spread.of_body),
         )  # fmt: skip
 

@@ -114,20 +114,16 @@ def plain_mix(weights: Array, values: Array) -> Array:
 
 def long_scores(queries: Array, keys: Array) -> Array:
     """``plain_scores`` with many keys and few queries, for CPUs."""
-    if queries.dtype.itemsize < 4:
-        return _with_company(plain_scores, queries, keys)
-    return plain_scores(queries, keys)
+    return _with_company(plain_scores, queries, keys, queries.dtype)
 
 
 def long_mix(weights: Array, values: Array) -> Array:
     """``plain_mix`` with many values and few rows of weights, for CPUs."""
-    if values.dtype.itemsize < 4:
-        return _with_company(plain_mix, weights, values)
-    return plain_mix(weights, values)
+    return _with_company(plain_mix, weights, values, values.dtype)
 
 
-def _with_company(product: Any, rows: Array, numbers: Array) -> Array:
-    """A product of 16-bit numbers: for one row alone a CPU would widen all of them in a copy."""
-    if rows.shape[2] > 1:
+def _with_company(product: Any, rows: Array, numbers: Array, dtype: Any) -> Array:
+    """A product: for one row of 16-bit numbers alone a CPU would widen all of them in a copy."""
+    if rows.shape[2] > 1 or dtype.itemsize >= 4:
         return product(rows, numbers)
     return product(jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0))), numbers)[:, :, :1]

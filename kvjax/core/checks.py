@@ -21,6 +21,11 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def whole_or_none(name: str, value: Any, least: int) -> int | None:
+    """``whole_number`` of what may be None as well."""
+    return None if value is None else whole_number(name, value, least)
+
+
 def is_traced(x: Any) -> bool:
     """Whether an array's numbers are not there to be looked at: inside ``jit`` and its like."""
     return isinstance(x, Tracer)

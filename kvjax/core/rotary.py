@@ -20,8 +20,6 @@ STRIDE = 1024
 LIMIT = STRIDE**3
 """Positions that a table without ``max_len`` reaches."""
 
-Digits = Float[Array | np.ndarray, "rows 2 half"]
-
 
 @state
 class RotaryTable:
@@ -32,7 +30,7 @@ class RotaryTable:
     need. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
     """
 
-    digits: tuple[Digits, ...]
+    digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
         """Cosine and sine at ``positions``: two float32[..., half]."""

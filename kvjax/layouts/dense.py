@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, whole_number
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
 from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
@@ -24,10 +24,8 @@ class Dense:
     sinks = 0
 
     def __post_init__(self) -> None:
-        if self.max_len is not None:
-            whole_number("max_len", self.max_len, 1)
-        if self.grows_to is not None:
-            whole_number("grows_to", self.grows_to, self.max_len or 1)
+        whole_or_none("max_len", self.max_len, 1)
+        whole_or_none("grows_to", self.grows_to, self.max_len or 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

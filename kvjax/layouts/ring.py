@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, whole_number
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
 from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
 from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
@@ -38,12 +38,11 @@ class Ring:
     open_ended = True
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("window", self.window, 1), ("sinks", self.sinks, 0), ("slack", self.slack, 0),
-            ("max_len", self.max_len, 1), ("grows_to", self.grows_to, self.max_len or 1),
-        ):  # fmt: skip
-            if value is not None or name == "sinks":
-                whole_number(name, value, least)
+        whole_or_none("window", self.window, 1)
+        whole_number("sinks", self.sinks, 0)
+        whole_or_none("slack", self.slack, 0)
+        whole_or_none("max_len", self.max_len, 1)
+        whole_or_none("grows_to", self.grows_to, self.max_len or 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

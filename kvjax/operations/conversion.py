@@ -12,7 +12,7 @@ from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import UNLIMITED, Layout
@@ -36,8 +36,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
       ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
         layout keeps (where traced: the status ``LOST``).
     """
-    if max_len is not None:
-        max_len = whole_number("max_len", max_len, 1)
+    max_len = whole_or_none("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")

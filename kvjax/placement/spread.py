@@ -82,7 +82,7 @@ class Spread:
         """Of an array that may have a number, or more, for every row."""
         return self.spec(DATA) if shape[:1] == (batch,) else PartitionSpec()
 
-    def of_tokens(self) -> PartitionSpec:
+    def of_tokens(self, shape: tuple[int, ...] = ()) -> PartitionSpec:
         """Of keys or values [batch, kv_heads, new, head_dim], and of a tail."""
         return self.spec(DATA, TENSOR)
 
