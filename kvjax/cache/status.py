@@ -1,15 +1,15 @@
 """What traced steps can't raise: recorded as bits of ``KVCache.status``, and raised later."""
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
 from kvjax.core.errors import CacheOverflowError, NonFiniteError
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array
 
 OVERFLOW, NON_FINITE, REWOUND_TOO_FAR, BAD_LENGTHS, LOST, NO_SUCH_ROW, BAD_NUMBERS = (
     1 << bit for bit in range(7)
@@ -44,26 +44,12 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
 """What ``check`` raises, the first one first."""
 
 
-class Checked(Protocol):
-    """What is asked of a ``KVCache``."""
-
-    @property
-    def status(self) -> Rows: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def grows_to(self) -> int | None: ...
-
-
-_Cache = TypeVar("_Cache", bound=Any)
-
-
-def note_non_finite(cache: _Cache, rows: Array) -> _Cache:
+def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
     return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
 
 
-def check(cache: Checked) -> None:
+def check(cache: KVCache) -> None:
     """Raise what traced steps could only record.
 
     Raises:
@@ -85,7 +71,7 @@ def check(cache: Checked) -> None:
                 raise error(sentence.format(cache=cache, rows=rows, way=way))
 
 
-def clear_status(cache: _Cache) -> _Cache:
+def clear_status(cache: KVCache) -> KVCache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
     status = jnp.zeros_like(cache.status)
     if cache.spread is not None:

@@ -1,5 +1,6 @@
 """The same text in a cache of another policy."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.filling import filled
-from kvjax.cache.layer import Body, LayerCache
+from kvjax.cache.layer import LayerCache
 from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
@@ -113,14 +114,8 @@ def converted(
     if old.tail is not None:
         old = replace(old, fetched=(old.keys, old.values))  # so it is not fetched again
     limit = UNLIMITED if policy.layout.limit is None else policy.layout.limit
-
-    def tokens(wanted: Array) -> tuple[Array, Array, Array]:
-        return tokens_at(old, length, marks, wanted)
-
-    def blocks(ids: Array) -> tuple[Body, Array] | None:
-        """Of a body that is cut in the same blocks."""
-        alike = old.tail is not None and old.policy.block == policy.block
-        return blocks_at(old, length, marks, ids) if alike else None
-
+    alike = old.tail is not None and old.policy.block == policy.block
+    tokens = functools.partial(tokens_at, old, length, marks)
+    blocks = functools.partial(blocks_at, old, length, marks) if alike else None
     layer, written, lost = filled(old, policy, length, tokens, blocks)
     return layer, written, length > limit, lost

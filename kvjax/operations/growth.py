@@ -81,12 +81,10 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
         wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
-    return replace(
-        layer,
-        keys=jax.tree.map(pad, layer.keys) if more else layer.keys,
-        values=jax.tree.map(pad, layer.values) if more else layer.values,
-        policy=policy,
-    )
+    keys, values = layer.keys, layer.values
+    if more:
+        keys, values = jax.tree.map(pad, (keys, values))
+    return replace(layer, keys=keys, values=values, policy=policy)
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)

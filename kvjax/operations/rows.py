@@ -105,9 +105,8 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
         layers.append(padded[0].changed(lambda *x: jnp.concatenate(x), *padded[1:]))
         each = zip(held, caches, strict=True)
         marks.append(jnp.concatenate([mark(h, layout, c.written[:, entry]) for h, c in each]))
-    length, status = (
-        jnp.concatenate([getattr(cache, name) for cache in caches]) for name in ("length", "status")
-    )
+    length = jnp.concatenate([cache.length for cache in caches])
+    status = jnp.concatenate([cache.status for cache in caches])
     return with_rows(
         first, layers=tuple(layers), length=length, written=jnp.stack(marks, 1), status=status
     )

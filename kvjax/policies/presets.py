@@ -83,17 +83,16 @@ def policy(
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
     bits = 4 if bits is None and name == "quantized" else bits
-    each = [bits if own is None else own for own in (key_bits, value_bits)]
+    key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
     tailed = name.startswith("offloaded") or name == "auto"
-    if chosen and all(b in (None, 16) for b in each) and not (tailed and group is None):
+    raw = all(b in (None, 16) for b in (key_bits, value_bits))
+    if chosen and raw and not (tailed and group is None):
         setting = next(iter(chosen))
         raise ValueError(f"{setting}={chosen[setting]!r} is of a quantized cache: give bits=")
-    keys, values = (
-        quantized_codec(b, kind, group=group, dtype=dtype)
-        for b, kind in zip(each, ("keys", "values"), strict=True)
-    )
+    keys = quantized_codec(key_bits, "keys", group=group, dtype=dtype)
+    values = quantized_codec(value_bits, "values", group=group, dtype=dtype)
     chosen.pop("group", None)
     ring = Ring(window, sinks or 0, slack)
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
