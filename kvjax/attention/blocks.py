@@ -1,6 +1,5 @@
 """The path ``blocks``: softmax over sections block by block, merged as it goes."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -77,7 +76,7 @@ def at_once(call: Call) -> Mixed:
         softmax_over(each, call.mask, call.rows(each), jnp.int32(each.first), each.size)
         for each in call.sections
     ]
-    return call.finish(functools.reduce(Partial.merge, found))
+    return call.finish(*found)
 
 
 def _walk_section(found: Partial, section: Section, call: Call) -> Partial:

@@ -4,13 +4,12 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
 from kvjax.codecs.codec import Store, plain_mix, plain_scores, stored_bytes
-from kvjax.codecs.raw import Raw
+from kvjax.codecs.raw import Raw, without_gradient
 
 
 class WithScales:
@@ -71,18 +70,12 @@ class WithScales:
         return self.scales
 
 
-@jax.custom_jvp
-def undifferentiable(x: Array) -> Array:
-    """``x``; asked for its gradient, it says why there is none."""
-    return x
-
-
-@undifferentiable.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "no gradient passes through a quantized cache (its codes are whole numbers): use a raw "
-        "one to differentiate"
-    )
+undifferentiable = without_gradient(
+    lambda x: x,
+    "no gradient passes through a quantized cache (its codes are whole numbers): use a raw one to "
+    "differentiate",
+)
+"""``x`` as it is."""
 
 
 def in_range(x: Array, dtype: str | None) -> Array:

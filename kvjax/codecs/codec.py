@@ -93,18 +93,13 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     keys many times faster as the first factor, and a text's very few queries one by one; without
     the barrier the compiler would exchange the factors again."""
     keys = tokens_of(keys).astype(queries.dtype)
-    if not few_on_cpu(queries):
+    if queries.shape[2] >= FEW or queries.dtype.itemsize != 4 or not on_cpu():
         return product("bhqd,bhkd->bhqk", queries, keys)
     if queries.shape[0] == 1 and queries.shape[2] <= SINGLY:
         rows = jnp.unstack(queries, axis=2)
         alone = [lax.optimization_barrier(product("bhkd,bhd->bhk", keys, row)) for row in rows]
         return jnp.stack(alone, axis=2)
     return lax.optimization_barrier(product("bhkd,bhqd->bhkq", keys, queries)).swapaxes(2, 3)
-
-
-def few_on_cpu(queries: Array) -> bool:
-    """Whether these are few float32 queries [batch, kv_heads, rows, head_dim], on a CPU."""
-    return queries.shape[2] < FEW and queries.dtype.itemsize == 4 and on_cpu()
 
 
 def plain_mix(weights: Array, values: Array) -> Array:

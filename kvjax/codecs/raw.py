@@ -1,5 +1,6 @@
 """The codec that stores keys and values as they are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,14 +81,19 @@ def _rewrites_16_bit_floats() -> bool:
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 
 
-@jax.custom_jvp
-def _to_bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
+def without_gradient(call: Callable[[Array], Array], why: str) -> Callable[[Array], Array]:
+    """``call``; asked for its gradient, it says why there is none."""
+    refusing = jax.custom_jvp(call)
+
+    @refusing.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(why)
+
+    return refusing
 
 
-@_to_bits.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): "
-        'use policy("static", dtype="float32")'
-    )
+_to_bits = without_gradient(
+    lambda x: lax.bitcast_convert_type(x, jnp.uint16),
+    "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): use "
+    'policy("static", dtype="float32")',
+)

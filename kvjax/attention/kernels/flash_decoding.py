@@ -57,7 +57,8 @@ def decode(
     batch, kv_heads, rows, head_dim = queries.shape
     leaves, tree = jax.tree.flatten(stores)
     size = seen.shape[2] // unit
-    tile = _power_below(min(max(TILE // unit, 1), size))
+    tile = min(max(TILE // unit, 1), size)
+    tile = 1 << tile.bit_length() - 1  # a power of two
     kernel = functools.partial(
         _kernel, tree, codecs, unit, first, tile, size, scale, soft_cap, table is not None
     )
@@ -169,7 +170,3 @@ def _share_of(shape: tuple[int, ...]) -> pl.BlockSpec:
     """What one program finds of a row and a head."""
     rest = (0,) * len(shape)
     return pl.BlockSpec((None, None, None, *shape), lambda b, h, s: (b, h, s, *rest))
-
-
-def _power_below(n: int) -> int:
-    return 1 << n.bit_length() - 1
