@@ -25,7 +25,7 @@ class WithScales:
     before_rotary = False
 
     def __post_init__(self) -> None:
-        self.groups.__post_init__()
+        Groups(self.per, self.group)
         if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
 

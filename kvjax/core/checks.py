@@ -11,7 +11,7 @@ USED_UP = (
     "a kvjax.fork of it next time"
 )
 UNLIMITED = 2**30
-"""Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
+"""Positions of a text that nothing else limits, and those that rotary tables reach."""
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

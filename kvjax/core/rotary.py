@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.core.checks import UNLIMITED
 from kvjax.core.trees import state
 
 STRIDE = 1024
 """The base of the digits."""
-LIMIT = STRIDE**3
-"""Positions that a table without ``max_len`` reaches."""
 
 
 @state
@@ -60,11 +59,11 @@ def rotary_table(
       ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
         one-dimensional.
     """
-    limit = LIMIT if max_len is None else max_len
+    limit = UNLIMITED if max_len is None else max_len
     if limit < 1:
         raise ValueError(f"max_len must be at least 1, got {max_len}")
-    if limit > LIMIT:
-        raise ValueError(f"max_len must be at most {LIMIT}, got {max_len}")
+    if limit > UNLIMITED:
+        raise ValueError(f"max_len must be at most {UNLIMITED}, got {max_len}")
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1:
         raise ValueError(f"inverse_frequencies must be [half], got shape {frequencies.shape}")

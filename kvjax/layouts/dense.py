@@ -11,7 +11,7 @@ from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
 @dataclass(frozen=True)
 class Dense:
-    """Position ``p`` stands in slot ``p``: what its members tell, see ``Layout``.
+    """Position ``p`` stands in slot ``p``. What its members are, ``Layout`` says.
 
     ``max_len``: positions, None until ``resolve``. ``grows_to``: how far ``kvjax.grow`` and
     ``kvjax.generate`` may enlarge it, None for not at all; see ``Growing``.
