@@ -113,7 +113,7 @@ def attend(
 
 
 def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-    """``_walked``, by a trace that layers which are alike share: tracing each would be half of what
+    """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
     """
     platform = view.held.policy.placement.platform()
@@ -121,12 +121,13 @@ def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mix
     return traced(platform, way, kinds, view, mask)
 
 
-def _walked(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-    """What queries see of a layer, by a path. ``kinds``: at their positions, and capped where that
-    is something else."""
+def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+    """What queries see of a layer, by a path, as it is traced for a platform. ``kinds``: at their
+    positions, and capped where that is something else."""
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
-        return way(Call(kinds[0], kinds[-1], kv_heads, sections(view), view.length, mask))
+        with computing_on(platform):
+            return way(Call(kinds[0], kinds[-1], kv_heads, sections(view), view.length, mask))
     heads, bias = kinds[0].shape[1], mask.bias
     rows: Any = spread.of_rows()
     everywhere: Any = PartitionSpec()
@@ -142,13 +143,8 @@ def _walked(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixe
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
     layer = View(view.held.specs(), rows, rows, rows, everywhere)
-    return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
-
-
-def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-    """``_walked`` as it is traced for a platform."""
     with computing_on(platform):
-        return _walked(way, kinds, view, mask)
+        return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
 
 
 _traced_once = jax.jit(_traced, static_argnames=("platform", "way"))

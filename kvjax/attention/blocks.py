@@ -1,6 +1,5 @@
 """The path ``blocks``: softmax over sections block by block, merged as it goes."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -45,7 +44,11 @@ def blockwise(call: Call) -> Mixed:
 
     def some(turned: tuple[Array, ...], at: Array) -> Array:
         mask = replace(call.mask, queries=at)
-        return _walk(replace(call, queries=turned[0], capped=turned[-1], mask=mask))
+        part = replace(call, queries=turned[0], capped=turned[-1], mask=mask)
+        found = Partial.of_none(part.rows(part.sections[0]))
+        for section in part.sections:
+            found = _walk_section(found, section, part)
+        return part.finish(found)
 
     def next_part(split: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
         turned = tuple(lax.dynamic_index_in_dim(x, number, keepdims=False) for x in split)
@@ -73,15 +76,7 @@ def at_once(call: Call) -> Mixed:
         softmax_over(each, call.mask, call.rows(each), jnp.int32(each.first), each.size)
         for each in call.sections
     ]
-    return call.finish(functools.reduce(Partial.merge, found))
-
-
-def _walk(call: Call) -> Mixed:
-    """The sections, one after the other."""
-    found = Partial.of_none(call.rows(call.sections[0]))
-    for section in call.sections:
-        found = _walk_section(found, section, call)
-    return call.finish(found)
+    return call.finish(*found)
 
 
 def _walk_section(found: Partial, section: Section, call: Call) -> Partial:

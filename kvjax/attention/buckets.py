@@ -6,7 +6,6 @@ there is one a layer, over at most ``BUCKETS`` programs that are all compiled wi
 """
 
 import functools
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,14 +35,11 @@ def bucketed(call: Call) -> Mixed:
         return blockwise(call)
     sections = call.sections
 
-    def over(tokens: int) -> Callable[[], Partial]:
-        def prefixes() -> Partial:
-            found = (
-                prefix(each, _units(each, tokens), call.rows(each), call.mask) for each in sections
-            )
-            return functools.reduce(Partial.merge, found)
-
-        return prefixes
+    def over(tokens: int) -> Partial:
+        found = (
+            prefix(each, _units(each, tokens), call.rows(each), call.mask) for each in sections
+        )
+        return functools.reduce(Partial.merge, found)
 
     sizes = bucket_sizes([each.size * each.unit for each in sections])
     filled = [each.filled(call.near()) for each in sections]
@@ -52,10 +48,10 @@ def bucketed(call: Call) -> Mixed:
         for size in sizes[:-1]
     ]
     if not beyond:
-        return call.finish(over(sizes[0])())
+        return call.finish(over(sizes[0]))
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
     # Devices that divide the keys may each take another size: they meet behind it.
-    return call.finish(lax.switch(index, [over(size) for size in sizes]))
+    return call.finish(lax.switch(index, [functools.partial(over, size) for size in sizes]))
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """What a path of attention is given, and the softmax over some units of a section."""
 
+import functools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -35,9 +36,9 @@ class Call:
         """int32[batch]: tokens behind the last of the queries need not be looked at."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
-    def finish(self, found: Partial) -> Mixed:
-        """The mixture, as the queries are shaped."""
-        return found.finish(self.queries, self.mask.axis)
+    def finish(self, *found: Partial) -> Mixed:
+        """The mixture of all that was found, as the queries are shaped."""
+        return functools.reduce(Partial.merge, found).finish(self.queries, self.mask.axis)
 
 
 def softmax_over(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from kvjax.cache.sections import Section
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import whole_or_none
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Positions, Rows, Visible
 from kvjax.layouts import UNLIMITED, Split
@@ -36,11 +36,9 @@ class Mask:
     axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("window", self.window, 1), ("chunk", self.chunk, 1), ("sinks", self.sinks, 0),
-        ):  # fmt: skip
-            if value is not None:
-                whole_number(name, value, least)
+        whole_or_none("window", self.window, 1)
+        whole_or_none("chunk", self.chunk, 1)
+        whole_or_none("sinks", self.sinks, 0)
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 

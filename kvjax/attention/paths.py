@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
@@ -15,21 +14,12 @@ Path = Callable[[Call], Mixed]
 raises ``ValueError`` when it is traced."""
 
 
-class Rule(NamedTuple):
-    """A line of the table: what it is for, None for all, and the path."""
-
-    platform: str | None
-    place: str | None
-    queries: int | None
-    path: str
-
-
 TABLE = (
-    # platform, where the body lives, queries a call at most
-    Rule("cpu", None, None, "blocks"),
-    Rule(None, "host", None, "blocks"),  # fetches what is filled, and no more
-    Rule(None, None, SHORT, "buckets"),
-    Rule(None, None, None, "blocks"),
+    # platform, where the body lives, queries a call at most: None for all
+    ("cpu", None, None, "blocks"),
+    (None, "host", None, "blocks"),  # fetches what is filled, and no more
+    (None, None, SHORT, "buckets"),
+    (None, None, None, "blocks"),
 )
 """The first line that fits counts. What stands in no line is asked for by name: none of it has been
 measured on a device."""
@@ -74,9 +64,7 @@ def by_table(platform: str, place: str, queries: int) -> str:
     """The name of the path for a platform (cpu, gpu, tpu), a placement's place, and so many
     queries."""
     return next(
-        rule.path
-        for rule in TABLE
-        if rule.platform in (None, platform)
-        and rule.place in (None, place)
-        and (rule.queries is None or queries <= rule.queries)
+        path
+        for on, where, most, path in TABLE
+        if on in (None, platform) and where in (None, place) and (most is None or queries <= most)
     )

@@ -35,9 +35,8 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
     """
     count, asked = accepted(cache, new, lengths), _real(cache, new, lengths)
     status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
-    if lengths is None:
-        return replace(cache, status=status), count
-    status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+    if lengths is not None:
+        status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
     return replace(cache, status=status), count
 
 

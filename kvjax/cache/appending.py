@@ -31,7 +31,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Counts, KeysValues, Rows
-from kvjax.layouts import Run, Share, shared
+from kvjax.layouts import Share, shared
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
 
@@ -123,30 +123,27 @@ def with_tokens(
             parts = _share_with_tokens(*call)
         else:
             specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
-
-            def on_each(*call: Any) -> Any:
-                return _share_with_tokens(*call, share=shared_by(spread))
-
             given = specs, tokens, tokens, rows, rows, PartitionSpec()
             made = specs.keys, specs.values, tokens, tokens, specs.fetched
-            parts = spread.run(on_each, given, made, *call)
+            parts = spread.run(_share_with_tokens, given, made, *call)
     keys, values, tail, strip, fetched = parts
     return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
 
 
 def _share_with_tokens(
     old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, share: Share | None = None,
+    rotary: RotaryTable | None,
 ) -> Any:  # fmt: skip
     """Keys, values, tail, strip and copy of a layer after a call, of a device's own slots."""
-    policy = old.policy
+    policy, share = old.policy, shared_by(old.policy.placement.spread)
     if not policy.keys.before_rotary:
         keys = apply_rotary(keys, positions_from(length, keys.shape[2]), rotary)
     body = old.keys, old.values
     if old.tail is None:
         stored = policy.stored if share is None else shared(policy.stored, share)
         runs = stored.runs(length, keys.shape[2])
-        body = _written(body, (policy.keys.encode(keys), policy.values.encode(values)), runs, count)
+        new = policy.keys.encode(keys), policy.values.encode(values)
+        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), body, new)
         return *body, None, None, None
     tail = old.tail if old.strip is None else old.strip.tail
     body, tail, strip, fetched = append_behind(
@@ -155,10 +152,8 @@ def _share_with_tokens(
     return *body, tail, strip, fetched
 
 
-def shared_by(spread: Spread) -> Share | None:
+def shared_by(spread: Spread | None) -> Share | None:
     """The share of the slots that a device of a mesh has, on it; None for all."""
-    return Share(spread.index(SEQUENCE), spread.parts) if spread.parts > 1 else None
-
-
-def _written(stores: Any, encoded: Any, runs: list[Run], count: Rows) -> Any:
-    return jax.tree.map(lambda into, x: write_rows(into, x, runs, count), stores, encoded)
+    if spread is None or spread.parts == 1:
+        return None
+    return Share(spread.index(SEQUENCE), spread.parts)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
@@ -68,8 +68,7 @@ def allocate(
     and what is fixed takes it where ``max_len`` does not say."""
     batch = whole_number("batch", batch, 1)
     limit = getattr(config, "position_limit", None)
-    if max_len is not None:
-        max_len = whole_number("max_len", max_len, 1)
+    max_len = whole_or_none("max_len", max_len, 1)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     max_len = limit if max_len is None and room is None else max_len

@@ -14,9 +14,9 @@ from kvjax.policies.cache_policy import CachePolicy
 Tokens = Callable[[Array], tuple[Array, Array, Array]]
 """``tokens(wanted int32[batch, n])`` -> keys, values [batch, kv_heads, n, head_dim], and which of
 them there are, bool[batch, n]."""
-Blocks = Callable[[Array], tuple[Body, Array] | None]
-"""``blocks(ids int32[batch, n])`` -> stores of blocks, and which of them there are; None for
-none."""
+Blocks = Callable[[Array], tuple[Body, Array]] | None
+"""``blocks(ids int32[batch, n])`` -> stores of blocks, and which of them there are; None where no
+body is cut in the same blocks."""
 
 
 def filled(
@@ -81,10 +81,10 @@ def _body(
         jnp.where(held, x, x[:, :, :, -1:]) for x in (keys.reshape(shape), values.reshape(shape))
     )
     body = policy.keys.encode(keys), policy.values.encode(values)
-    found = blocks(split.body.positions(split.flushed(length), split.flushed(length), slots))
-    if found is None:
+    if blocks is None:
         return body, wanted, there
-    encoded, same = found
+    flushed = split.flushed(length)
+    encoded, same = blocks(split.body.positions(flushed, flushed, slots))
 
     def kept(new: Array, old: Array) -> Array:
         return jnp.where(same.reshape(batch, 1, -1, *[1] * (new.ndim - 3)), old, new)

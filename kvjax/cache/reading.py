@@ -41,8 +41,6 @@ def read(
         keys.append(some_keys)
         values.append(some_values)
         positions.append(at)
-    if len(positions) == 1:
-        return keys[0], values[0], positions[0]
     rotated, at = jnp.concatenate(keys, axis=2), jnp.concatenate(positions, axis=1)
     if held.policy.keys.before_rotary:
         rotated = apply_rotary(rotated, at.clip(0), rotary)

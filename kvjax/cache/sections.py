@@ -154,10 +154,9 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
     newest = [in_tail(held.tail, layout, each, length, written) for each, layout in regions]
     if held.strip is not None:
         last, layout = regions[-1]
-        before = view.before
-        marks = jnp.maximum(view.marks, before)
-        newest[-1] = in_tail(held.strip.tail, layout, last, before, marks)
-        newest.append(_own(held.strip, raw, split, before, length, table, share))
+        marks = jnp.maximum(view.marks, view.before)
+        newest[-1] = in_tail(held.strip.tail, layout, last, view.before, marks)
+        newest.append(_own(held.strip, view, split, raw, table))
     return [body, *newest]
 
 
@@ -191,16 +190,10 @@ def _region(
 
 
 def _own(
-    strip: Strip,
-    raw: tuple[Codec, Codec],
-    split: Split,
-    before: Rows,
-    length: Rows,
-    table: RotaryTable | None,
-    share: Share | None,
+    strip: Strip, view: View, split: Split, raw: tuple[Codec, Codec], table: RotaryTable | None
 ) -> Section:
     """A long call's own tokens, but for sinks, which have been written to slots of their own."""
-    count = strip.keys.shape[2]
+    before, length, share, count = view.before, view.length, split.share, strip.keys.shape[2]
     each = count if share is None else -(-count // share.count)
     first = jnp.int32(0) if share is None else share.index * each
 

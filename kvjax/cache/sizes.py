@@ -55,9 +55,8 @@ def layer_sizes(
     of its devices."""
 
     def parts(placement: Device) -> tuple[int, int]:
-        moved = policy.elsewhere(placement)
-        make = functools.partial(empty_layer, moved, batch, kv_heads, head_dim, None)
-        layer = jax.eval_shape(make)
+        shape = policy.elsewhere(placement), batch, kv_heads, head_dim, None
+        layer = jax.eval_shape(functools.partial(empty_layer, *shape))
         spread = policy.placement.spread
         layer = layer if spread is None else share_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)

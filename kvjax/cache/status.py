@@ -1,53 +1,55 @@
 """What traced steps can't raise: recorded as bits of ``KVCache.status``, and raised later."""
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
 from kvjax.core.errors import CacheOverflowError, NonFiniteError
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array
 
-OVERFLOW = 1
-"""Status bit: tokens past the capacity were dropped."""
-NON_FINITE = 2
-"""Status bit: the model gave logits that are not finite."""
-REWOUND_TOO_FAR = 4
-"""Status bit: a rewind asked for more tokens than the row holds."""
-BAD_LENGTHS = 8
-"""Status bit: ``lengths`` was negative or more than the tokens of its call."""
-LOST = 16
-"""Status bit: the cache was converted to a layout that keeps tokens it did not hold."""
-NO_SUCH_ROW = 32
-"""Status bit: the row was made by ``select`` from a number that is none of a row."""
+OVERFLOW, NON_FINITE, REWOUND_TOO_FAR, BAD_LENGTHS, LOST, NO_SUCH_ROW, BAD_NUMBERS = (
+    1 << bit for bit in range(7)
+)
+"""Bits of ``KVCache.status``; ``LOST``: the cache was converted to a layout that keeps tokens that
+it did not hold."""
 
-BAD_NUMBERS = 64
-"""Status bit: keys or values that are no finite numbers were given to a quantized cache."""
+_ERRORS: dict[type[Exception], dict[int, str]] = {
+    CacheOverflowError: {
+        OVERFLOW: (
+            "the cache holds {cache.max_len} tokens a row, and row(s) {rows} were given more than "
+            "there was room for: those calls' tokens were dropped; {way}"
+        ),
+        REWOUND_TOO_FAR: (
+            "row(s) {rows} were to forget more tokens than kvjax.rewindable says they can, and "
+            "were left as they are"
+        ),
+        LOST: "row(s) {rows} had forgotten tokens that the layout they were converted to keeps",
+    },
+    ValueError: {
+        NO_SUCH_ROW: "row(s) {rows} were selected by a number that is no row's",
+        BAD_LENGTHS: "lengths of row(s) {rows} was negative or above the tokens of its call",
+    },
+    NonFiniteError: {
+        BAD_NUMBERS: (
+            "keys or values of row(s) {rows} are not finite numbers: a quantized cache can't hold "
+            "them"
+        ),
+        NON_FINITE: "the logits of row(s) {rows} are not finite numbers",
+    },
+}
+"""What ``check`` raises, the first one first."""
 
 
-class Checked(Protocol):
-    """What is asked of a ``KVCache``."""
-
-    @property
-    def status(self) -> Rows: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def grows_to(self) -> int | None: ...
-
-
-_Cache = TypeVar("_Cache", bound=Any)
-
-
-def note_non_finite(cache: _Cache, rows: Array) -> _Cache:
+def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
     return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
 
 
-def check(cache: Checked) -> None:
+def check(cache: KVCache) -> None:
     """Raise what traced steps could only record.
 
     Raises:
@@ -60,42 +62,16 @@ def check(cache: Checked) -> None:
     """
     refuse_traced("kvjax.check", cache.status)
     status = fetch(cache.status)
-
-    def rows(bit: int) -> str:
-        return ", ".join(str(row) for row in np.flatnonzero(status & bit))
-
-    if np.any(status & OVERFLOW):
-        grows = cache.grows_to is not None and cache.max_len < cache.grows_to
-        way = "kvjax.grow it before the step" if grows else "start with a larger max_len"
-        raise CacheOverflowError(
-            f"the cache holds {cache.max_len} tokens a row, and row(s) {rows(OVERFLOW)} were given "
-            f"more than there was room for: those calls' tokens were dropped; {way}"
-        )
-    if np.any(status & REWOUND_TOO_FAR):
-        raise CacheOverflowError(
-            f"row(s) {rows(REWOUND_TOO_FAR)} were to forget more tokens than kvjax.rewindable says "
-            "they can, and were left as they are"
-        )
-    if np.any(status & LOST):
-        raise CacheOverflowError(
-            f"row(s) {rows(LOST)} had forgotten tokens that the layout they were converted to keeps"
-        )
-    if np.any(status & NO_SUCH_ROW):
-        raise ValueError(f"row(s) {rows(NO_SUCH_ROW)} were selected by a number that is no row's")
-    if np.any(status & BAD_LENGTHS):
-        raise ValueError(
-            f"lengths of row(s) {rows(BAD_LENGTHS)} was negative or above the tokens of its call"
-        )
-    if np.any(status & BAD_NUMBERS):
-        raise NonFiniteError(
-            f"keys or values of row(s) {rows(BAD_NUMBERS)} are not finite numbers: a quantized "
-            "cache can't hold them"
-        )
-    if np.any(status & NON_FINITE):
-        raise NonFiniteError(f"the logits of row(s) {rows(NON_FINITE)} are not finite numbers")
+    grows = cache.grows_to is not None and cache.max_len < cache.grows_to
+    way = "kvjax.grow it before the step" if grows else "start with a larger max_len"
+    for error, words in _ERRORS.items():
+        for bit, sentence in words.items():
+            if np.any(status & bit):
+                rows = ", ".join(str(row) for row in np.flatnonzero(status & bit))
+                raise error(sentence.format(cache=cache, rows=rows, way=way))
 
 
-def clear_status(cache: _Cache) -> _Cache:
+def clear_status(cache: KVCache) -> KVCache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
     status = jnp.zeros_like(cache.status)
     if cache.spread is not None:

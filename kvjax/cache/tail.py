@@ -60,8 +60,10 @@ def append_behind(
         if short:
             whole = jax.tree.map(lambda x: _taken(x, slots), after)
         else:
-            index = jnp.where(positions < length[:, None], slots, _behind(tail, positions, length))
-            whole = jax.tree.map(lambda a, b: _taken(_joined(a, b), index), tail, fresh)
+            before = length[:, None]
+            # A call's own tokens stand behind its tail.
+            index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
+            whole = jax.tree.map(lambda *x: _taken(jnp.concatenate(x, axis=2), index), tail, fresh)
         shape = (*keys.shape[:2], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
         spread = policy.placement.spread
@@ -117,15 +119,6 @@ def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> 
     return jax.tree.map(
         lambda old, x: jnp.where(mine[:, None, :, None], _taken(x, index), old), tail, fresh
     )
-
-
-def _behind(tail: Tail, positions: Array, length: Rows) -> Array:
-    """Where a call's own tokens stand when its tail stands before them."""
-    return tail.keys.shape[2] + positions - length[:, None]
-
-
-def _joined(a: Array, b: Array) -> Array:
-    return jnp.concatenate([a, b], axis=2)
 
 
 def _taken(x: Array, index: Array) -> Array:

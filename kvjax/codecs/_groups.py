@@ -43,14 +43,13 @@ class Groups:
         """
         if self.per in ("head", "tensor"):
             return block, head_dim
-        whole = block if self.per == "channel" else head_dim
-        name = "the block's tokens" if self.per == "channel" else "head_dim"
-        size = self.size
-        if size is None:
-            size = max(n for n in range(1, min(DEFAULT_GROUP, whole) + 1) if whole % n == 0)
+        tokens = self.per == "channel"
+        whole, name = (block, "the block's tokens") if tokens else (head_dim, "head_dim")
+        fitting = (n for n in range(1, min(DEFAULT_GROUP, whole) + 1) if whole % n == 0)
+        size = max(fitting) if self.size is None else self.size
         if whole % size:
             raise ValueError(f"a group of {size} does not divide {name}, {whole}")
-        return (size, 1) if self.per == "channel" else (1, size)
+        return (size, 1) if tokens else (1, size)
 
     def split(self, x: Array) -> Array:
         """[..., block, head_dim] as [..., groups of tokens, tokens, groups of channels, channels];

@@ -4,13 +4,12 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
-from kvjax.codecs.codec import Store, plain_mix, plain_scores
-from kvjax.codecs.raw import Raw
+from kvjax.codecs.codec import Store, plain_mix, plain_scores, stored_bytes
+from kvjax.codecs.raw import Raw, without_gradient
 
 
 class WithScales:
@@ -26,7 +25,7 @@ class WithScales:
     before_rotary = False
 
     def __post_init__(self) -> None:
-        self.groups.__post_init__()
+        Groups(self.per, self.group)
         if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
 
@@ -37,11 +36,9 @@ class WithScales:
 
     @property
     def joins_heads(self) -> bool:
-        """Whether heads share scales."""
         return self.per == "tensor"
 
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
-        """Fix the dtypes."""
         dtype, scales = with_dtypes(self.dtype, self.scales, model_dtype, platform)
         changed: Any = self
         return replace(changed, scales=scales, dtype=dtype)
@@ -51,16 +48,20 @@ class WithScales:
         """Numbers in float32."""
 
     def decode(self, store: Store) -> Array:
-        """Numbers in ``dtype``."""
         return self.wide(store).astype(self.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Queries times keys, decoded here."""
         return plain_scores(queries, self.wide(store))
 
     def mix(self, weights: Array, store: Store) -> Array:
-        """Weights times values, decoded here."""
         return plain_mix(weights, self.decode(store))
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        return stored_bytes(self, shape)
+
+    def each(self, scale: Array) -> Array:
+        """A store's scales, or zero points, in float32, for split numbers."""
+        return self.groups.unpack(self._scales.decode(scale).astype(jnp.float32))
 
     @property
     def _scales(self) -> Raw:
@@ -69,18 +70,12 @@ class WithScales:
         return self.scales
 
 
-@jax.custom_jvp
-def undifferentiable(x: Array) -> Array:
-    """``x``; asked for its gradient, it says why there is none."""
-    return x
-
-
-@undifferentiable.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "no gradient passes through a quantized cache (its codes are whole numbers): use a raw "
-        "one to differentiate"
-    )
+undifferentiable = without_gradient(
+    lambda x: x,
+    "no gradient passes through a quantized cache (its codes are whole numbers): use a raw one to "
+    "differentiate",
+)
+"""``x`` as it is."""
 
 
 def in_range(x: Array, dtype: str | None) -> Array:

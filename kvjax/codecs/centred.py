@@ -33,14 +33,12 @@ class Centred(Wrapping):
     means: Raw | None = None
 
     def resolve(self, model_dtype: str | None, platform: str) -> "Centred":
-        """Fix the dtypes."""
-        codec = self.inner.resolve(model_dtype, platform)
+        codec = self.codec.resolve(model_dtype, platform)
         return Centred(codec, with_dtypes(codec.dtype, self.means, None, platform)[1])
 
     def empty(self, shape: tuple[int, ...]) -> CentredStore:
-        """A zeroed store."""
         means = self._means.empty((*shape[:-2], 1, shape[-1]))
-        return CentredStore(means, self.inner.empty(shape))
+        return CentredStore(means, self.codec.empty(shape))
 
     def encode(self, x: Array) -> CentredStore:
         """Means, and the wrapped codec's store of what is left."""
@@ -48,21 +46,16 @@ class Centred(Wrapping):
         largest = float(jnp.finfo(self._means.dtype).max)
         mean = self._means.encode(jnp.clip(mean_of(x, (x.ndim - 2,)), -largest, largest))
         rest = x - self._means.decode(mean).astype(jnp.float32)
-        return CentredStore(mean, self.inner.encode(rest))
+        return CentredStore(mean, self.codec.encode(rest))
 
     def decode(self, store: CentredStore) -> Array:
-        """Numbers with their means."""
-        rest = self.inner.decode(store.rest)
+        rest = self.codec.decode(store.rest)
         numbers = rest.astype(jnp.float32) + self._wide(store)
         return in_range(numbers, self.dtype).astype(rest.dtype)
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the store of blocks of ``shape``."""
-        return self._means.nbytes((*shape[:-2], 1, shape[-1])) + self.inner.nbytes(shape)
-
     def scores(self, queries: Array, store: CentredStore) -> Array:
         """Scores with what is left, and with a block's mean for all of its tokens."""
-        scores = self.inner.scores(queries, store.rest)
+        scores = self.codec.scores(queries, store.rest)
         mean = self._wide(store)[..., 0, :].astype(queries.dtype)
         shared = product("bhqd,bhnd->bhqn", queries, mean)
         return scores + jnp.repeat(shared, scores.shape[-1] // shared.shape[-1], axis=-1)
@@ -71,7 +64,7 @@ class Centred(Wrapping):
         """What is left, mixed, and each block's mean times its weights."""
         mean = self._wide(store)[..., 0, :]
         blocks = weights.reshape(*weights.shape[:-1], mean.shape[2], -1).sum(-1)
-        return product("bhqn,bhnd->bhqd", blocks, mean) + self.inner.mix(weights, store.rest)
+        return product("bhqn,bhnd->bhqd", blocks, mean) + self.codec.mix(weights, store.rest)
 
     def _wide(self, store: CentredStore) -> Array:
         return self._means.decode(store.mean).astype(jnp.float32)

@@ -3,11 +3,13 @@
 from abc import abstractmethod
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from kvjax.core.device import on_cpu
+from kvjax.core.trees import tree_bytes
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""
@@ -70,6 +72,11 @@ class Codec(Protocol):
         float32[batch, kv_heads, rows, head_dim]."""
 
 
+def stored_bytes(codec: Any, shape: tuple[int, ...]) -> int:
+    """``Codec.nbytes``, by the shapes of an empty store."""
+    return tree_bytes(jax.eval_shape(lambda: codec.empty(shape)))
+
+
 def tokens_of(numbers: Array) -> Array:
     """[batch, kv_heads, blocks, block, head_dim], or without blocks, as [batch, kv_heads, tokens,
     head_dim]."""
@@ -86,18 +93,13 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     keys many times faster as the first factor, and a text's very few queries one by one; without
     the barrier the compiler would exchange the factors again."""
     keys = tokens_of(keys).astype(queries.dtype)
-    if not few_on_cpu(queries):
+    if queries.shape[2] >= FEW or queries.dtype.itemsize != 4 or not on_cpu():
         return product("bhqd,bhkd->bhqk", queries, keys)
     if queries.shape[0] == 1 and queries.shape[2] <= SINGLY:
         rows = jnp.unstack(queries, axis=2)
         alone = [lax.optimization_barrier(product("bhkd,bhd->bhk", keys, row)) for row in rows]
         return jnp.stack(alone, axis=2)
     return lax.optimization_barrier(product("bhkd,bhqd->bhkq", keys, queries)).swapaxes(2, 3)
-
-
-def few_on_cpu(queries: Array) -> bool:
-    """Whether these are few float32 queries [batch, kv_heads, rows, head_dim], on a CPU."""
-    return queries.shape[2] < FEW and queries.dtype.itemsize == 4 and on_cpu()
 
 
 def plain_mix(weights: Array, values: Array) -> Array:
@@ -107,20 +109,16 @@ def plain_mix(weights: Array, values: Array) -> Array:
 
 def long_scores(queries: Array, keys: Array) -> Array:
     """``plain_scores`` with many keys and few queries, for CPUs."""
-    if queries.dtype.itemsize < 4:
-        return _with_company(plain_scores, queries, keys)
-    return plain_scores(queries, keys)
+    return _with_company(plain_scores, queries, keys, queries.dtype)
 
 
 def long_mix(weights: Array, values: Array) -> Array:
     """``plain_mix`` with many values and few rows of weights, for CPUs."""
-    if values.dtype.itemsize < 4:
-        return _with_company(plain_mix, weights, values)
-    return plain_mix(weights, values)
+    return _with_company(plain_mix, weights, values, values.dtype)
 
 
-def _with_company(product: Any, rows: Array, numbers: Array) -> Array:
-    """A product of 16-bit numbers: for one row alone a CPU would widen all of them in a copy."""
-    if rows.shape[2] > 1:
+def _with_company(product: Any, rows: Array, numbers: Array, dtype: Any) -> Array:
+    """A product: for one row of 16-bit numbers alone a CPU would widen all of them in a copy."""
+    if rows.shape[2] > 1 or dtype.itemsize >= 4:
         return product(rows, numbers)
     return product(jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0))), numbers)[:, :, :1]

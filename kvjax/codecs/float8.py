@@ -1,6 +1,5 @@
 """The codec that stores floats of 8 bits."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,7 +45,6 @@ class Float8(WithScales):
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Scaled:
-        """A zeroed store for blocks of ``shape``; a ``ValueError`` where a group does not fit."""
         scale = self._scales.empty(self.groups.scale_shape(shape))
         return Scaled(jnp.zeros(shape, jnp.uint8), scale)
 
@@ -62,12 +60,7 @@ class Float8(WithScales):
         return Scaled(bits, self._scales.encode(self.groups.pack(scale)))
 
     def wide(self, store: Scaled) -> Array:
-        """Numbers in float32."""
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
-        scale = self.groups.unpack(self._scales.decode(store.scale).astype(jnp.float32))
+        scale = self.each(store.scale)
         return in_range(self.groups.join(split * scale), self.dtype)
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the store of blocks of ``shape``."""
-        return math.prod(shape) + 2 * math.prod(self.groups.scale_shape(shape))

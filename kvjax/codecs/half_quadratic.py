@@ -39,7 +39,6 @@ class HalfQuadratic(Wrapping):
             )
 
     def encode(self, x: Array) -> Store:
-        """The wrapped codec's, with the zero points that were found."""
         codec, kind = self.codec, self.codec.scales.dtype
         x = codec.groups.split(undifferentiable(finite(x)))
         axes = codec.groups.axes(x.ndim)

@@ -1,6 +1,5 @@
 """Codecs that store whole numbers of 1 to 8 bits, with scales in 16."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,12 +54,6 @@ class Integer(WithScales):
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Packed:
-        """A zeroed store for blocks of ``shape``.
-
-        Raises:
-          ValueError: if a group does not divide the block or head_dim, or the block is not a
-            multiple of 8 tokens.
-        """
         if shape[-2] % MULTIPLE:
             raise ValueError(f"a block of {shape[-2]} tokens: packed codes need a multiple of 8")
         packed = (*shape[:-2], packed_rows(shape[-2], self.bits), shape[-1])
@@ -113,19 +106,12 @@ class Integer(WithScales):
         return jnp.clip(whole, self._lowest, 2**self.bits - 1)
 
     def wide(self, store: Packed) -> Array:
-        """Numbers in float32."""
-        codes = unpack(store.codes, self.bits).astype(jnp.float32)
-        split, scales = self.groups.split(codes), self._scales
-        scale = self.groups.unpack(scales.decode(store.scale).astype(jnp.float32))
+        split = self.groups.split(unpack(store.codes, self.bits).astype(jnp.float32))
+        scale = self.each(store.scale)
         if store.zero is None:
             return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
-        zero = self.groups.unpack(scales.decode(store.zero).astype(jnp.float32))
+        zero = self.each(store.zero)
         return in_range(self.groups.join(split * scale + zero), self.dtype)
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the store of blocks of ``shape``."""
-        scales = math.prod(self.groups.scale_shape(shape)) * (2 if self.zero_point else 1)
-        return math.prod(shape[:-2]) * packed_rows(shape[-2], self.bits) * shape[-1] + 2 * scales
 
     @property
     def _levels(self) -> int:

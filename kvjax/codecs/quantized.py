@@ -55,9 +55,8 @@ def quantize_kv(
     Raises:
       ValueError: if shapes, a group or the block do not fit.
     """
-    codecs = codec, codec if value_codec is None else value_codec
-    first, second = (_quantized(x, c, block) for x, c in zip((keys, values), codecs, strict=True))
-    return first, second
+    second = codec if value_codec is None else value_codec
+    return _quantized(keys, codec, block), _quantized(values, second, block)
 
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
@@ -82,7 +81,6 @@ def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantize
     last = (tokens - 1) // size * size
     x = x[:, :, np.where(at < tokens, at, last + (at - last) % (tokens - last))]
     codec = codec.resolve(x.dtype.name, default_device().platform)
-    shape = (*x.shape[:2], -1, size, x.shape[3])
-    blocks = x.reshape(shape)
+    blocks = x.reshape(*x.shape[:2], -1, size, x.shape[3])
     codec.empty(blocks.shape)  # it raises where they do not fit
     return Quantized(codec.encode(blocks), codec, tokens)

@@ -1,15 +1,15 @@
 """The codec that stores keys and values as they are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs.codec import plain_mix, plain_scores, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,22 @@ class Raw:
         return replace(self, dtype=dtype.name, as_bits=narrow)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
-        """A zeroed store for numbers of ``shape``."""
         return jnp.zeros(shape, self._stored_dtype)
 
     def encode(self, x: Array) -> Array:
-        """Numbers to their stored form, shape for shape."""
         x = x.astype(self.dtype)
         return _to_bits(x) if self.as_bits else x
 
     def decode(self, store: Array) -> Array:
-        """The stored form back to numbers in ``dtype``."""
         return lax.bitcast_convert_type(store, jnp.dtype(self.dtype)) if self.as_bits else store
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the store of numbers of ``shape``."""
-        return int(np.prod(shape)) * jnp.dtype(self._stored_dtype).itemsize
+        return stored_bytes(self, shape)
 
     def scores(self, queries: Array, store: Array) -> Array:
-        """Queries times keys."""
         return plain_scores(queries, self.decode(store))
 
     def mix(self, weights: Array, store: Array) -> Array:
-        """Weights times values."""
         return plain_mix(weights, self.decode(store))
 
     @property
@@ -87,14 +81,19 @@ def _rewrites_16_bit_floats() -> bool:
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 
 
-@jax.custom_jvp
-def _to_bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
+def without_gradient(call: Callable[[Array], Array], why: str) -> Callable[[Array], Array]:
+    """``call``; asked for its gradient, it says why there is none."""
+    refusing = jax.custom_jvp(call)
+
+    @refusing.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(why)
+
+    return refusing
 
 
-@_to_bits.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): "
-        'use policy("static", dtype="float32")'
-    )
+_to_bits = without_gradient(
+    lambda x: lax.bitcast_convert_type(x, jnp.uint16),
+    "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): use "
+    'policy("static", dtype="float32")',
+)

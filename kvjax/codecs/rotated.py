@@ -25,33 +25,29 @@ class Rotated(Wrapping):
     seed: int = 0
 
     def empty(self, shape: tuple[int, ...]) -> Store:
-        """The wrapped codec's; a ``ValueError`` where head_dim is odd."""
         if shape[-1] % 2:
             raise ValueError(f"head_dim is {shape[-1]}: an odd number of channels has no rotation")
-        return self.inner.empty(shape)
+        return self.codec.empty(shape)
 
     def encode(self, x: Array) -> Store:
-        """The wrapped codec's, of ``x`` mixed."""
-        return self.inner.encode(self._mixed(x.astype(jnp.float32)))
+        return self.codec.encode(self._mixed(x.astype(jnp.float32)))
 
     def decode(self, store: Store) -> Array:
-        """Numbers with their own channels again."""
-        numbers = self.inner.decode(store)
+        numbers = self.codec.decode(store)
         wide = self._unmixed(numbers.astype(jnp.float32))
         return in_range(wide, self.dtype).astype(numbers.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
         """Queries, mixed the same way, times the keys as they are stored."""
-        return self.inner.scores(_times(queries, self._matrices(queries.shape[-1])[0]), store)
+        return self.codec.scores(_times(queries, self._matrices(queries.shape[-1])[0]), store)
 
     def mix(self, weights: Array, store: Store) -> Array:
         """The mixture of values as they are stored, mixed back."""
-        return self._unmixed(self.inner.mix(weights, store))
+        return self._unmixed(self.codec.mix(weights, store))
 
     def _mixed(self, x: Array) -> Array:
         """The transform by sums and differences alone: rounded in one way, however many blocks
-        are encoded together. The scale is a power of two, and the
-        matrices make up for it."""
+        are encoded together. The scale is a power of two, and the matrices make up for it."""
         signs, size, power = _settings(x.shape[-1], self.seed)
         shape, x = x.shape, x * signs
         half = 1

@@ -11,7 +11,7 @@ USED_UP = (
     "a kvjax.fork of it next time"
 )
 UNLIMITED = 2**30
-"""Positions of a text that nothing else limits: more than 32-bit positions and tables reach."""
+"""Positions of a text that nothing else limits, and those that rotary tables reach."""
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -19,6 +19,11 @@ def whole_number(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
     return int(value)
+
+
+def whole_or_none(name: str, value: Any, least: int) -> int | None:
+    """``whole_number`` of what may be None as well."""
+    return None if value is None else whole_number(name, value, least)
 
 
 def is_traced(x: Any) -> bool:

@@ -13,14 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.core.checks import UNLIMITED
 from kvjax.core.trees import state
 
 STRIDE = 1024
 """The base of the digits."""
-LIMIT = STRIDE**3
-"""Positions that a table without ``max_len`` reaches."""
-
-Digits = Float[Array | np.ndarray, "rows 2 half"]
 
 
 @state
@@ -32,19 +29,19 @@ class RotaryTable:
     need. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
     """
 
-    digits: tuple[Digits, ...]
+    digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
         """Cosine and sine at ``positions``: two float32[..., half]."""
-        cos = sin = None
-        for digit, table in enumerate(self.digits):
-            parts = jnp.asarray(table)[positions // STRIDE**digit % STRIDE]
-            next_cos, next_sin = parts[..., 0, :], parts[..., 1, :]
-            if cos is None or sin is None:
-                cos, sin = next_cos, next_sin
-            else:
-                cos, sin = cos * next_cos - sin * next_sin, sin * next_cos + cos * next_sin
-        assert cos is not None and sin is not None
+
+        def part(digit: int) -> tuple[Array, Array]:
+            found = jnp.asarray(self.digits[digit])[positions // STRIDE**digit % STRIDE]
+            return found[..., 0, :], found[..., 1, :]
+
+        cos, sin = part(0)
+        for digit in range(1, len(self.digits)):
+            more_cos, more_sin = part(digit)
+            cos, sin = cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
         return cos, sin
 
 
@@ -62,11 +59,11 @@ def rotary_table(
       ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
         one-dimensional.
     """
-    limit = LIMIT if max_len is None else max_len
+    limit = UNLIMITED if max_len is None else max_len
     if limit < 1:
         raise ValueError(f"max_len must be at least 1, got {max_len}")
-    if limit > LIMIT:
-        raise ValueError(f"max_len must be at most {LIMIT}, got {max_len}")
+    if limit > UNLIMITED:
+        raise ValueError(f"max_len must be at most {UNLIMITED}, got {max_len}")
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1:
         raise ValueError(f"inverse_frequencies must be [half], got shape {frequencies.shape}")

@@ -2,10 +2,10 @@
 
 import re
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     f"{letter}{kind}": base**power
-    for power, letter in enumerate("kMGT", 1)
-    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("kmgt", 1)
+    for kind, base in (("b", 1000), ("ib", 1024))
 }
 
 
@@ -24,8 +24,7 @@ def parse_bytes(words: str) -> int:
     Raises:
       ValueError: if it is neither.
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", words)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if not found or found[2].lower() not in units:
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", words.lower())
+    if not found or found[2] not in _UNITS:
         raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
-    return int(float(found[1]) * units[found[2].lower()])
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -16,11 +16,7 @@ def static_field(**kwargs: Any) -> Any:
 @dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
 def state(cls: type[_T]) -> type[_T]:
     """Make ``cls`` a frozen dataclass and a pytree: its fields are leaves unless static."""
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    static = [f.name for f in fields if f.metadata.get("static")]
-    data = [f.name for f in fields if not f.metadata.get("static")]
-    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
 def tree_bytes(tree: Any) -> int:

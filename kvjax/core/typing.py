@@ -5,7 +5,8 @@
 """
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array as Array
+from jaxtyping import Bool, Float, Int
 
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
 Mixed = Float[Array, "batch heads new head_dim"]
@@ -16,10 +17,9 @@ Counts = Int[Array | np.ndarray, " batch"]
 Rows = Int[Array, " batch"]
 LayerRows = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
+Number = Int[Array, ""]
+Slots = Int[Array, " slots"]
 SlotPositions = Int[Array, "batch slots"]
+SomeRows = Bool[Array, " batch"]
+SomeSlots = Bool[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]
-
-__all__ = [
-    "Array", "CachedKeysValues", "Counts", "KeysValues", "LayerRows", "Mixed", "Positions",
-    "Queries", "Rows", "SlotPositions", "Tokens", "Visible",
-]  # fmt: skip

@@ -3,17 +3,15 @@
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
-from kvjax.core.checks import UNLIMITED, whole_number
-from kvjax.layouts.layout import Layout, Region, Run
-
-Counts = Int[Array, " batch"]
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
+from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Position ``p`` stands in slot ``p``.
+    """Position ``p`` stands in slot ``p``. What its members are, ``Layout`` says.
 
     ``max_len``: positions, None until ``resolve``. ``grows_to``: how far ``kvjax.grow`` and
     ``kvjax.generate`` may enlarge it, None for not at all; see ``Growing``.
@@ -22,23 +20,23 @@ class Dense:
     max_len: int | None = None
     grows_to: int | None = None
 
+    chunk = window = None
+    sinks = 0
+
     def __post_init__(self) -> None:
-        if self.max_len is not None:
-            whole_number("max_len", self.max_len, 1)
-        if self.grows_to is not None:
-            whole_number("grows_to", self.grows_to, self.max_len or 1)
+        whole_or_none("max_len", self.max_len, 1)
+        whole_or_none("grows_to", self.grows_to, self.max_len or 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
     ) -> "Dense":
         """Fix the capacity: a ``max_len`` given to the layout itself must be the same."""
-        wanted = max_len if self.max_len is None else self.max_len
         if None not in (self.max_len, max_len) and self.max_len != max_len:
             raise ValueError(f"the layout holds {self.max_len} positions, max_len asks {max_len}")
-        wanted = room if wanted is None else wanted
-        if wanted is None:
+        given = [tokens for tokens in (self.max_len, max_len, room) if tokens is not None]
+        if not given:
             raise ValueError("a dense cache needs max_len, the tokens a row can hold")
-        return replace(self, max_len=wanted)
+        return replace(self, max_len=given[0])
 
     @property
     def open_ended(self) -> bool:
@@ -47,30 +45,11 @@ class Dense:
 
     @property
     def slots(self) -> int:
-        """Slots a row has."""
         if self.max_len is None:
             raise ValueError("this Dense has no max_len yet: init_cache gives it one")
         return self.max_len
 
-    @property
-    def limit(self) -> int | None:
-        """Tokens a row's text can have."""
-        return self.slots
-
-    @property
-    def chunk(self) -> int | None:
-        """A call may append any number of tokens."""
-        return None
-
-    @property
-    def window(self) -> int | None:
-        """Queries see everything, as far as this layout is concerned."""
-        return None
-
-    @property
-    def sinks(self) -> int:
-        """There are none."""
-        return 0
+    limit = slots
 
     @property
     def reach(self) -> int:
@@ -78,15 +57,10 @@ class Dense:
         return self.slots if self.grows_to is None else self.grows_to
 
     def grown(self, to: int) -> "Dense":
-        """The same with ``to`` slots."""
-        if self.grows_to is not None and to > self.grows_to:
-            raise ValueError(f"the cache may grow to {self.grows_to} tokens a row, not to {to}")
-        if to < self.slots:
-            raise ValueError(f"the cache holds {self.slots} tokens a row: {to} would be fewer")
+        check_growth(to, self.slots, self.grows_to)
         return replace(self, max_len=to)
 
     def rounded(self, parts: int) -> "Dense":
-        """With so many slots that they divide."""
         more = -self.slots % parts
         return Dense(self.slots + more, None) if more else self
 
@@ -102,50 +76,32 @@ class Dense:
         """A slot for every block that a full row has put out of its tail."""
         return Dense(max((self.slots - 1) // block - recent, 1))
 
-    def runs(self, length: Counts, new: int) -> list[Run]:
-        """One run, behind what is there."""
+    def runs(self, length: Rows, new: int) -> list[Run]:
         return [Run(length, 0, self.slots)]
 
-    def positions(
-        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
-    ) -> Int[Array, "batch slots"]:
-        """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
+    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
         return jnp.where(slots < length[:, None], slots, -1)
 
-    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
-        """The slot where a position stands."""
+    def slot_of(self, positions: Positions) -> Positions:
         return positions
 
     def regions(self) -> tuple[Region, ...]:
-        """One: all slots."""
         return (Region(0, self.slots),)
 
-    def occupied(self, length: Counts) -> Int[Array, ""]:
-        """Slots from the first on that may hold anything, in any row."""
+    def occupied(self, length: Rows) -> Number:
         return jnp.max(length)
 
-    def bounds(
-        self, length: Counts, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
-
-        May be wider than the truth, never narrower; the highest is below the lowest where all
-        are empty.
-        """
+    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         low = jnp.asarray(start, jnp.int32)
         return low, jnp.minimum(low + size, jnp.max(length)) - 1
 
     def hiding(
-        self,
-        length: Counts,
-        positions: Int[Array, "batch slots"],
-        missing: Bool[Array, "batch slots"],
-    ) -> tuple[Counts, Bool[Array, " batch"]]:
+        self, length: Rows, positions: SlotPositions, missing: SomeSlots
+    ) -> tuple[Rows, SomeRows]:
         """Nothing may be missing."""
         return length, jnp.any(missing, axis=1)
 
-    def rewindable(self, length: Counts, written: Counts) -> Counts:
-        """All of them."""
+    def rewindable(self, length: Rows, written: Rows) -> Rows:
         return length
 
 
@@ -160,13 +116,11 @@ class Growing:
 
     start: int = 256
 
+    open_ended = True
+    """It grows for ever unless ``max_len`` says how far."""
+
     def __post_init__(self) -> None:
         whole_number("start", self.start, 1)
-
-    @property
-    def open_ended(self) -> bool:
-        """It grows for ever unless ``max_len`` says how far."""
-        return True
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

@@ -3,9 +3,7 @@
 from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
-from jaxtyping import Array, Bool, Int
-
-Counts = Int[Array, " batch"]
+from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
 
 
 class Run(NamedTuple):
@@ -15,11 +13,11 @@ class Run(NamedTuple):
     and, where they are traced, between ``bounds`` as well.
     """
 
-    start: Counts
+    start: Rows
     low: int
     high: int
-    skip: Counts | int = 0
-    bounds: tuple[Int[Array, ""], Int[Array, ""]] | None = None
+    skip: Rows | int = 0
+    bounds: tuple[Number, Number] | None = None
 
 
 class Region(NamedTuple):
@@ -40,8 +38,7 @@ class Layout(Protocol):
     most tokens that one call can append, or None. ``window``, ``sinks``: what queries see of the
     positions before theirs, None for all. ``reach``: positions that the distances between
     queries and keys stay below. ``grows_to``: the limit that the layout may be grown to, or None
-    where it does not grow.
-    ``open_ended``: whether ``resolve`` can do without a ``max_len``.
+    where it does not grow. ``open_ended``: whether ``resolve`` can do without a ``max_len``.
     """
 
     @property
@@ -92,17 +89,15 @@ class Layout(Protocol):
         once ``recent`` later ones and the newest token's have begun."""
 
     @abstractmethod
-    def runs(self, length: Counts, new: int) -> list[Run]:
+    def runs(self, length: Rows, new: int) -> list[Run]:
         """Where a call's ``new`` tokens go, at most one run a token."""
 
     @abstractmethod
-    def positions(
-        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
-    ) -> Int[Array, "batch slots"]:
+    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
         """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
 
     @abstractmethod
-    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+    def slot_of(self, positions: Positions) -> Positions:
         """The slot where a position stands, if it is held at all."""
 
     @abstractmethod
@@ -110,13 +105,11 @@ class Layout(Protocol):
         """The parts that attention walks, in order; together all slots."""
 
     @abstractmethod
-    def occupied(self, length: Counts) -> Int[Array, ""]:
+    def occupied(self, length: Rows) -> Number:
         """Slots from the first on that may hold anything, in any row."""
 
     @abstractmethod
-    def bounds(
-        self, length: Counts, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
 
         May be wider than the truth, never narrower; the highest is below the lowest where all
@@ -125,14 +118,19 @@ class Layout(Protocol):
 
     @abstractmethod
     def hiding(
-        self,
-        length: Counts,
-        positions: Int[Array, "batch slots"],
-        missing: Bool[Array, "batch slots"],
-    ) -> tuple[Counts, Bool[Array, " batch"]]:
+        self, length: Rows, positions: SlotPositions, missing: SomeSlots
+    ) -> tuple[Rows, SomeRows]:
         """The ``written`` under which slots that lack their ``positions`` count as empty, and the
         rows for which there is none: what their queries will see is among the missing."""
 
     @abstractmethod
-    def rewindable(self, length: Counts, written: Counts) -> Counts:
+    def rewindable(self, length: Rows, written: Rows) -> Rows:
         """How many of its newest tokens each row can forget and go on exactly."""
+
+
+def check_growth(to: int, held: int, grows_to: int | None) -> None:
+    """Raise ``ValueError`` where a text's ``held`` tokens can't become ``to``."""
+    if grows_to is not None and to > grows_to:
+        raise ValueError(f"the cache may grow to {grows_to} tokens a row, not to {to}")
+    if to < held:
+        raise ValueError(f"the cache holds {held} tokens a row: {to} would be fewer")

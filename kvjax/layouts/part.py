@@ -4,18 +4,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from kvjax.core.checks import UNLIMITED
+from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots
 from kvjax.layouts.layout import Layout, Region, Run
-
-Counts = Int[Array, " batch"]
 
 
 class Share(NamedTuple):
     """The ``index``-th of ``count`` shares of the slots; the index is traced."""
 
-    index: Int[Array, ""]
+    index: Number
     count: int
 
 
@@ -23,37 +21,29 @@ class Share(NamedTuple):
 class Part:
     """``slots`` slots of a layout from slot ``offset`` on, which count from 0 here. Of these, the
     ones from ``low`` on and below ``high``, slots of the whole, belong to it; the others are no
-    business of its."""
+    business of its. Its methods answer what a ``Layout``'s do, of these."""
 
     layout: Layout
     slots: int
-    offset: Int[Array, ""] | int = 0
-    low: Int[Array, ""] | int = 0
-    high: Int[Array, ""] | int = UNLIMITED
+    offset: Number | int = 0
+    low: Number | int = 0
+    high: Number | int = UNLIMITED
 
-    def runs(self, length: Counts, new: int) -> list[Run]:
-        """Where a call's tokens go, as far as they go here."""
-        return [
-            Run(
-                run.start - self.offset, 0, self.slots, run.skip,
-                (
-                    jnp.maximum(run.low, self.low) - self.offset,
-                    jnp.minimum(run.high, self.high) - self.offset,
-                ),
-            )
-            for run in self.layout.runs(length, new)
-        ]  # fmt: skip
+    def runs(self, length: Rows, new: int) -> list[Run]:
+        found = []
+        for run in self.layout.runs(length, new):
+            start = run.start - self.offset
+            low = jnp.maximum(run.low, self.low) - self.offset
+            high = jnp.minimum(run.high, self.high) - self.offset
+            found.append(Run(start, 0, self.slots, run.skip, (low, high)))
+        return found
 
-    def positions(
-        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
-    ) -> Int[Array, "batch slots"]:
-        """The position that each of ``slots`` holds, a row; -1 where there is none of its."""
+    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
         there = slots + self.offset
         mine = (there >= self.low) & (there < jnp.minimum(self.high, self.layout.slots))
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 
-    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
-        """Where a position stands here, if it does."""
+    def slot_of(self, positions: Positions) -> Positions:
         return self.layout.slot_of(positions) - self.offset
 
     def regions(self) -> list[tuple[Region, "Part"]]:
@@ -68,15 +58,11 @@ class Part:
             found.append((Region(0, size, region.capped), part))
         return found
 
-    def occupied(self, length: Counts) -> Int[Array, ""]:
-        """Slots from the first on that may hold anything."""
+    def occupied(self, length: Rows) -> Number:
         whole = jnp.minimum(self.layout.occupied(length), self.high)
         return jnp.clip(whole - self.offset, 0, self.slots)
 
-    def bounds(
-        self, length: Counts, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Lowest and highest position in so many slots; see ``Layout.bounds``."""
+    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         first = start + self.offset
         low, high = self.layout.bounds(length, first, size)
         mine = (first < self.high) & (first + size > self.low)

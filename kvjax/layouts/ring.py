@@ -3,13 +3,11 @@
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
-from kvjax.core.checks import UNLIMITED, whole_number
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
 from kvjax.layouts.dense import Dense
-from kvjax.layouts.layout import Layout, Region, Run
-
-Counts = Int[Array, " batch"]
+from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,14 @@ class Ring:
     max_len: int | None = None
     grows_to: int | None = None
 
+    open_ended = True
+
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("window", self.window, 1), ("sinks", self.sinks, 0), ("slack", self.slack, 0),
-            ("max_len", self.max_len, 1), ("grows_to", self.grows_to, self.max_len or 1),
-        ):  # fmt: skip
-            if value is not None or name == "sinks":
-                whole_number(name, value, least)
+        whole_or_none("window", self.window, 1)
+        whole_number("sinks", self.sinks, 0)
+        whole_or_none("slack", self.slack, 0)
+        whole_or_none("max_len", self.max_len, 1)
+        whole_or_none("grows_to", self.grows_to, self.max_len or 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
@@ -64,11 +63,6 @@ class Ring:
         return replace(fixed, max_len=limit) if limit < whole else fixed
 
     @property
-    def open_ended(self) -> bool:
-        """A text never fills it."""
-        return True
-
-    @property
     def _ring(self) -> int:
         """Slots that are written round and round."""
         return self.slots - self.sinks
@@ -83,7 +77,6 @@ class Ring:
 
     @property
     def limit(self) -> int | None:
-        """Tokens a row's text can have."""
         return self.max_len
 
     @property
@@ -101,10 +94,7 @@ class Ring:
         """One that is shorter than its window grows, to its whole size at most; others need not."""
         if self.max_len is None:
             raise ValueError("a ring does not grow: it holds its window however long the text is")
-        if self.grows_to is not None and to > self.grows_to:
-            raise ValueError(f"the cache may grow to {self.grows_to} tokens a row, not to {to}")
-        if to < self.max_len:
-            raise ValueError(f"the cache holds {self.max_len} tokens a row: {to} would be fewer")
+        check_growth(to, self.max_len, self.grows_to)
         whole = self.sinks + (self.window or 1) + (self.slack or 0)
         # What may not grow further ends where it was asked to, what may goes round.
         if to < whole:
@@ -139,7 +129,7 @@ class Ring:
         seen = -(-(self.slots - 1) // block) - recent
         return Ring(max(seen, -(-(self.chunk or 1) // block), 1), slack=0)
 
-    def runs(self, length: Counts, new: int) -> list[Run]:
+    def runs(self, length: Rows, new: int) -> list[Run]:
         """One run for a single token; else the sinks', the first round's and the second's."""
         if new == 1:
             return [Run(self.slot_of(length[:, None])[:, 0], 0, self.slots)]
@@ -151,41 +141,28 @@ class Ring:
         ]
         return [Run(length, 0, self.sinks), *rounds] if self.sinks else rounds
 
-    def positions(
-        self, length: Counts, written: Counts, slots: Int[Array, " slots"]
-    ) -> Int[Array, "batch slots"]:
-        """The position that each of ``slots`` holds, a row; -1 where it is empty or stale.
-
-        A slot holds the last position that was ever written to it. After a rewind that can be one
-        that is no longer part of the text.
-        """
+    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
+        """A slot holds the last position that was ever written to it. After a rewind that can be
+        one that is no longer part of the text."""
         newest = written[:, None] - 1 - self.sinks
         held = newest - (newest - (slots - self.sinks)) % self._ring
         held = jnp.where(held >= 0, held + self.sinks, -1)
         held = jnp.where(slots < self.sinks, slots, held)
         return jnp.where(held < length[:, None], held, -1)
 
-    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
-        """The slot where a position stands, if it is held at all."""
+    def slot_of(self, positions: Positions) -> Positions:
         turned = self.sinks + (positions - self.sinks) % self._ring
         return jnp.where(positions < self.sinks, positions, turned)
 
     def regions(self) -> tuple[Region, ...]:
-        """The sinks, if there are any, and the ring."""
         ring = Region(self.sinks, self._ring)
         return (Region(0, self.sinks, capped=True), ring) if self.sinks else (ring,)
 
-    def occupied(self, length: Counts) -> Int[Array, ""]:
-        """Slots from the first on that may hold anything, in any row."""
+    def occupied(self, length: Rows) -> Number:
         return jnp.minimum(jnp.max(length), self.slots)
 
-    def bounds(
-        self, length: Counts, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
-
-        Where a ring has been filled, its slots hold anything that is left of the text.
-        """
+    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+        """Where a ring has been filled, its slots hold anything that is left of the text."""
         start = jnp.asarray(start, jnp.int32)
         longest = jnp.max(length)
         low = jnp.minimum(start, jnp.maximum(jnp.min(length) - self.slots, 0))
@@ -194,18 +171,15 @@ class Ring:
         return low, high
 
     def hiding(
-        self,
-        length: Counts,
-        positions: Int[Array, "batch slots"],
-        missing: Bool[Array, "batch slots"],
-    ) -> tuple[Counts, Bool[Array, " batch"]]:
+        self, length: Rows, positions: SlotPositions, missing: SomeSlots
+    ) -> tuple[Rows, SomeRows]:
         """As if the oldest slots had been written again and taken back: up to ``slack`` of them."""
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
         return written, in_sinks | (written > length + self._ring - (self.window or 1))
 
-    def rewindable(self, length: Counts, written: Counts) -> Counts:
+    def rewindable(self, length: Rows, written: Rows) -> Rows:
         """Down to what was overwritten: all while no slot was, else to ``slack`` before the most
         that was ever written."""
         spare = self._ring - (self.window or 1)

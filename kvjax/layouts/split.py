@@ -6,11 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.core.typing import Number, Positions, Rows
 from kvjax.layouts.layout import Layout
 from kvjax.layouts.part import Share, shared
 from kvjax.layouts.ring import Ring
-
-Counts = Int[Array, " batch"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Split:
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
         return whole if self.share is None else shared(whole, self.share)
 
-    def flushed(self, tokens: Counts) -> Counts:
+    def flushed(self, tokens: Rows) -> Rows:
         """Blocks that have left the tail, where the text has so many tokens."""
         return jnp.maximum((tokens - 1) // self.block - self.recent, 0)
 
@@ -59,7 +58,7 @@ class Split:
         return (positions >= raw_from) | (positions < self.tail.sinks)
 
     def body_positions(
-        self, length: Counts, written: Counts, blocks: Int[Array, " blocks"]
+        self, length: Rows, written: Rows, blocks: Int[Array, " blocks"]
     ) -> Int[Array, "batch tokens"]:
         """The positions of the tokens in the body's slots ``blocks``, a row; -1 where a slot is
         empty, or holds what is no longer part of the text."""
@@ -67,25 +66,17 @@ class Split:
         tokens = ids[:, :, None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
         return jnp.where(ids[:, :, None] >= 0, tokens, -1).reshape(ids.shape[0], -1)
 
-    def body_bounds(
-        self, length: Counts, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def body_bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         """Lowest and highest position in so many of the body's slots; see ``Layout.bounds``."""
         low, high = self.body.bounds(self.flushed(length), start, size)
         return low * self.block, (high + 1) * self.block - 1
 
-    def positions(
-        self, length: Counts, written: Counts, slots: Int[Array, " tokens"]
-    ) -> Int[Array, "batch tokens"]:
-        """``body_positions`` of whole blocks, ``slots`` being counted in tokens."""
-        return self.body_positions(length, written, slots[:: self.block] // self.block)
-
-    def slot_of(self, positions: Int[Array, "batch n"]) -> Int[Array, "batch n"]:
+    def slot_of(self, positions: Positions) -> Positions:
         """Where the body has a position, counted in tokens, if it has it at all."""
         slot = self.body.slot_of(positions // self.block)
         return slot * self.block + positions % self.block
 
-    def rewindable(self, length: Counts, written: Counts) -> Counts:
+    def rewindable(self, length: Rows, written: Rows) -> Rows:
         """How many of its newest tokens each row can forget: at least a block, for the tail still
         has what the next query sees raw, and the block that it makes leave; but no more than the
         slack of a ring that was given less."""

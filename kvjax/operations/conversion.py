@@ -1,17 +1,19 @@
 """The same text in a cache of another policy."""
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.filling import filled
-from kvjax.cache.layer import Body, LayerCache
+from kvjax.cache.layer import LayerCache
 from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import UNLIMITED, Layout
@@ -35,15 +37,15 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
       ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
         layout keeps (where traced: the status ``LOST``).
     """
-    if max_len is not None:
-        max_len = whole_number("max_len", max_len, 1)
+    max_len = whole_or_none("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     # Which layer of the model each entry was made for: the first that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)
-    policies = per_layer(policy, _Layers(len(sources), windows))
+    config = SimpleNamespace(num_hidden_layers=len(sources), windows=windows)
+    policies = per_layer(policy, config)
     resolved = []
     for entry, old in enumerate(cache.layers):
         wanted = policies[sources.index(entry)]
@@ -90,14 +92,6 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     )
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """What a policy asks of a model's config, from a cache."""
-
-    num_hidden_layers: int
-    windows: tuple[int | None, ...]
-
-
 def _with_room(layout: Layout, cache: KVCache) -> Layout:
     """A growing layout, doubled until it holds what the rows hold."""
     if is_traced(cache.length):
@@ -120,14 +114,8 @@ def converted(
     if old.tail is not None:
         old = replace(old, fetched=(old.keys, old.values))  # so it is not fetched again
     limit = UNLIMITED if policy.layout.limit is None else policy.layout.limit
-
-    def tokens(wanted: Array) -> tuple[Array, Array, Array]:
-        return tokens_at(old, length, marks, wanted)
-
-    def blocks(ids: Array) -> tuple[Body, Array] | None:
-        """Of a body that is cut in the same blocks."""
-        alike = old.tail is not None and old.policy.block == policy.block
-        return blocks_at(old, length, marks, ids) if alike else None
-
+    alike = old.tail is not None and old.policy.block == policy.block
+    tokens = functools.partial(tokens_at, old, length, marks)
+    blocks = functools.partial(blocks_at, old, length, marks) if alike else None
     layer, written, lost = filled(old, policy, length, tokens, blocks)
     return layer, written, length > limit, lost

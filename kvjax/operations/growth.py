@@ -12,6 +12,7 @@ from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.checks import is_traced, refuse_traced, whole_number
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
+from kvjax.layouts.layout import check_growth
 from kvjax.placement.device import Device, beside
 
 
@@ -37,27 +38,22 @@ def grow(cache: KVCache, to: int) -> KVCache:
         raise ValueError("a ring does not grow: it holds its window however long the text is")
     if cache.positions is not None and to > cache.positions:
         raise ValueError(f"grow to {to}: the model has only {cache.positions} positions")
-    if to < cache.max_len:
-        raise ValueError(f"the cache holds {cache.max_len} tokens a row: {to} would be fewer")
+    check_growth(to, cache.max_len, None)
     # All of them first: none may raise when others have been deleted.
     wanted = enlarged(cache, to)
-    with beside(cache.length):
-        return _grown(cache, wanted)
-
-
-def _grown(cache: KVCache, wanted: list[Layout]) -> KVCache:
     layers, marks = [], []
-    for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
-        larger = padded_to(layer, layout)
-        marks.append(mark(layer, layout, cache.written[:, entry]))
-        if larger is not layer:
-            larger = jax.block_until_ready(larger.placed())
-            if larger.policy.stored.slots != layer.policy.stored.slots:
-                # A tail has not grown, and goes on as it is.
-                for array in jax.tree.leaves((layer.keys, layer.values)):
-                    array.delete()
-        layers.append(larger)
-    return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+    with beside(cache.length):
+        for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
+            larger = padded_to(layer, layout)
+            marks.append(mark(layer, layout, cache.written[:, entry]))
+            if larger is not layer:
+                larger = jax.block_until_ready(larger.placed())
+                if larger.policy.stored.slots != layer.policy.stored.slots:
+                    # A tail has not grown, and goes on as it is.
+                    for array in jax.tree.leaves((layer.keys, layer.values)):
+                        array.delete()
+            layers.append(larger)
+        return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
 
 
 def enlarged(cache: KVCache, to: int) -> list[Layout]:
@@ -78,22 +74,17 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
 
     def pad(x: Array) -> Array:
         if policy.placement.behind_tail and not is_traced(x) and policy.placement.spread is None:
-            return _enlarged(x, more, policy.placement)
+            # Where it is: no more than one unit of it is on the device.
+            shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
+            into = policy.placement.store(np.zeros(shape, x.dtype))
+            return _carried_over(into, x, policy.placement)
         wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
-    return replace(
-        layer,
-        keys=jax.tree.map(pad, layer.keys) if more else layer.keys,
-        values=jax.tree.map(pad, layer.values) if more else layer.values,
-        policy=policy,
-    )
-
-
-def _enlarged(x: Array, more: int, placement: Device) -> Array:
-    """An array with more of axis 2, where it is: no more than one unit of that is on the device."""
-    shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
-    return _carried_over(placement.store(np.zeros(shape, x.dtype)), x, placement)
+    keys, values = layer.keys, layer.values
+    if more:
+        keys, values = jax.tree.map(pad, (keys, values))
+    return replace(layer, keys=keys, values=values, policy=policy)
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)

@@ -58,8 +58,7 @@ def migrate(
         cache = cache if spread == cache.spread else _respread(cache, spread)
     if placement is None and mesh is not KEEP:
         return cache
-    check_placement(placement)
-    assert placement is not None
+    placement = check_placement(placement)
     entries = range(len(cache.layers))
     if layers is not None:
         if not isinstance(layers, Iterable):

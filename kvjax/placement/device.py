@@ -76,8 +76,7 @@ class Device:
         """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
         if self.spread is None:
             return self.put(tree)
-        spec = self.spread.of_tokens()
-        return self.spread.put(tree, lambda shape: spec)
+        return self.spread.put(tree, self.spread.of_tokens)
 
     def store(self, body: _T) -> _T:
         """Move a body's arrays to where they are kept, committed."""
@@ -94,10 +93,11 @@ class Device:
         return part
 
 
-def check_placement(placement: Any) -> None:
-    """A ``ValueError`` for what is no placement."""
+def check_placement(placement: Any) -> Device:
+    """A placement as it is, or a ``ValueError`` for what is none."""
     if not isinstance(placement, Device):
         raise ValueError(f"{placement!r} is no placement: give Device() or Host()")
+    return placement
 
 
 def beside(array: jax.Array) -> Any:

@@ -30,9 +30,7 @@ class Host(Device):
     prefetch: int = 0
 
     place: ClassVar[str] = "host"
-
     behind_tail: ClassVar[bool] = True
-
     memory_kind: ClassVar[str | None] = "pinned_host"
 
     def __post_init__(self) -> None:
@@ -40,11 +38,9 @@ class Host(Device):
 
     @property
     def ahead(self) -> int:
-        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
         return self.prefetch
 
     def store(self, body: _T) -> _T:
-        """Move a body's arrays to pinned memory of the host, committed."""
         if self.spread is not None:
             return self.spread.put(body, self.spread.of_body, self.memory_kind)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
@@ -65,7 +61,6 @@ class Host(Device):
         return lax.cond(there, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
-        """Part of a body, on the host."""
         return jax.device_put(part, jax.memory.Space.Host)
 
 

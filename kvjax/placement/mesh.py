@@ -29,22 +29,19 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
       ValueError: if a number is not whole and positive, there are fewer devices, or ``devices``
         is no list of different ones.
     """
-    sizes = [
-        whole_number(name, size, 1)
-        for name, size in zip(AXES, (data, tensor, sequence), strict=True)
-    ]
+    sizes = {DATA: data, TENSOR: tensor, SEQUENCE: sequence}
+    sizes = {name: whole_number(name, size, 1) for name, size in sizes.items()}
     if devices is not None and not _are_devices(devices):
         raise ValueError(f"devices must be a list of different jax.Device, got {devices!r:.80}")
     devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
-    count = math.prod(sizes)
+    count = math.prod(sizes.values())
     if count > len(devices):
-        asked = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
+        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         more = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} simulates so many"
         hint = f" ({more})" if all(each.platform == "cpu" for each in devices) else ""
         raise ValueError(f"a mesh {asked} is of {count} devices: there are {len(devices)}{hint}")
-    return jax.make_mesh(
-        tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:count]
-    )
+    shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * 3
+    return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices[:count])
 
 
 def _are_devices(given: Any) -> bool:

@@ -26,6 +26,10 @@ COPIES = "copies"
 _T = TypeVar("_T")
 
 
+def _sizes(axis: str, doc: str) -> Any:
+    return property(lambda spread: spread.size(axis), doc=doc)
+
+
 @dataclass(frozen=True)
 class Spread:
     """How the arrays of a model with so many key-value heads are spread over a mesh.
@@ -37,30 +41,15 @@ class Spread:
 
     mesh: Any
 
+    rows = _sizes(DATA, "Shares of the batch.")
+    heads = _sizes(TENSOR, "Shares of the key-value heads.")
+    copies = _sizes(COPIES, "Devices that have the same key-value heads.")
+    parts = _sizes(SEQUENCE, "Shares of the slots.")
+
     @property
     def devices(self) -> int:
         """How many there are."""
         return self.mesh.size
-
-    @property
-    def rows(self) -> int:
-        """Shares of the batch."""
-        return self._size(DATA)
-
-    @property
-    def heads(self) -> int:
-        """Shares of the key-value heads."""
-        return self._size(TENSOR)
-
-    @property
-    def copies(self) -> int:
-        """Devices that have the same key-value heads."""
-        return self._size(COPIES)
-
-    @property
-    def parts(self) -> int:
-        """Shares of the slots."""
-        return self._size(SEQUENCE)
 
     @property
     def platform(self) -> str:
@@ -73,7 +62,7 @@ class Spread:
         """A spec, in the one form that compiled programs give back as well: axes of one device, and
         what stands behind the last axis, are left out."""
         names = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
-        real = [tuple(name for name in each if self._size(name) > 1) for each in names]
+        real = [tuple(name for name in each if self.size(name) > 1) for each in names]
         while real and not real[-1]:
             real.pop()
         return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in real))
@@ -81,7 +70,8 @@ class Spread:
     def sharding(self, spec: PartitionSpec, kind: str | None = None) -> NamedSharding:
         """The sharding of a spec, in a kind of memory, by default the devices' own."""
         if kind is None and isinstance(self.mesh, Mesh):
-            kind = self._device.default_memory().kind
+            device, *_ = self.mesh.local_devices or self.mesh.devices.flat
+            kind = device.default_memory().kind
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
     def of_rows(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
@@ -92,7 +82,7 @@ class Spread:
         """Of an array that may have a number, or more, for every row."""
         return self.spec(DATA) if shape[:1] == (batch,) else PartitionSpec()
 
-    def of_tokens(self) -> PartitionSpec:
+    def of_tokens(self, shape: tuple[int, ...] = ()) -> PartitionSpec:
         """Of keys or values [batch, kv_heads, new, head_dim], and of a tail."""
         return self.spec(DATA, TENSOR)
 
@@ -148,22 +138,16 @@ class Spread:
         if jax.sharding.get_abstract_mesh().empty:
             return mapped(*args)
         self.check_context()
-        with jax.sharding.use_abstract_mesh(self._abstract):  # its axes are those of the specs
+        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(mesh):  # its axes are those of the specs
             return mapped(*args)
 
     def index(self, axis: str) -> Any:
         """Which share of an axis a device has, in ``run``; 0 where it is not divided."""
-        return jax.lax.axis_index(axis) if self._size(axis) > 1 else 0
+        return jax.lax.axis_index(axis) if self.size(axis) > 1 else 0
 
-    @property
-    def _abstract(self) -> AbstractMesh:
-        return self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-
-    @property
-    def _device(self) -> Any:
-        return self.mesh.local_devices[0] if self.mesh.local_devices else self.mesh.devices.flat[0]
-
-    def _size(self, axis: str) -> int:
+    def size(self, axis: str) -> int:
+        """How many shares an axis has."""
         return self.mesh.shape.get(axis, 1)
 
 
@@ -186,17 +170,14 @@ def _spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
             f"the mesh has {mesh.size} devices, and none of process {jax.process_index()}: every "
             "process that takes part must have some"
         )
-    names: list[str] = []
-    shape: list[int] = []
+    sizes: dict[str, int] = {}
     for name, size in mesh.shape.items():
         refuse_axis(name)
-        names.append(str(name))
-        shape.append(size)
+        sizes[str(name)] = size
         if name == TENSOR:
-            shape[-1] = math.gcd(size, kv_heads)
-            names.append(COPIES)
-            shape.append(size // shape[-1])
-    kinds = (AxisType.Auto,) * len(names)
+            sizes[TENSOR] = math.gcd(size, kv_heads)
+            sizes[COPIES] = size // sizes[TENSOR]
+    names, shape, kinds = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
-        return Spread(AbstractMesh(tuple(shape), tuple(names), axis_types=kinds))
-    return Spread(Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=kinds))
+        return Spread(AbstractMesh(shape, names, axis_types=kinds))
+    return Spread(Mesh(mesh.devices.reshape(shape), names, axis_types=kinds))

@@ -124,12 +124,12 @@ def _sources_by_type(config: Any, shared: int) -> tuple[int, ...] | None:
         return None
     count = config.num_hidden_layers
     kinds = tuple(getattr(config, "layer_types", None) or ("",) * count)
-    first = count - shared
-    latest = {kind: number for number, kind in enumerate(kinds[: max(first, 0)])}
-    for number in range(max(first, 0), count):
-        if kinds[number] not in latest:
+    first = max(count - shared, 0)
+    latest = {kind: number for number, kind in enumerate(kinds[:first])}
+    for number, kind in enumerate(kinds[first:count], first):
+        if kind not in latest:
             raise ValueError(
                 f"num_kv_shared_layers is {shared}: layer {number} has no layer of its kind before "
                 f"layer {first} to share with"
             )
-    return (*range(first), *(latest[kinds[number]] for number in range(first, count)))
+    return (*range(first), *(latest[kind] for kind in kinds[first:count]))

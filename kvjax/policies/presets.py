@@ -16,13 +16,17 @@ from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
 PolicyChoice = str | PerLayer | Sequence[CachePolicy]
 
 
-PRESETS = (
-    "static", "dynamic", "sliding_window", "hybrid", "quantized", "offloaded", "offloaded_static",
-    "auto",
-)  # fmt: skip
-
-
-PLANNED = ("paged",)
+PRESETS: dict[str, tuple[str, ...]] = {
+    "static": (),
+    "dynamic": (),
+    "sliding_window": ("window", "sinks", "slack"),
+    "hybrid": ("slack",),
+    "quantized": (),
+    "offloaded": ("prefetch",),
+    "offloaded_static": ("prefetch",),
+    "auto": ("prefetch", "memory"),
+}
+"""The names, and the settings that each has beside those of all."""
 
 
 def policy(
@@ -69,29 +73,26 @@ def policy(
       ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
     """
     if name not in PRESETS:
-        known = ", ".join(repr(preset) for preset in PRESETS)
-        if name in PLANNED:
-            raise ValueError(
-                f"the cache policy {name!r} is not built yet: this version has {known}"
-            )
-        raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
+        wrong = f"unknown cache policy {name!r}"
+        if name == "paged":
+            wrong = f"the cache policy {name!r} is not built yet"
+        raise ValueError(f"{wrong}: this version has {', '.join(map(repr, PRESETS))}")
     given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch,
              "memory": memory}  # fmt: skip
     for setting, value in given.items():
-        if value is not None and setting not in _SETTINGS.get(name, ()):
+        if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
     bits = 4 if bits is None and name == "quantized" else bits
-    each = [bits if own is None else own for own in (key_bits, value_bits)]
+    key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
     tailed = name.startswith("offloaded") or name == "auto"
-    if chosen and all(b in (None, 16) for b in each) and not (tailed and group is None):
+    raw = all(b in (None, 16) for b in (key_bits, value_bits))
+    if chosen and raw and not (tailed and group is None):
         setting = next(iter(chosen))
         raise ValueError(f"{setting}={chosen[setting]!r} is of a quantized cache: give bits=")
-    keys, values = (
-        quantized_codec(b, kind, group=group, dtype=dtype)
-        for b, kind in zip(each, ("keys", "values"), strict=True)
-    )
+    keys = quantized_codec(key_bits, "keys", group=group, dtype=dtype)
+    values = quantized_codec(value_bits, "values", group=group, dtype=dtype)
     chosen.pop("group", None)
     ring = Ring(window, sinks or 0, slack)
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
@@ -125,12 +126,6 @@ def quantized_codec(
         return Integer(8, "token", group, dtype=dtype)
     per = "channel" if kind == "keys" else "token"
     return Integer(bits, per, group, zero_point=True, dtype=dtype)
-
-
-_SETTINGS = {
-    "sliding_window": ("window", "sinks", "slack"), "hybrid": ("slack",),
-    "offloaded": ("prefetch",), "offloaded_static": ("prefetch",), "auto": ("prefetch", "memory"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,20 +206,16 @@ def budget_of(choice: PolicyChoice | None) -> Budget | None:
     return choice.budget if isinstance(choice, Auto) else None
 
 
-named = policy
-
-
-def per_layer(policy: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
+def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
     """One policy a layer, from a name, one for all, or a list of them.
 
     Raises:
       ValueError: if it is neither, or a list has not as many policies as the model has layers.
     """
-    if isinstance(policy, str):
-        policy = named(policy)
-    if isinstance(policy, Sequence):
+    choice = policy(choice) if isinstance(choice, str) else choice
+    if isinstance(choice, Sequence):
         policies: tuple[Any, ...] = tuple(
-            named(each) if isinstance(each, str) else each for each in policy
+            policy(each) if isinstance(each, str) else each for each in choice
         )
         if len(policies) != config.num_hidden_layers:
             raise ValueError(
@@ -237,9 +228,9 @@ def per_layer(policy: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
                     f"{type(each).__name__}"
                 )
         return policies
-    if not hasattr(policy, "per_layer"):
+    if not hasattr(choice, "per_layer"):
         raise ValueError(
-            f"a policy, its name or a list of policies is needed, not a {type(policy).__name__}; a "
+            f"a policy, its name or a list of policies is needed, not a {type(choice).__name__}; a "
             "layout alone goes into CachePolicy(layout)"
         )
-    return policy.per_layer(config)
+    return choice.per_layer(config)

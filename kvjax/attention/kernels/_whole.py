@@ -1,6 +1,8 @@
 """What the libraries' kernels ask for: one raw array a layer, from its first slot on."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +17,14 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
     for reason, true in reasons.items():
         if true:
             raise ValueError(f"the attention path {path!r} {reason}")
+
+
+def compiled(run: Callable[..., Any], *arrays: Array) -> Any:
+    """``run(*arrays, interpret=)``, without a device's compiler on CPUs."""
+    interpreted = functools.partial(run, interpret=True)
+    return lax.platform_dependent(
+        *arrays, cpu=interpreted, default=functools.partial(run, interpret=False)
+    )
 
 
 def one_raw(path: str, call: Call) -> tuple[Array, Array]:
@@ -52,9 +62,6 @@ def from_beginning(call: Call, run: Callable[[Array, Array, Array], Array]) -> M
         values = jnp.where(present[:, None, :, None], values, 0)
         return jnp.where((length > 0)[:, None, None, None], run(keys, values, present), 0)
 
-    def walked() -> Mixed:
-        return blockwise(call)
-
     # Positions that all are the last one's are those of a call that is not causal.
     own = call.mask.queries == jnp.arange(new, dtype=jnp.int32)
-    return lax.cond(jnp.all(own), text, walked)
+    return lax.cond(jnp.all(own), text, lambda: blockwise(call))

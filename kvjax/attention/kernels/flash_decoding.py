@@ -9,7 +9,7 @@ It is plain ``pallas_call``, for GPUs, where Pallas lowers it by Triton. No devi
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kvjax.attention.kernels._whole import compiled
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.codecs import Codec, Store
 from kvjax.core.typing import Array
@@ -27,21 +28,6 @@ SPLITS = 16
 """Programs that share a row's text."""
 ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
-
-
-class Settings(NamedTuple):
-    """What a kernel is compiled for: codecs of keys and values, tokens of a unit, the first unit,
-    units of a tile and of the row, what scores are multiplied by, their cap, and whether tiles
-    stand in a table."""
-
-    codecs: tuple[Codec, Codec]
-    unit: int
-    first: int
-    tile: int
-    size: int
-    scale: float
-    soft_cap: float | None
-    paged: bool
 
 
 def decode(
@@ -55,8 +41,6 @@ def decode(
     scale: float = 1.0,
     soft_cap: float | None = None,
     table: Array | None = None,
-    splits: int = SPLITS,
-    interpret: bool | None = None,
 ) -> Partial:
     """The softmax of rows of queries over a store, not yet divided by its total.
 
@@ -69,68 +53,63 @@ def decode(
       scale, soft_cap: as of ``attend``.
       table: int32[batch, tiles], where each tile of a row's text stands, counted in tiles; None is
         one after the other. With a table the stores' batch may be 1: a pool of all rows' tiles.
-      splits: programs that share a row.
-      interpret: whether to run without a device's compiler; None is on CPUs.
     """
-    batch, kv_heads, rows, _ = queries.shape
+    batch, kv_heads, rows, head_dim = queries.shape
     leaves, tree = jax.tree.flatten(stores)
     size = seen.shape[2] // unit
-    tile = _power_below(min(max(TILE // unit, 1), size))
-    settings = Settings(codecs, unit, first, tile, size, scale, soft_cap, table is not None)
+    tile = min(max(TILE // unit, 1), size)
+    tile = 1 << tile.bit_length() - 1  # a power of two
+    kernel = functools.partial(
+        _kernel, tree, codecs, unit, first, tile, size, scale, soft_cap, table is not None
+    )
     padded = max(ROWS, pl.next_power_of_2(rows))
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     if seen.shape[1] > 1:
         seen = jnp.pad(seen, ((0, 0), (0, padded - rows), (0, 0)))
     arrays = [queries, _bounds(seen, unit), seen.astype(jnp.int8)]
     arrays += [] if table is None else [table]
-    shape = (batch, kv_heads, splits, padded)
+    specs = [_spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays)]
+    specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
+    found = [(padded,), (padded,), (padded, head_dim)]
 
     def run(*arrays: Array, interpret: bool) -> Any:
-        specs = [
-            _spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays[: -len(leaves)])
-        ]
-        specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
         return pl.pallas_call(
-            functools.partial(_kernel, tree, settings, splits),
-            grid=(batch, kv_heads, splits),
+            kernel,
+            grid=(batch, kv_heads, SPLITS),
             in_specs=specs,
-            out_specs=[
-                pl.BlockSpec((None, None, None, padded), lambda b, h, s: (b, h, s, 0)),
-                pl.BlockSpec((None, None, None, padded), lambda b, h, s: (b, h, s, 0)),
-                pl.BlockSpec(
-                    (None, None, None, padded, queries.shape[3]), lambda b, h, s: (b, h, s, 0, 0)
-                ),
-            ],
+            out_specs=[_share_of(each) for each in found],
             out_shape=[
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct((*shape, queries.shape[3]), jnp.float32),
+                jax.ShapeDtypeStruct((batch, kv_heads, SPLITS, *each), jnp.float32)
+                for each in found
             ],
             interpret=interpret,
             compiler_params=triton.CompilerParams(),
         )(*arrays)
 
-    if interpret is None:
-        parts = lax.platform_dependent(
-            *arrays,
-            *leaves,
-            cpu=functools.partial(run, interpret=True),
-            default=functools.partial(run, interpret=False),
-        )
-    else:
-        parts = run(*arrays, *leaves, interpret=interpret)
+    parts = compiled(run, *arrays, *leaves)
     return Partial(*(x[:, :, :, :rows] for x in parts)).joined(2)
 
 
-def _kernel(tree: Any, settings: Settings, splits: int, *refs: Any) -> None:
-    """One program: a share of a row's tiles, for the queries of one head of keys."""
-    codecs, unit, first, tile, size, scale, soft_cap, paged = settings
+def _kernel(
+    tree: Any,
+    codecs: tuple[Codec, Codec],
+    unit: int,
+    first: int,
+    tile: int,
+    size: int,
+    scale: float,
+    soft_cap: float | None,
+    paged: bool,
+    *refs: Any,
+) -> None:
+    """One program: a share of a row's tiles, of ``tile`` of its ``size`` units each, for the
+    queries of one head of keys. ``paged``: whether the tiles stand in a table."""
     queries_ref, bounds_ref, seen_ref, *rest = refs
     highest_ref, total_ref, mixed_ref = rest[-3:]
     table_ref, stores = (rest[0], rest[1:-3]) if paged else (None, rest[:-3])
     queries = queries_ref[...]
     low, high = bounds_ref[0] // tile, (bounds_ref[1] + tile - 1) // tile
-    share = (high - low + splits - 1) // splits
+    share = (high - low + SPLITS - 1) // SPLITS
     begin = low + pl.program_id(2) * share
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
@@ -187,5 +166,7 @@ def _spec(shape: tuple[int, ...], kv_heads: int, heads: bool) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, s: (b * rows, h * own, *rest))
 
 
-def _power_below(n: int) -> int:
-    return 1 << n.bit_length() - 1
+def _share_of(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """What one program finds of a row and a head."""
+    rest = (0,) * len(shape)
+    return pl.BlockSpec((None, None, None, *shape), lambda b, h, s: (b, h, s, *rest))

@@ -1,6 +1,5 @@
 """The path ``pallas``: a layer's body by the kernel, its tail and sinks beside it."""
 
-import functools
 from typing import Any
 
 import jax
@@ -28,14 +27,23 @@ def attend(call: Call) -> Mixed:
         the kernel can't read.
     """
     largest = max(call.sections, key=lambda each: each.size * each.unit)
-    _check(largest, call.rows(largest).shape, call.mask)
+    shape, stores = call.rows(largest).shape, (largest.keys, largest.values)
+    refuse("pallas", {
+        "adds no bias to scores": call.mask.bias is not None,
+        f"takes {MOST} rows of queries a head of keys, not {shape[2]}": shape[2] > MOST,
+        f"takes a head_dim that is a power of two, not {shape[3]}": shape[3] & shape[3] - 1,
+        f"takes blocks of a power of two, not {largest.unit}": largest.unit & largest.unit - 1,
+        "reads no keys that are stored before their rotation": largest.table is not None,
+        "reads nothing on the host": largest.placement.behind_tail,
+        f"can't decode {largest.codecs} in a kernel": not all(map(_plain, largest.codecs, stores)),
+    })  # fmt: skip
     found = [
         _by_kernel(each, call.rows(each), call.mask)
         if each is largest
         else prefix(each, each.size, call.rows(each), call.mask)
         for each in call.sections
     ]
-    return call.finish(functools.reduce(Partial.merge, found))
+    return call.finish(*found)
 
 
 def _by_kernel(section: Section, rows: Array, mask: Mask) -> Partial:
@@ -48,19 +56,6 @@ def _by_kernel(section: Section, rows: Array, mask: Mask) -> Partial:
         rows, stores, seen, section.codecs, unit=section.unit, first=section.first,
         scale=mask.scale, soft_cap=mask.soft_cap,
     )  # fmt: skip
-
-
-def _check(section: Section, shape: tuple[int, ...], mask: Mask) -> None:
-    stores = section.keys, section.values
-    refuse("pallas", {
-        "adds no bias to scores": mask.bias is not None,
-        f"takes {MOST} rows of queries a head of keys, not {shape[2]}": shape[2] > MOST,
-        f"takes a head_dim that is a power of two, not {shape[3]}": shape[3] & shape[3] - 1,
-        f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
-        "reads no keys that are stored before their rotation": section.table is not None,
-        "reads nothing on the host": section.placement.behind_tail,
-        f"can't decode {section.codecs} in a kernel": not all(map(_plain, section.codecs, stores)),
-    })  # fmt: skip
 
 
 def _plain(codec: Codec, store: Any) -> bool:

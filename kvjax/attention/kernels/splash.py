@@ -3,16 +3,14 @@
 No device has run it from here.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from kvjax.attention.call import Call
-from kvjax.attention.kernels._whole import from_beginning, one_raw
+from kvjax.attention.kernels._whole import compiled, from_beginning, one_raw
 from kvjax.core.typing import Array, Mixed
 
 BLOCK = 128
@@ -53,11 +51,7 @@ def attend(call: Call) -> Mixed:
 
             return jax.vmap(row)(*arrays)
 
-        mixed = lax.platform_dependent(
-            rows, *padded, strange,
-            cpu=functools.partial(by, interpret=True),
-            default=functools.partial(by, interpret=False),
-        )  # fmt: skip
+        mixed = compiled(by, rows, *padded, strange)
         return mixed.reshape(batch, heads, new + short, head_dim)[:, :, :new]
 
     return from_beginning(call, run)
