@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.state import KVCache, with_rows
+from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import NO_SUCH_ROW
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array
@@ -19,7 +19,7 @@ from kvjax.operations.rewinding import whole_numbers
 
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
-    return _changed(cache, jnp.copy)
+    return _changed(cache, LayerCache.copied, jnp.copy)
 
 
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
@@ -44,7 +44,11 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
     if cache.spread is not None:
         cache.spread.check_rows(index.shape[0])
-    chosen = _changed(cache, lambda x: jnp.take(x, index, axis=0, mode="clip"))
+    chosen = _changed(
+        cache,
+        lambda layer: layer.taken(index),
+        lambda x: jnp.take(x, index, axis=0, mode="clip"),
+    )
     missing = (index < 0) | (index >= cache.batch)
     return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
@@ -56,7 +60,9 @@ def repeat(cache: KVCache, times: int) -> KVCache:
       ValueError: if ``times`` is no whole number, at least 1.
     """
     times = whole_number("times", times, 1)
-    return _changed(cache, lambda x: jnp.repeat(x, times, axis=0))
+    return _changed(
+        cache, lambda layer: layer.repeated(times), lambda x: jnp.repeat(x, times, axis=0)
+    )
 
 
 def concatenate(caches: Sequence[KVCache]) -> KVCache:
@@ -102,7 +108,7 @@ def concatenate(caches: Sequence[KVCache]) -> KVCache:
             raise ValueError(
                 f"layer {entry} is of {' and '.join(kinds)}: convert the caches to one policy first"
             )
-        layers.append(padded[0].changed(lambda *x: jnp.concatenate(x), *padded[1:]))
+        layers.append(padded[0].joined(padded[1:]))
         each = zip(held, caches, strict=True)
         marks.append(jnp.concatenate([mark(h, layout, c.written[:, entry]) for h, c in each]))
     length = jnp.concatenate([cache.length for cache in caches])
@@ -136,10 +142,14 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
-def _changed(cache: KVCache, change: Callable[[Array], Array]) -> KVCache:
-    """The same of every array [batch, ...], the layers' and the cache's own."""
-    layers = tuple(layer.changed(change) for layer in cache.layers)
-    return with_rows(jax.tree.map(change, replace(cache, layers=())), layers=layers)
+def _changed(
+    cache: KVCache,
+    layer: Callable[[LayerCache], LayerCache],
+    rows: Callable[[Array], Array],
+) -> KVCache:
+    """The same of every layer, and of every array [batch, ...] of the cache's own."""
+    layers = tuple(layer(held) for held in cache.layers)
+    return with_rows(jax.tree.map(rows, replace(cache, layers=())), layers=layers)
 
 
 def _model_of(cache: KVCache) -> Any:
