@@ -42,7 +42,13 @@ install_import_hook("kvjax", "tests.shapes.check")
 
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None, derandomize=True)
-hypothesis.settings.load_profile("full" if FULL else "plain")
+hypothesis.settings.load_profile(PROFILE := "full" if FULL else "plain")
+# What `python -m tests.planted_faults` asks for: the first failure, however long it is to read.
+hypothesis.settings.register_profile(
+    "unshrunk",
+    hypothesis.settings.get_profile(PROFILE),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate],
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -219,7 +219,9 @@ def test_scores_however_low_count(low):
     def bias(queries, keys):
         return jnp.where(keys[:, None, None] % 2 == 0, low, 2 * low)
 
-    attend = jax.jit(lambda c: [kvjax.attend(queries, c, 0, bias=bias, path=p) for p in PATHS])
+    attend = jax.jit(
+        lambda c: [kvjax.attend(queries, c, 0, bias=bias, path=p) for p in (*PATHS, "buckets")]
+    )
     found = attend(cache)
     assert jnp.abs(found[0]).max() > 0.1
     for other in found[1:]:

@@ -375,6 +375,29 @@ def test_bytes_are_those_of_the_arrays(dtype):
     assert kvjax.nbytes(cache) == {"device": 2 * 2 * 3 * KV * 100 * DIM * size}
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.policy("static", dtype="bfloat16"),
+        kvjax.policy("sliding_window", window=6, sinks=2, slack=4),
+        kvjax.CachePolicy(kvjax.Dense(), CODECS["int8"], CODECS["float8"], block=BLOCK),
+        kvjax.CachePolicy(kvjax.Ring(16, slack=15), CODECS["int4"], block=BLOCK, recent=0),
+    ],
+    ids=str,
+)
+def test_users_see_the_real_shape_and_dtype(policy):
+    cache = filled(policy)
+    keys, values, positions = READ(cache, 0)
+    held = cache.layers[0].policy
+    slots = held.layout.slots
+    if held.has_tail:
+        slots = held.split.tail.slots + held.split.body.slots * held.block
+    assert keys.shape == values.shape == (BATCH, KV, slots, DIM)
+    assert keys.dtype == values.dtype == jnp.dtype(held.keys.dtype)
+    for row in np.asarray(positions):
+        assert sorted(row.tolist()) == [*[-1] * (slots - 5), *range(5)]
+
+
 def test_every_leaf_is_committed():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
     assert all(leaf.committed for leaf in jax.tree.leaves(cache))

@@ -19,6 +19,7 @@ from tests.matrix import (
     FULL,
     LAYOUTS,
     RAW,
+    SHARD,
     cells,
     copy_cells,
     tiny_config,
@@ -105,7 +106,7 @@ def check(cell):
     # A block of 1,024 tokens, decoded, or its scores, is more than half of 8,192 tokens.
     for size in (131072, 524288):
         policy = kvjax.CachePolicy(large(cell.layout, size), codecs[0], codecs[-1])
-        program, cache = compiled(cell.form, policy, 2, size, layers=2 if FULL else 1)
+        program, cache = compiled(cell.form, policy, 2, size, layers=2 if FULL or SHARD else 1)
         smallest = min(tree_bytes(layer) for layer in cache.layers)
         assert_no_copy(program, kvjax.nbytes(cache)["device"], smallest)
         temporary.append(program.memory_analysis().temp_size_in_bytes)
@@ -160,7 +161,10 @@ SINGLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "name"), SINGLE[: None if FULL else 4])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [*SINGLE[:4], *(pytest.param(*each, marks=pytest.mark.rare) for each in SINGLE[4:])],
+)
 def test_a_single_row_is_not_copied_in_a_loop(form, name):
     # Its axis of length 1 lets a compiler order a body in another way in the loop than outside.
     layout, *names = name.split("-")

@@ -272,11 +272,11 @@ def test_refused_on_another_platform(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "path"),
     [
-        (("cpu", "device", 1), "blocks"),
-        (("gpu", "device", 1), "buckets"),
-        (("tpu", "device", 32), "buckets"),
-        (("gpu", "device", 33), "blocks"),
-        (("gpu", "host", 1), "blocks"),
+        (("cpu", False, 1), "blocks"),
+        (("gpu", False, 1), "buckets"),
+        (("tpu", False, 32), "buckets"),
+        (("gpu", False, 33), "blocks"),
+        (("gpu", True, 1), "blocks"),
     ],
 )
 def test_the_table(call, path):

@@ -208,7 +208,10 @@ TURNS = [(name, HELD[(number + n) % 3]) for n in range(3) for number, name in en
 """Every operation with every policy; the first of them have each once."""
 
 
-@pytest.mark.parametrize(("operation", "name"), TURNS if FULL else TURNS[: len(INSIDE)])
+FURTHER = [pytest.param(*each, marks=pytest.mark.rare) for each in TURNS[len(INSIDE) :]]
+
+
+@pytest.mark.parametrize(("operation", "name"), [*TURNS[: len(INSIDE)], *FURTHER])
 def test_an_operation_inside_jit_leaves_each_device_its_share(operation, name):
     cache = filled(name, "2-2-2")
     change = INSIDE[operation]

@@ -38,7 +38,15 @@ def memories(cache):
 
 
 @pytest.mark.parametrize(
-    ("layout", "codec"), [("dense", "raw"), ("dense", "int4"), ("ring", "int4"), ("sinks", "raw")]
+    ("layout", "codec"),
+    [
+        ("dense", "raw"),
+        ("dense", "int4"),
+        ("ring", "int4"),
+        ("sinks", "raw"),
+        pytest.param("ring", "raw", marks=pytest.mark.rare),
+        pytest.param("sinks", "int4", marks=pytest.mark.rare),
+    ],
 )
 def test_there_and_back(layout, codec):
     """A hundred times, at last with half of the layers: nothing drifts, nothing is left behind, and

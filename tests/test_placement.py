@@ -295,3 +295,12 @@ def test_a_plan_tells_places_apart():
     assert found.cache == kvjax.nbytes(cache) and set(found.cache) == {"host", "device"}
     assert found.token == {"host": 2 * 2 * 2 * 8 * 4}
     assert found.device < found.weights + found.temporaries + sum(found.cache.values())
+
+
+def test_a_policy_of_another_cache_asks_for_the_platform_again():
+    """Fixed in a cache, the platform that computes is open in what another one is made by."""
+    config = tiny_config()
+    made = kvjax.init_cache(config, "static", max_len=8).layers[0].policy
+    elsewhere = replace(made, placement=replace(made.placement, computes="tpu"))
+    again = kvjax.init_cache(config, elsewhere, max_len=8).layers[0].policy
+    assert made == again and again.placement.platform() == "cpu"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.models import architecture
 from tests import laws, naive
 from tests.laws import LENGTHS, WIDTH, close, texts
 from tests.matrix import (
@@ -18,6 +19,8 @@ from tests.matrix import (
     CACHE_PAIRS,
     CODECS,
     FULL,
+    RAW,
+    SHARD,
     Held,
     cache_cells,
     cells,
@@ -49,7 +52,7 @@ def check_chunks(cell, data):
     """The law of a cell, on a drawn chunking."""
     one, true, cache = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
     left, drawn = np.array(LENGTHS), []
-    widths = (1, 5, WIDTH) if FULL else (1, WIDTH) if cell.singly else (WIDTH,)
+    widths = (1, 5, WIDTH) if FULL or SHARD else (1, WIDTH) if cell.singly else (WIDTH,)
     while left.any():
         width = data.draw(st.sampled_from(widths), label="width")
         take = [data.draw(st.integers(0, min(width, n)), label="tokens") for n in left]
@@ -76,8 +79,13 @@ def check_operations(cell):
 
 def away():
     """Every codec, layout and place in one of them at least; each takes another place's program."""
-    found = [cell for cell in cache_cells() if cell.placement != "device"]
+    here = ("device", "host")
+    found = [cell for cell in cache_cells() if cell.placement not in here[: 1 + is_raw(cell)]]
     return cells(found, [(name, name) for name in ("codecs", "layout", "placement")])
+
+
+def is_raw(cell):
+    return cell.codecs[0] in RAW
 
 
 @pytest.mark.parametrize("cell", away())
@@ -88,13 +96,14 @@ def test_a_body_elsewhere_is_the_body_on_the_device(cell):
 def check_place(cell):
     """Exactly. Raw caches have no tail on the device, and are walked in other blocks there: these
     are what they are without anything fetched ahead."""
-    one, _, there = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+    _, _, there = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
     bodies = jax.tree.leaves((there.layers[0].keys, there.layers[0].values))
     assert {x.sharding.memory_kind for x in bodies} == {"pinned_host"}
     rest = [there.length, there.written, there.status, *jax.tree.leaves(there.layers[0].tail)]
     assert {x.sharding.memory_kind for x in rest} == {"device"}
-    place = "host" if one.coded is None else "device"
+    place = "host" if is_raw(cell) else "device"
     _, _, here = filled(cell.codecs, cell.layout, place, cell.max_len)
+    assert here is not there
     laws.same_arrays(there, here)
     begins, take = np.array(LENGTHS), np.array([WIDTH, 9, 3])
     found, other = (laws.step(x, begins, take, WIDTH, texts()) for x in (there, here))
@@ -190,3 +199,49 @@ def test_last_only_is_each_rows_last_real_token():
     last, _ = apply(PARAMS, jnp.asarray(tokens), cache, lengths=lengths, last_only=True)
     assert last.shape == (2, 1, MODEL.config.vocab_size)
     close(np.asarray(last)[:, 0], np.asarray(every)[[0, 1], [8, 3]], 1e-5)
+
+
+@pytest.mark.parametrize("new", [600, pytest.param(1025, marks=pytest.mark.rare), 1700])
+def test_a_long_text_in_pieces_and_at_once(new):
+    """Lengths at which blocks of every size take part, with and without a cache."""
+    tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, new), np.int32)
+    cache = kvjax.init_cache(MODEL.config, batch=1, max_len=4100)
+    true, found = np.asarray(jax.jit(MODEL.apply)(PARAMS, tokens)), []
+    for start in range(0, new, 400):
+        logits, cache = APPLY(PARAMS, tokens[:, start : start + 400], cache)
+        found.append(np.asarray(logits))
+    close(np.concatenate(found, axis=1), true, 1e-5)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
+    """Where only the last logits are wanted; rows end in different parts, one has none."""
+    monkeypatch.setattr(architecture, "PIECE", 16)
+    tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (4, 50), np.int32)
+    lengths = np.asarray([50, 33, 5, 0])
+    cache = kvjax.init_cache(MODEL.config, kvjax.policy(bits=bits), batch=4, max_len=64)
+    apply = jax.jit(MODEL.apply, static_argnames="last_only")
+    last, cut = apply(PARAMS, tokens, cache, lengths=lengths, last_only=True)
+    every, whole = apply(PARAMS, tokens, cache, lengths=lengths)
+    for row, length in enumerate(lengths[:3]):
+        close(np.asarray(last)[row, 0], np.asarray(every)[row, length - 1], 1e-5)
+    assert cut.length.tolist() == whole.length.tolist() == lengths.tolist()
+    one = np.asarray([[1]] * 4, np.int32)
+    (a, _), (b, _) = (apply(PARAMS, one, held) for held in (cut, whole))
+    close(np.asarray(a), np.asarray(b), 1e-5)
+
+
+def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
+    tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, 100), np.int32)
+    policy = kvjax.policy(bits=2, prefill="exact", block=BLOCK, group=8)
+
+    def last():
+        cache = kvjax.init_cache(MODEL.config, policy, batch=1, max_len=128)
+        apply = jax.jit(functools.partial(MODEL.apply, last_only=True))
+        return np.asarray(apply(PARAMS, tokens, cache)[0])
+
+    at_once = last()
+    monkeypatch.setattr(architecture, "PIECE", 16)
+    assert np.array_equal(last(), at_once)
+    policy = kvjax.policy(bits=2, block=BLOCK, group=8)  # which must have been cut
+    assert not np.array_equal(last(), at_once)

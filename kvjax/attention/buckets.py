@@ -55,7 +55,7 @@ def bucketed(call: Call) -> Mixed:
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
-    """Tokens of the prefixes of segments of so many: the largest whole, and halves of it."""
+    """Tokens of the prefixes of sections of so many: the largest whole, and halves of it."""
     found = [max(tokens)]
     while len(found) < BUCKETS and found[-1] > LEAST:
         found.append(-(-found[-1] // (2 * TILE)) * TILE)

@@ -12,7 +12,7 @@ from kvjax.layouts import UNLIMITED, Split
 
 Bias = Callable[[Array, Array], Array]
 """``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
-float32, broadcast to [batch, heads, new, n]."""
+float32, broadcast to [batch, heads, new, n]. Scores below −1e38 count as not seen."""
 
 
 @state

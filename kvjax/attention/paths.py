@@ -15,9 +15,9 @@ raises ``ValueError`` when it is traced."""
 
 
 TABLE = (
-    # platform, where the body lives, queries a call at most: None for all
+    # platform, whether the body is behind a tail, queries a call at most: None for all
     ("cpu", None, None, "blocks"),
-    (None, "host", None, "blocks"),  # fetches what is filled, and no more
+    (None, True, None, "blocks"),  # fetches what is filled, and no more
     (None, None, SHORT, "buckets"),
     (None, None, None, "blocks"),
 )
@@ -52,7 +52,7 @@ def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
     """
     platform = policy.placement.platform()
     if name is None:
-        name = by_table(platform, policy.placement.place, queries)
+        name = by_table(platform, policy.placement.behind_tail, queries)
     if name not in PATHS:
         raise ValueError(f"unknown attention path {name!r}: there are {', '.join(PATHS)}")
     if platform not in ("cpu", _FOR.get(name, platform)):
@@ -60,11 +60,13 @@ def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
     return PATHS[name]
 
 
-def by_table(platform: str, place: str, queries: int) -> str:
-    """The name of the path for a platform (cpu, gpu, tpu), a placement's place, and so many
-    queries."""
+def by_table(platform: str, behind_tail: bool, queries: int) -> str:
+    """The name of the path for a platform (cpu, gpu, tpu), a body that a placement keeps behind a
+    tail or not, and so many queries."""
     return next(
         path
-        for on, where, most, path in TABLE
-        if on in (None, platform) and where in (None, place) and (most is None or queries <= most)
+        for on, behind, most, path in TABLE
+        if on in (None, platform)
+        and behind in (None, behind_tail)
+        and (most is None or queries <= most)
     )

@@ -125,6 +125,7 @@ def measure(
     """Time decoding and prefill.
 
     Args:
+      lm: the model, as it is loaded.
       policies: of caches, as for ``init_cache``, by name.
       prompts, batches: lengths in tokens, and numbers of rows.
       steps: of a run, at most 128; fewer where a cache can't forget so many (``rewind``), and then

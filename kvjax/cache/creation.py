@@ -75,10 +75,14 @@ def allocate(
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-    if mesh is not None:
-        spread = spread_over(mesh, kv_heads)
+    spread = None if mesh is None else spread_over(mesh, kv_heads)
+    if spread is not None:
         spread.check_rows(batch)
-        policies = [replace(each, placement=each.placement.over(spread)) for each in policies]
+    # The platform that computes is this one, whatever it was of a cache that a policy comes from.
+    policies = [
+        replace(each, placement=each.placement.over(spread or each.placement.spread))
+        for each in policies
+    ]
     # A layer that reads another's has none of its own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
     resolved = [

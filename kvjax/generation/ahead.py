@@ -58,6 +58,7 @@ def compile(
     (``policy("auto")``) may move its layers on ways that are not gone here, and then compiles.
 
     Args:
+      lm: the model.
       policy, max_len, batch: of the cache, tokens a row that it can hold, and rows. A text without
         ``max_len`` has the programs of the capacity that ``generate`` rounds up to, where the
         policy is ``"static"``.

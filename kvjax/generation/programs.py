@@ -16,7 +16,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Rows
 from kvjax.generation.model import Model
-from kvjax.generation.sampling import Filters, Logits, Seen, Settings, sample
+from kvjax.generation.sampling import Filters, Logits, Sampling, Seen, sample
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
@@ -104,7 +104,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
 def begin(
-    logits: Logits, filters: Filters, settings: Settings, limit: Array, seen: Seen | None
+    logits: Logits, filters: Filters, settings: Sampling, limit: Array, seen: Seen | None
 ) -> tuple[Progress, Seen | None]:
     """Choose the first new token of each row, from the logits after its prompt."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
@@ -123,7 +123,7 @@ def decode(
     progress: Progress,
     seen: Seen | None,
     halt: Flags,
-    settings: Settings,
+    settings: Sampling,
     limit: Array,
     steps: Array,
 ) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"]]:
@@ -171,7 +171,7 @@ def _choose(
     seen: Seen | None,
     logits: Logits,
     filters: Filters,
-    settings: Settings,
+    settings: Sampling,
     limit: Array,
 ) -> tuple[Progress, Seen | None]:
     """Choose the next token of the rows that are not done."""

@@ -10,7 +10,7 @@ from kvjax.cache.status import check
 from kvjax.core.checks import refuse_used_up, whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.model import LanguageModel, ModelConfig
-from kvjax.generation.sampling import Filters, Settings, make_settings
+from kvjax.generation.sampling import Filters, Sampling, make_settings
 from kvjax.generation.settings import Options
 from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
 from kvjax.layouts import UNLIMITED
@@ -50,7 +50,7 @@ class Request:
     stops: tuple[str, ...]
     limit: int
     filters: Filters
-    settings: Settings
+    settings: Sampling
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""

@@ -49,7 +49,7 @@ class Filters:
 
 
 @state
-class Settings:
+class Sampling:
     """The numbers of ``sample``, traced, so that a new value compiles nothing.
 
     Scalars, but for ``seeds``: uint32[batch, 2], each row's seed as low and high word, and
@@ -76,7 +76,7 @@ def make_settings(
     repetition_penalty: float | None = None,
     min_new_tokens: int = 0,
     eos_token_ids: Sequence[int] = (),
-) -> tuple[Filters, Settings]:
+) -> tuple[Filters, Sampling]:
     """What ``sample`` needs, from the numbers as a user gives them.
 
     Args:
@@ -125,11 +125,16 @@ def make_settings(
         "seeds": np.asarray(words, np.uint32).reshape(-1, 2),
         "eos": eos,
     }
-    return filters, Settings(**numbers)
+    return filters, Sampling(**numbers)
 
 
 def sample(
-    logits: Logits, filters: Filters, settings: Settings, *, count: Rows, seen: Seen | None = None
+    logits: Logits,
+    filters: Filters,
+    settings: Sampling,
+    *,
+    count: Rows,
+    seen: Seen | None = None,
 ) -> tuple[Rows, Bool[Array, " batch"]]:
     """Choose each row's next token, and say whether its logits were finite numbers; where they
     were not, the token means nothing.
@@ -148,7 +153,12 @@ def sample(
 
 
 def filter_logits(
-    logits: Logits, filters: Filters, settings: Settings, *, count: Rows, seen: Seen | None = None
+    logits: Logits,
+    filters: Filters,
+    settings: Sampling,
+    *,
+    count: Rows,
+    seen: Seen | None = None,
 ) -> Logits:
     """The logits that ``sample``, with the same arguments, draws from; where it is greedy, the
     largest of them is its token. What can't be drawn is at minus infinity."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.planning import PREFILL
 from kvjax.policies.presets import PolicyChoice
 
 CacheChoice = PolicyChoice | KVCache
@@ -66,7 +67,7 @@ class Options:
     stop: str | Sequence[str] | None = None
     eos_token_ids: int | Sequence[int] | None = None
     use_cache: bool = True
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
 

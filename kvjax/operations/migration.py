@@ -1,4 +1,4 @@
-"""A cache's layers in other entries: parked on the host, taken up again, on another mesh."""
+"""A cache's layers in other places: parked on the host, taken up again, on another mesh."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -68,6 +68,7 @@ def migrate(
 
 
 def refuse(what: str, cache: KVCache) -> None:
+    """Raise ``ValueError`` for what is no cache, is traced, or has been used up."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"{what} takes a KVCache, got {cache!r:.80}")
     refuse_traced(what, cache.length)
@@ -84,7 +85,7 @@ def moved(
         for entry in entries:
             old = held[entry]
             policy = old.policy.elsewhere(placement)
-            if policy.placement.place == old.policy.placement.place:
+            if policy.placement.memory_kind == old.policy.placement.memory_kind:
                 held[entry] = replace(old, policy=policy)
                 continue
             jax.block_until_ready(moving)

@@ -50,6 +50,7 @@ def evaluate(
     counts.
 
     Args:
+      lm: the model, on one device or on a mesh that does not divide rows.
       text: as words, or as token ids.
       policies: by name. Full precision is measured in any case, as what they are compared with.
       context: tokens of a window; by default the model's limit, and 2,048 where it has none.
@@ -152,6 +153,7 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
 
 
 def raise_for(name: str, cache: KVCache) -> None:
+    """``kvjax.check``, with the policy's name in what it raises."""
     try:
         check(cache)
     except ValueError as error:
