@@ -24,10 +24,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 FULL = os.environ.get("KVJAX_FULL") == "1"
 """Whether the larger sizes of the same laws are asked for (``.ci/run --full``)."""
 
-# Compiling takes most of the tests' time, and most of that is spent on code that runs once. A full
-# run compiles as users do, and so does one with flags of its own.
+# Compiling takes most of the tests' time, and most of that is spent on code that runs once. A run
+# with a level of its own compiles as that says: see `.ci/run --full`.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-if not FULL and "xla_backend_optimization_level" not in _FLAGS:
+if "xla_backend_optimization_level" not in _FLAGS:
     _FLAGS += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     _FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
     # A compiler aborts on a flag that it does not know: this one's are known up to JAX 0.10.

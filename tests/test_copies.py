@@ -103,8 +103,8 @@ def check(cell):
     """The law of a cell: no copy, and no temporaries that grow with the cache."""
     codecs = [RAW.get(name) or CODECS[name] for name in cell.codecs]
     temporary = []
-    # A block of 1,024 tokens, decoded, or its scores, is more than half of 8,192 tokens.
-    for size in (131072, 524288):
+    # The scores of a block of 1,024 tokens are more than half of 65,536 tokens of 1 and 2 bits.
+    for size in (262144, 1048576):
         policy = kvjax.CachePolicy(large(cell.layout, size), codecs[0], codecs[-1])
         program, cache = compiled(cell.form, policy, 2, size, layers=2 if FULL or SHARD else 1)
         smallest = min(tree_bytes(layer) for layer in cache.layers)

@@ -220,9 +220,9 @@ def test_splash_walks_where_a_text_goes_on():
 
 def test_cudnn_by_xla(monkeypatch):
     """The same arguments, with what computes them elsewhere."""
-    from kvjax.attention.kernels import cudnn
+    from kvjax.attention.kernels import libraries
 
-    monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
+    monkeypatch.setattr(libraries, "IMPLEMENTATION", "xla")
     jax.clear_caches()
     policy = kvjax.policy("static", dtype="bfloat16")
     agree("cudnn", filled(policy, dtype="bfloat16"), 2e-2)

@@ -25,19 +25,20 @@ TABLE = (
 measured on a device."""
 
 
-def _kernel(name: str) -> Path:
+def _kernel(module: str, name: str) -> Path:
     """A path of ``kvjax.attention.kernels``, whose libraries are loaded when it is first asked for:
     they take up to a second, and most programs need none."""
 
     def by_kernel(call: Call) -> Mixed:
-        return importlib.import_module(f"kvjax.attention.kernels.{name}").attend(call)
+        return getattr(importlib.import_module(f"kvjax.attention.kernels.{module}"), name)(call)
 
     return by_kernel
 
 
 PATHS: dict[str, Path] = {
     "blocks": blockwise, "reference": at_once, "buckets": bucketed,
-    **{name: _kernel(name) for name in ("pallas", "cudnn", "splash", "paged")},
+    "pallas": _kernel("pallas", "pallas"),
+    **{name: _kernel("libraries", name) for name in ("cudnn", "splash", "paged")},
 }  # fmt: skip
 
 _FOR = {"pallas": "gpu", "cudnn": "gpu", "splash": "tpu", "paged": "tpu"}

@@ -53,7 +53,7 @@ class Device:
         return replace(self, spread=other.spread, computes=other.computes)
 
     def fixed(self) -> Self:
-        """With the platform that computes here now."""
+        """With the platform that computes, the one here now where it is open."""
         return replace(self, computes=self.platform())
 
     def platform(self) -> str:

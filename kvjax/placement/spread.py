@@ -26,10 +26,6 @@ COPIES = "copies"
 _T = TypeVar("_T")
 
 
-def _sizes(axis: str, doc: str) -> Any:
-    return property(lambda spread: spread.size(axis), doc=doc)
-
-
 @dataclass(frozen=True)
 class Spread:
     """How the arrays of a model with so many key-value heads are spread over a mesh.
@@ -41,10 +37,25 @@ class Spread:
 
     mesh: Any
 
-    rows = _sizes(DATA, "Shares of the batch.")
-    heads = _sizes(TENSOR, "Shares of the key-value heads.")
-    copies = _sizes(COPIES, "Devices that have the same key-value heads.")
-    parts = _sizes(SEQUENCE, "Shares of the slots.")
+    @property
+    def rows(self) -> int:
+        """Shares of the batch."""
+        return self.size(DATA)
+
+    @property
+    def heads(self) -> int:
+        """Shares of the key-value heads."""
+        return self.size(TENSOR)
+
+    @property
+    def copies(self) -> int:
+        """Devices that have the same key-value heads."""
+        return self.size(COPIES)
+
+    @property
+    def parts(self) -> int:
+        """Shares of the slots."""
+        return self.size(SEQUENCE)
 
     @property
     def devices(self) -> int:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.attention.kernels._whole import compiled
+from kvjax.attention.kernels.common import compiled
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.codecs import Codec, Store
 from kvjax.core.typing import Array

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.attention.buckets import prefix
 from kvjax.attention.call import Call
-from kvjax.attention.kernels._whole import refuse
+from kvjax.attention.kernels.common import refuse
 from kvjax.attention.kernels.flash_decoding import decode
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
@@ -19,7 +19,7 @@ MOST = 64
 """Rows of queries a head of keys, at most: they all stay in a program's registers."""
 
 
-def attend(call: Call) -> Mixed:
+def pallas(call: Call) -> Mixed:
     """Softmax over the largest section by flash decoding, over the others in one piece each.
 
     Raises:
