@@ -79,12 +79,12 @@ FAULTS = (
         "status = cache.status | jnp.where(count < asked, 0, 0)", ("cache",),
     ),
     Fault(
-        "padding is written over what a row holds", "cache/writing.py",
+        "padding is written over what a row holds", "placement/writing.py",
         "real = (token >= skip) & (token < count)",
         "real = (token >= skip) & (token < x.shape[1])", ("layouts", "recompute"),
     ),
     Fault(
-        "a chunk past the end pushes its tokens down", "cache/writing.py",
+        "a chunk past the end pushes its tokens down", "placement/writing.py",
         "x = jnp.roll(x, shift, axis=1)[:, :size]",
         "x = jnp.roll(x, 0 * shift, axis=1)[:, :size]", ("layouts", "recompute"),
     ),
@@ -114,7 +114,7 @@ FAULTS = (
         "return jnp.where(new | True, self.positions_of(units), -1)", ("attention", "recompute"),
     ),
     Fault(
-        "a copy on the device misses a block", "cache/tail.py",
+        "a copy on the device misses a block", "cache/storing.py",
         "fetched = None if fetched is None else kind.unflatten([near for _, near in both])",
         "fetched = fetched", ("placement",),
     ),

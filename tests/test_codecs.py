@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_store(name, dtype):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(
         lambda x: (x.shape, x.dtype), encoded
     )
-    assert codec.nbytes(shape) == tree_bytes(empty)
+    assert codec.nbytes(shape) == tree_bytes(encoded)
     assert decoded.dtype == jnp.dtype(dtype)
     assert decoded.shape == shape
 

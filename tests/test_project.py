@@ -1,9 +1,11 @@
 """The house itself: rooms, archives, the README, and what may be imported."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -11,13 +13,21 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
+from tests.matrix import tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
+KVJAX = Path(kvjax.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -44,6 +54,17 @@ def python_files(folder: str) -> list[Path]:
     return sorted(found)
 
 
+WALKED = {
+    "raw": None,
+    "int8": kvjax.CachePolicy(kvjax.Dense(), kvjax.Int8(), kvjax.Int8()),
+    "ring of unrotated keys": kvjax.CachePolicy(
+        kvjax.Ring(16, sinks=2), kvjax.Unrotated(kvjax.Int4()), kvjax.Int4()
+    ),
+    "host": kvjax.CachePolicy(placement=kvjax.Host()),
+}
+"""Policies whose calls are followed."""
+TOKENS = 16
+"""Of such a call: more than heads or channels."""
 MODELS = "models" if (ROOT / "models").is_dir() else "kvjax/models"
 
 
@@ -102,6 +123,68 @@ def test_the_files_of_a_room_import_each_other_without_a_circle(room):
     # A room that hands its names on is left through its files alone.
     graph = {name: (found & set(needs)) - {f"kvjax.{room}"} for name, found in needs.items()}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@functools.cache
+def place_of(filename: str) -> tuple[str, ...]:
+    """Of a file of kvjax: its room and its name."""
+    path = Path(filename)
+    return path.relative_to(KVJAX).parts if path.is_relative_to(KVJAX) else ()
+
+
+def holds_tokens(x: Any) -> bool:
+    """Whether an argument is, or has beside others, an array [batch, heads, ...] of many tokens."""
+    arrays = isinstance(x, jax.Array | tuple | list) or type(x).__module__.startswith(
+        "kvjax.codecs"
+    )
+    shapes = map(np.shape, jax.tree.leaves(x)) if arrays else ()
+    return any(len(shape) > 3 and max(shape) >= TOKENS for shape in shapes)
+
+
+def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], set[str]]:
+    """Of a step that is traced: the rooms that calls stand in, from the first to the last one of
+    their stacks, and the files of functions that are given keys or values, stored or as numbers."""
+    stacks, files = set(), set()
+
+    def note(frame: FrameType | None, event: str, _: Any) -> None:
+        here = place_of(frame.f_code.co_filename) if frame and event == "call" else ()
+        if not here or here[0] == "generation":  # JAX tells its listener that a step is traced
+            return
+        count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+        names = frame.f_code.co_varnames[:count]
+        if any(holds_tokens(frame.f_locals.get(name)) for name in names):
+            files.add("/".join(here))
+        rooms = []
+        while frame:
+            rooms += place_of(frame.f_code.co_filename)[:1]
+            frame = frame.f_back
+        stacks.add(tuple(room for room, _ in itertools.groupby(reversed(rooms))))
+
+    jax.clear_caches()  # what was traced before would not be seen
+    sys.setprofile(note)
+    try:
+        jax.eval_shape(step, *args)
+    finally:
+        sys.setprofile(None)
+    return stacks, files
+
+
+@pytest.mark.parametrize("policy", WALKED)
+def test_keys_go_down_the_rooms_and_enter_none_twice(policy):
+    cache = kvjax.init_cache(tiny_config(), WALKED[policy], max_len=64)
+    keys, queries = jnp.ones((1, 2, TOKENS, 8)), jnp.ones((1, 4, 1, 8))
+    table = kvjax.rotary_table(np.ones(4))
+    written = called(lambda c, k: kvjax.append(c, 0, k, k, rotary=table), cache, keys)
+    cache = kvjax.append(cache, 0, keys, keys, rotary=table)
+    mixed = called(lambda c, q: kvjax.attend(q, c, 0, rotary=table), cache, queries)
+    for (stacks, files), first in ((written, "cache"), (mixed, "attention")):
+        assert first in {file.split("/")[0] for file in files}
+        assert len({file.split("/")[0] for file in files}) <= 6
+        assert 7 <= len(files) <= 12, sorted(files)
+        for stack in stacks:
+            floors = [ROOMS.index(room) for room in stack]
+            assert stack[0] == first
+            assert floors == sorted(set(floors), reverse=True), stack
 
 
 def test_no_module_is_named_as_a_function_that_kvjax_exports():

@@ -21,7 +21,6 @@ from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask
 from kvjax.attention.paths import Path, path_of
 from kvjax.cache.admission import accepted, positions_from
-from kvjax.cache.appending import shared_by
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.codecs import Raw
@@ -136,7 +135,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
         bias_here = bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
-        found = sections(view, shared_by(spread))
+        found = sections(view, view.held.policy.placement.share())
         kv_heads = view.held.kv_heads // spread.heads
         return way(Call(kinds[0], kinds[-1], kv_heads, found, view.length, own))
 

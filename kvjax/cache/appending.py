@@ -15,25 +15,20 @@ the positions and turns them.
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.cache.admission import accepted, admit, check_new, note_numbers, positions_from
+from kvjax.cache.admission import accepted, admit, check_new, note_numbers
 from kvjax.cache.fetching import fetched_ahead
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.cache.tail import append_behind
-from kvjax.cache.writing import write_rows
+from kvjax.cache.storing import store_tokens
 from kvjax.core.checks import whole_number
 from kvjax.core.device import computing_on
-from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, KeysValues, Rows
-from kvjax.layouts import Share, shared
-from kvjax.placement.mesh import SEQUENCE
-from kvjax.placement.spread import Spread
 
 
 def append(
@@ -120,40 +115,11 @@ def with_tokens(
     spread, call = old.policy.placement.spread, (old, keys, values, length, count, rotary)
     with computing_on(platform):
         if spread is None:
-            parts = _share_with_tokens(*call)
+            parts = store_tokens(*call)
         else:
             specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
             given = specs, tokens, tokens, rows, rows, PartitionSpec()
             made = specs.keys, specs.values, tokens, tokens, specs.fetched
-            parts = spread.run(_share_with_tokens, given, made, *call)
+            parts = spread.run(store_tokens, given, made, *call)
     keys, values, tail, strip, fetched = parts
     return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
-
-
-def _share_with_tokens(
-    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None,
-) -> Any:  # fmt: skip
-    """Keys, values, tail, strip and copy of a layer after a call, of a device's own slots."""
-    policy, share = old.policy, shared_by(old.policy.placement.spread)
-    if not policy.keys.before_rotary:
-        keys = apply_rotary(keys, positions_from(length, keys.shape[2]), rotary)
-    body = old.keys, old.values
-    if old.tail is None:
-        stored = policy.stored if share is None else shared(policy.stored, share)
-        runs = stored.runs(length, keys.shape[2])
-        new = policy.keys.encode(keys), policy.values.encode(values)
-        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), body, new)
-        return *body, None, None, None
-    tail = old.tail if old.strip is None else old.strip.tail
-    body, tail, strip, fetched = append_behind(
-        policy, body, tail, length, count, keys, values, old.fetched, share
-    )
-    return *body, tail, strip, fetched
-
-
-def shared_by(spread: Spread | None) -> Share | None:
-    """The share of the slots that a device of a mesh has, on it; None for all."""
-    if spread is None or spread.parts == 1:
-        return None
-    return Share(spread.index(SEQUENCE), spread.parts)

@@ -8,6 +8,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.core.device import default_device
+from kvjax.layouts import Share
+from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
 
 _T = TypeVar("_T")
@@ -43,6 +45,12 @@ class Device:
     def parts(self) -> int:
         """How many devices share the slots of a layer."""
         return 1 if self.spread is None else self.spread.parts
+
+    def share(self) -> Share | None:
+        """The share of the slots that a device of the mesh has, in ``Spread.run``; None for all."""
+        if self.spread is None or self.parts == 1:
+            return None
+        return Share(self.spread.index(SEQUENCE), self.parts)
 
     def over(self, spread: Spread | None) -> Self:
         """The same place of other devices."""

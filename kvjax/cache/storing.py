@@ -1,4 +1,5 @@
-"""Write tokens behind a tail: the newest stay raw, whole blocks go to the body, encoded once."""
+"""A call's tokens as a device stores them: encoded in their slots, or raw in the tail, from where
+whole blocks go to the body, encoded once."""
 
 from dataclasses import replace
 
@@ -6,42 +7,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import Body, Strip, Tail
-from kvjax.cache.writing import write_far, write_rows
+from kvjax.cache.admission import positions_from
+from kvjax.cache.layer import Body, LayerCache, Strip, Tail
 from kvjax.codecs import Codec, Store
-from kvjax.core.typing import Array, KeysValues, Rows
-from kvjax.layouts import Ring, Share
+from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.typing import Array, Rows
+from kvjax.layouts import Ring, shared
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import Spread
-from kvjax.policies.cache_policy import CachePolicy
+from kvjax.placement.writing import write_far, write_rows
+
+Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
+"""Keys, values, tail, strip and copy of a layer."""
 
 
-def append_behind(
-    policy: CachePolicy,
-    body: Body,
-    tail: Tail,
-    length: Rows,
-    count: Rows,
-    keys: KeysValues,
-    values: KeysValues,
-    fetched: Body | None = None,
-    share: Share | None = None,
-) -> tuple[Body, Tail, Strip | None, Body | None]:
-    """The body, the tail, the strip and the body's copy on the device, after a call.
+def store_tokens(
+    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    rotary: RotaryTable | None,
+) -> Arrays:  # fmt: skip
+    """A layer's arrays after a call, of a device's own slots and blocks.
 
     Args:
-      policy: the layer's, resolved, with a tail.
-      body, tail: before the call.
+      old: the layer before the call.
+      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       length: int32[batch], tokens before the call.
       count: int32[batch], how many of ``new`` each row takes.
-      keys, values: [batch, kv_heads, new, head_dim]; keys as the codec wants them.
-      fetched: the copy before the call, or None.
-      share: of the body's blocks, where devices divide them; None for all.
+      rotary: the layer's table.
     """
-    split, raw = replace(policy.split, share=share), policy.raw
+    policy, new = old.policy, keys.shape[2]
+    if not policy.keys.before_rotary:
+        keys = apply_rotary(keys, positions_from(length, new), rotary)
+    if old.tail is not None:
+        return _behind_tail(old, old.tail, keys, values, length, count)
+    share = policy.placement.share()
+    layout = policy.stored if share is None else shared(policy.stored, share)
+    runs = layout.runs(length, new)
+    body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
+    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), body, fresh)
+    return *body, None, None, None
+
+
+def _behind_tail(
+    old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows
+) -> Arrays:
+    policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
+    if old.strip is not None:
+        tail = old.strip.tail
+    split, raw = replace(policy.split, share=policy.placement.share()), policy.raw
     assert raw is not None
     new, batch = keys.shape[2], count.shape[0]
-    fresh = Tail(raw[0].encode(jnp.asarray(keys)), raw[1].encode(jnp.asarray(values)))
+    fresh = Tail(raw[0].encode(keys), raw[1].encode(values))
     short = new <= split.block
     if short:
         runs = split.tail.runs(length, new)
@@ -95,7 +110,7 @@ def append_behind(
         fetched = None if fetched is None else kind.unflatten([near for _, near in both])
     else:
         body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
-    return body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
+    return *body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
 
 
 def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
