@@ -1,5 +1,6 @@
 """What all tests share: shapes checked at run time, sizes, compiled programs kept, a tiny model."""
 
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -123,6 +124,8 @@ def forget_programs(pages_before: list[int]):
 
         jax.clear_caches()
         gc.collect()
+        # What programs leave behind is handed back to the system, where its library can.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         pages_before[0] = resident_pages()
 
 

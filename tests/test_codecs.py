@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -150,6 +150,7 @@ def numbers(kind, seed):
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("bits", BITS)
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
+@example(("channel", None), "outliers", 49)  # the furthest of 303 draws, at 8 bits
 def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, seed):
     codec = resolved(kvjax.Integer(bits, *group, zero_point=zero_point))
     x = numbers(kind, seed)
@@ -158,7 +159,9 @@ def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, s
     error = np.abs(found - x)
     tiny = 1e-36 + 1e-6 * np.abs(x)
     if bits > 1:
-        assert np.all(error <= scale / 2 * (1 + 1e-6) + tiny)
+        # The distance from the zero point, and its quotient, are rounded once each in float32: by
+        # half of 2**-23 of so many scales.
+        assert np.all(error <= scale * (0.5 + 2.0**bits * 2**-23) + tiny)
     else:  # two values, about the mean: as a whole they are nearer than the mean alone
         axes = tuple(range(x.ndim))
         wide = x.astype(np.float64)
