@@ -5,7 +5,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,22 +64,19 @@ class Timed:
             self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
-        """One round of everything; the first one compiles, fills the caches and is not counted.
-
-        Raises:
-          NonFiniteError: if the model gives logits that are not finite.
-        """
-        found = {}
+        """One round of everything; the first one compiles, fills the caches and is not counted."""
+        found, full, nearly, one = {}, self._full, self._nearly_empty, self._one
+        decode = functools.partial(full.decode, halt=self._halt)
         with contextlib.nullcontext() if counted else self.meter.running():
             if prefill or not counted:
                 found["prefill"] = self._fill()
             if not counted:
-                self._bare(self._nearly_empty, self._one)
-            steps = self._full.put(np.int32(self.steps))
-            found["whole"] = self._back(self._whole, self._full, steps)
-            found["logits"] = self._back(self._bare, self._full, steps)
-            found["first"] = self._back(self._bare, self._nearly_empty, steps)
-            found["single"] = self._back(self._dispatches, self._full, self._one)
+                self._bare(nearly, one)
+            steps = jax.block_until_ready(full.put(np.int32(self.steps)))
+            found["whole"] = self._back(full, lambda: decode(steps))
+            found["logits"] = self._back(full, lambda: self._bare(full, steps))
+            found["first"] = self._back(nearly, lambda: self._bare(nearly, steps))
+            found["single"] = self._back(full, lambda: [decode(one) for _ in range(self.steps)])
         if counted:
             for kind, seconds in found.items():
                 self.seconds[kind].append(seconds)
@@ -116,21 +113,15 @@ class Timed:
         session.begin()
         return seconds
 
-    def _back(self, run: Callable[[Session, Array], Any], session: Session, steps: Array) -> float:
+    def _back(self, session: Session, run: Callable[[], Any]) -> float:
         """Seconds of a step of a run, after which the cache is as it was before."""
-        jax.block_until_ready((session.context, steps))
+        jax.block_until_ready(session.context)
         start = time.perf_counter()
-        jax.block_until_ready((run(session, steps), session.context))
+        jax.block_until_ready((run(), session.context))
         seconds = time.perf_counter() - start
         session.check()  # a loop ends early where logits are not finite
         session.take_back(self.steps)
         return seconds / self.steps
-
-    def _whole(self, session: Session, steps: Array) -> Any:
-        return session.decode(steps, self._halt)
-
-    def _dispatches(self, session: Session, one: Array) -> Any:
-        return [session.decode(one, self._halt) for _ in range(self.steps)]
 
     def _bare(self, session: Session, steps: Array) -> Any:
         session.context, logits = _logits_loop(
@@ -160,19 +151,6 @@ def _logits_loop(
 
     logits = jnp.zeros((len(tokens), vocab), jnp.float32)
     return lax.fori_loop(0, steps, one, (context, logits))
-
-
-def agree_on_steps(timed: Collection[Timed]) -> None:
-    """Give all of them the most steps that all of these caches can take back.
-
-    Raises:
-      ValueError: if one can take back none.
-    """
-    steps = min(each.revocable for each in timed)
-    if steps < 1:
-        raise ValueError("a ring without slack can't take back a step: give it slack=")
-    for each in timed:
-        each.steps = steps
 
 
 def difference(more: Sequence[float], less: Sequence[float]) -> float:

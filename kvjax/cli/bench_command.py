@@ -1,15 +1,21 @@
 """``kvjax bench``: how fast a model decodes here, and where the time goes."""
 
+import contextlib
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import jax
 import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
 from kvjax.core.sizes import readable_bytes
+from kvjax.memory.limits import device_memory
+from kvjax.memory.weights import weight_bytes
+from kvjax.placement.device import Device
 
 if TYPE_CHECKING:
     from kvjax.models.language_model import LanguageModel
@@ -25,8 +31,7 @@ def bench(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            "--cache",
-            help="A policy, NAME or NAME,SETTING=VALUE,...; several with commas, or repeated.",
+            help="A policy, NAME or NAME,SETTING=VALUE,...; several with commas, or repeated."
         ),
     ] = None,
     kv_bits: options.Bits = None,
@@ -76,22 +81,18 @@ def bench(
     typer.echo(reports.columns(tables.decode_rows(found)))
     typer.echo("\nmilliseconds of a step by difference; a prompt's, all rows together\n")
     typer.echo(reports.columns(tables.part_rows(found)))
-    typer.echo(f"\n{tables.device_line(found)}")
-    for words in found.left_out:
-        typer.echo(words)
+    typer.echo("\n".join(["", tables.device_line(found), *found.left_out]))
 
 
 def _policies(given: list[str] | None) -> list[str]:
     """Policies in words, one each: a piece without a value begins another."""
     found: list[str] = []
     for words in given or ["static"]:
-        begun = False
-        for piece in words.split(","):
-            if "=" in piece and begun:
+        for number, piece in enumerate(words.split(",")):
+            if "=" in piece and number:
                 found[-1] += f",{piece.strip()}"
             else:
                 found.append(piece.strip())
-            begun = True
     return found
 
 
@@ -103,19 +104,11 @@ def _numbers(option: str, words: str) -> list[int]:
 
 
 def _random(name: str, dtype: str | None) -> "LanguageModel":
-    """A model of a well-known shape with random weights.
-
-    Raises:
-      ValueError: if there is no such shape, kvjax runs no model of it, or it is more than memory.
-    """
-    import jax
-
-    from kvjax.memory.weights import weight_bytes
+    """A model of a well-known shape with random weights, where kvjax runs it and it has room."""
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
     from kvjax.models.language_model import LanguageModel
-    from kvjax.placement.device import Device
 
     check_dtype(dtype)
     shape = known_shape(name)
@@ -151,14 +144,8 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
 
 def _memory() -> int | None:
     """Bytes of the device's memory, or of the machine's where it is that; None if not told."""
-    import os
-
-    from kvjax.memory.limits import device_memory
-
-    try:
+    with contextlib.suppress(ValueError):
         return device_memory()
-    except ValueError:
-        names = getattr(os, "sysconf_names", {})
-        if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
-            return None
+    with contextlib.suppress(AttributeError, ValueError):  # not every system has these names
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

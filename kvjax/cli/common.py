@@ -5,15 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from kvjax.memory.shapes import SHAPES, ModelShape
+from kvjax.placement.mesh import make_mesh, parse_mesh
 
 
 def given_mesh(words: str) -> Any:
     """A mesh as it is written, or ``"auto"``."""
-    import jax
-
-    from kvjax.placement.mesh import make_mesh, parse_mesh
-
     if words == "auto":
         return words if jax.process_count() == 1 else make_mesh(tensor=jax.device_count())
     mesh = make_mesh(**parse_mesh(words))
@@ -41,23 +40,18 @@ def known_shape(name: str) -> ModelShape:
     return SHAPES[name]
 
 
-def read(file: Path) -> str:
-    """The words of a file; a ``ValueError`` if they are not UTF-8."""
-    return utf8(str(file), file.read_bytes())
-
-
-def utf8(source: str, raw: bytes) -> str:
-    """Words from bytes; a ``ValueError`` that names where they are from, if they are not UTF-8."""
+def read(file: Path | None) -> str:
+    """The words of a file, or of standard input; a ``ValueError`` if they are not UTF-8."""
+    raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        source = file or "standard input"
         raise ValueError(f"{source}: the text is not UTF-8 (byte {error.start})") from None
 
 
 def use_compilation_cache() -> None:
     """Keep compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache."""
-    import jax
-
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(_user_cache() / "kvjax" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

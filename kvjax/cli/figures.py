@@ -11,9 +11,7 @@ from kvjax.generation.statistics import GenerationStats
 
 def figures(stats: GenerationStats) -> dict[str, Any]:
     """What the command line shows of a generation's stats, by name."""
-    found = asdict(stats)
-    del found["stop_reasons"]
-    return found
+    return {name: each for name, each in asdict(stats).items() if name != "stop_reasons"}
 
 
 def one_line(found: dict[str, Any]) -> str:

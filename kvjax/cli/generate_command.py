@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli import options
-from kvjax.cli.common import given_mesh, read, use_compilation_cache, utf8
+from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.figures import figures, one_line, to_json
 from kvjax.cli.processes import joined
 from kvjax.generation.settings import Settings
@@ -103,12 +103,8 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     given = [value for value in (text, prompt, file) if value is not None]
     if len(given) > 1:
         raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
-    if file is not None:
-        words = read(file)
-    elif given and given != ["-"]:
+    if file is None and given not in ([], ["-"]):
         return str(given[0])
-    elif not given and sys.stdin.isatty():
+    if not given and sys.stdin.isatty():
         raise ValueError("no prompt: give a text, --file, or - to read standard input")
-    else:
-        words = utf8("standard input", sys.stdin.buffer.read())
-    return words.removesuffix("\n").removesuffix("\r")
+    return read(file).removesuffix("\n").removesuffix("\r")

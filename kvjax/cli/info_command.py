@@ -1,9 +1,12 @@
 """``kvjax info``: a model, its cache, and the devices."""
 
+import jax
 import typer
 
+import kvjax
 from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
+from kvjax.memory.sizes import bytes_a_token
 
 
 def info(
@@ -18,11 +21,7 @@ def info(
     as_json: options.Json = False,
 ) -> None:
     """Show a model, the bytes its cache takes a token, and the devices."""
-    import jax
-
-    import kvjax
     from kvjax import models
-    from kvjax.memory.sizes import bytes_a_token
 
     lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)

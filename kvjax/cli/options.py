@@ -20,20 +20,16 @@ Dtype = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        "--cache",
         help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
-        "offloaded, offloaded_static, auto.",
+        "offloaded, offloaded_static, auto."
     ),
 ]
 Bits = Annotated[
-    int | None,
-    typer.Option("--kv-bits", help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number."),
+    int | None, typer.Option(help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number.")
 ]
 KeyBits = Annotated[int | None, typer.Option(help="The same for keys alone.")]
 ValueBits = Annotated[int | None, typer.Option(help="The same for values alone.")]
-Group = Annotated[
-    int | None, typer.Option("--group-size", help="Numbers that share a scale; by default 64.")
-]
+Group = Annotated[int | None, typer.Option(help="Numbers that share a scale; by default 64.")]
 Prefetch = Annotated[
     int | None,
     typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),
@@ -51,7 +47,6 @@ MinP = Annotated[
 Mesh = Annotated[
     str,
     typer.Option(
-        "--mesh",
         help="Devices to share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
         "that one device has no memory for is spread over the local ones; with --distributed, "
         "every model over all of them.",

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from jax.sharding import AbstractMesh
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import by_place, to_json
 from kvjax.core.sizes import parse_bytes, readable_bytes
 from kvjax.memory.shapes import ModelShape
+from kvjax.placement.mesh import AXES, parse_mesh
 
 
 def plan(
@@ -40,8 +42,7 @@ def plan(
     ] = 1.0,
     devices: Annotated[int, typer.Option(help="How many share weights and heads evenly.")] = 1,
     mesh: Annotated[
-        str | None,
-        typer.Option("--mesh", help="Plan for devices that share the work: data=2,tensor=4."),
+        str | None, typer.Option(help="Plan for devices that share the work: data=2,tensor=4.")
     ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate temporaries instead of compiling a step.")
@@ -56,7 +57,8 @@ def plan(
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
-    planned, trained, name = _planned(model, revision, config, shape, dtype)
+    planned, trained = _planned(model, revision, config, shape, dtype)
+    name = str(model or config or shape or "the embedded model")
     max_len = trained if max_len is None else max_len
     if max_len is None:
         raise ValueError("the config does not say how long a text may be: give --max-len")
@@ -91,7 +93,18 @@ def plan(
         return
     each = "" if mesh is None else f", on each of {found.devices} devices ({mesh})"
     typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens{each}\n")
-    typer.echo(reports.columns(_plan_rows(found)))
+    rows = {
+        "weights": readable_bytes(found.weights),
+        "cache": by_place(found.cache),
+        "  a token of a row": by_place(found.token),
+        f"temporaries ({found.source})": readable_bytes(found.temporaries),
+        "device, in all": readable_bytes(found.device),
+        f"a step behind {found.length:,} tokens": "",
+        "  operations": f"{found.operations:.3g}",
+        "  without a cache": f"{found.operations_uncached:.3g}",
+        "  bytes read": readable_bytes(found.moved),
+    }
+    typer.echo(reports.columns([*rows.items()]))
     if rooms is not None:
         each = f" on each of {devices} devices" if devices > 1 else ""
         typer.echo(f"\n{memory} of memory{each}:\n")
@@ -100,10 +113,6 @@ def plan(
 
 def _abstract(words: str) -> Any:
     """A mesh of devices that need not be here."""
-    from jax.sharding import AbstractMesh
-
-    from kvjax.placement.mesh import AXES, parse_mesh
-
     if words == "auto":
         raise ValueError(
             "--mesh auto goes by the devices that are here: plan for so many, tensor=4"
@@ -118,8 +127,8 @@ def _planned(
     config: Path | None,
     shape: str | None,
     dtype: str | None,
-) -> tuple[Any, int | None, str]:
-    """What is planned for, the length that it was trained for, and its name."""
+) -> tuple[Any, int | None]:
+    """What is planned for, and the length that it was trained for."""
     from kvjax.models.architecture import Architecture
     from kvjax.models.config_json import read_config
     from kvjax.models.fields import read_json
@@ -129,25 +138,10 @@ def _planned(
     if config is None and shape is None:
         found = read_config(locate(model, revision, weights=False))
         found = dataclasses.replace(found, dtype=dtype or found.dtype or "bfloat16")
-        name = model or "the embedded model"
-        return Architecture(found), found.max_position_embeddings, name
+        return Architecture(found), found.max_position_embeddings
     alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
     alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
-    return alone, alone.context, str(config or shape)
-
-
-def _plan_rows(found: Any) -> list[list[str]]:
-    return [
-        ["weights", readable_bytes(found.weights)],
-        ["cache", by_place(found.cache)],
-        ["  a token of a row", by_place(found.token)],
-        [f"temporaries ({found.source})", readable_bytes(found.temporaries)],
-        ["device, in all", readable_bytes(found.device)],
-        [f"a step behind {found.length:,} tokens", ""],
-        ["  operations", f"{found.operations:.3g}"],
-        ["  without a cache", f"{found.operations_uncached:.3g}"],
-        ["  bytes read", readable_bytes(found.moved)],
-    ]
+    return alone, alone.context
 
 
 def _room_rows(rooms: list[Any]) -> list[list[str]]:

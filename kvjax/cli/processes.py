@@ -14,7 +14,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import whole_or_none
 
 NO_MEMORY = "RESOURCE_EXHAUSTED"
 """The status of an error of a device without memory left."""
@@ -43,8 +43,7 @@ def joined(
         ("--processes", processes, 1), ("--process-id", process_id, 0),
         ("--start-timeout", start_timeout, 1), ("--heartbeat-timeout", heartbeat_timeout, 1),
     ):  # fmt: skip
-        if value is not None:
-            whole_number(name, value, least)
+        whole_or_none(name, value, least)
     if processes is not None and process_id is not None and process_id >= processes:
         raise ValueError(
             f"--process-id is {process_id}, but there are {processes} processes, 0 the first"
@@ -83,13 +82,12 @@ def joined(
     try:
         _agree(told)
         yield jax.process_index() == 0
-    except JaxRuntimeError as error:
-        if error.error_code_string == NO_MEMORY:
-            _leave(_short(error))
-        # Beside its memory a device fails where what it waits for does not come.
-        _leave(f"another process of this run has ended, so this one can't go on ({_short(error)})")
     except (Exception, KeyboardInterrupt) as error:
-        _leave(_short(error))
+        words = _short(error)
+        # Beside its memory a device fails where what it waits for does not come.
+        if getattr(error, "error_code_string", NO_MEMORY) != NO_MEMORY:
+            words = f"another process of this run has ended, so this one can't go on ({words})"
+        _leave(words)
     jax.distributed.shutdown()
 
 

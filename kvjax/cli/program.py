@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import jax
 import typer
 
+from kvjax import __version__
 from kvjax.cli.bench_command import bench
 from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
@@ -38,8 +39,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        from kvjax import __version__
-
         typer.echo(f"kvjax {__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())

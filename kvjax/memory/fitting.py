@@ -83,13 +83,11 @@ def what_fits(
         return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
 
     @functools.cache
-    def taken(name: str, rows: int, tokens: int, place: str = "device") -> int:
+    def taken(name: str, rows: int, tokens: int) -> int:
         # Rows are alike, but where a memory decides which layers are on the device.
         if rows > 1 and budget_of(named[name]) is None:
-            return rows * taken(name, 1, tokens, place)
-        if place == "device":
-            return device_bytes(model.config, named[name], rows, tokens)
-        return cache_nbytes(model.config, named[name], batch=rows, max_len=tokens).get(place, 0)
+            return rows * taken(name, 1, tokens)
+        return device_bytes(model.config, named[name], rows, tokens)
 
     def holds(name: str, rows: int, tokens: int) -> bool:
         try:
@@ -100,7 +98,8 @@ def what_fits(
     limit = getattr(model.config, "position_limit", None)
     return [
         Room(
-            name, -(-taken(name, batch, max_len) // devices), taken(name, batch, max_len, "host"),
+            name, -(-taken(name, batch, max_len) // devices),
+            cache_nbytes(model.config, named[name], batch=batch, max_len=max_len).get("host", 0),
             allowed(batch, max_len),
             largest(lambda n, name=name: holds(name, n, max_len)),
             largest(lambda n, name=name: holds(name, batch, n), limit),

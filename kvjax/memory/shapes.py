@@ -35,6 +35,8 @@ class ModelShape:
     learned_positions: int = 0
     context: int | None = None
 
+    apply = None  # it does not run
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From a ``config.json`` of Transformers, of any family that has the usual names.
@@ -94,10 +96,6 @@ class ModelShape:
     def position_limit(self) -> int | None:
         """Positions that the model has."""
         return self.learned_positions or None
-
-    @property
-    def apply(self) -> None:
-        """It does not run."""
 
     def param_shardings(self, mesh: Any) -> NoReturn:
         """Raise ``ValueError``: which device has which part of a weight, a shape does not say."""

@@ -49,12 +49,10 @@ def cache_nbytes(
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
-def bytes_ahead(cache: KVCache, spread: Spread | None = None) -> int:
+def bytes_ahead(cache: KVCache, spread: Spread | None) -> int:
     """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
-    fetched ahead, at most. ``spread``: by default the cache's."""
-    own, spread = cache.layers, spread or cache.spread
-    if spread is not None:
-        own = [share_of(layer, spread) for layer in cache.layers]
+    fetched ahead, at most."""
+    own = cache.layers if spread is None else [share_of(each, spread) for each in cache.layers]
     return ahead_bytes(
         [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
     )
@@ -79,7 +77,6 @@ def memory_report(cache: KVCache) -> list[dict[str, Any]]:
     rows = []
     for number, layer in enumerate(cache.layers):
         arrays = [x for x in jax.tree.leaves((layer.keys, layer.values)) if hasattr(x, "sharding")]
-        kinds = {str(x.sharding.memory_kind) for x in arrays}
         held = layer.policy
         rows.append(
             {
@@ -88,7 +85,7 @@ def memory_report(cache: KVCache) -> list[dict[str, Any]]:
                 "keys": repr(held.keys),
                 "values": repr(held.values),
                 "place": held.placement.place,
-                "memory": "/".join(sorted(kinds)),
+                "memory": "/".join(sorted({str(x.sharding.memory_kind) for x in arrays})),
                 "body": tree_bytes((layer.keys, layer.values)),
                 "tail": tree_bytes((layer.tail, layer.strip)),
                 "tokens": held.layout.slots,
@@ -103,7 +100,7 @@ def device_bytes(
     """Bytes of the device, or of each device of a mesh, that a cache takes, layers that are fetched
     ahead among them."""
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
-    return nbytes(cache, cache.spread).get("device", 0) + bytes_ahead(cache)
+    return nbytes(cache, cache.spread).get("device", 0) + bytes_ahead(cache, cache.spread)
 
 
 def bytes_read(

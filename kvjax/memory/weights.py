@@ -65,11 +65,7 @@ def weight_bytes_read(params: Any, batch: int) -> int:
 
 def multiplied(params: Any) -> int:
     """Parameters that a token is multiplied by: matrices, but not tables that are looked up in."""
-    return sum(
-        math.prod(leaf.shape)
-        for leaf, looked_up in _tables(params)
-        if len(leaf.shape) > 1 and not looked_up
-    )
+    return sum(x.size for x, looked_up in _tables(params) if x.ndim > 1 and not looked_up)
 
 
 def _tables(params: Any) -> list[tuple[Any, bool]]:
@@ -78,7 +74,5 @@ def _tables(params: Any) -> list[tuple[Any, bool]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         leaves.append(({str(getattr(key, "key", key)) for key in path}, leaf))
     has_head = any(names & _HEADS for names, _ in leaves)
-    return [
-        (leaf, bool(names & _POSITIONS or (has_head and names & _LOOKUPS)))
-        for names, leaf in leaves
-    ]
+    tables = _POSITIONS | _LOOKUPS if has_head else _POSITIONS
+    return [(leaf, bool(names & tables)) for names, leaf in leaves]

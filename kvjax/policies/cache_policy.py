@@ -73,10 +73,7 @@ class CachePolicy:
     def stored(self) -> Layout:
         """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
         more where that many devices can't have the same number each."""
-        if self.has_tail:
-            return self.split.body
-        layout: Layout = self.layout
-        return layout.rounded(self.placement.parts)
+        return self.split.body if self.has_tail else self.layout.rounded(self.placement.parts)
 
     @property
     def revocable(self) -> int | None:
@@ -107,21 +104,18 @@ class CachePolicy:
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
         place = self.placement.fixed()
-        found = replace(self, layout=layout, keys=keys, values=values, placement=place, raw=None)
-        return replace(found, raw=found._tail_codecs())
+        return replace(self, layout=layout, keys=keys, values=values, placement=place)._with_raw()
 
     def elsewhere(self, placement: Device) -> "CachePolicy":
         """A resolved policy, with its body in another place of the same devices."""
-        moved = replace(self, placement=placement.of(self.placement))
-        return replace(moved, raw=moved._tail_codecs())
+        return replace(self, placement=placement.of(self.placement))._with_raw()
 
-    def _tail_codecs(self) -> tuple[Raw, Raw] | None:
-        """The codecs of the tail, of a policy whose own are resolved."""
-        if not self.has_tail:
-            return None
-        platform = self.placement.platform()
-        keys, values = Raw(self.keys.dtype), Raw(self.values.dtype)
-        return keys.resolve(None, platform), values.resolve(None, platform)
+    def _with_raw(self) -> "CachePolicy":
+        """With the codecs of the tail, of a policy whose own are resolved."""
+        raw, platform = None, self.placement.platform()
+        if self.has_tail:
+            raw = tuple(Raw(x.dtype).resolve(None, platform) for x in (self.keys, self.values))
+        return replace(self, raw=raw)
 
     def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
         """The same for every layer."""

@@ -83,11 +83,10 @@ def layer_sources(config: Any) -> tuple[int, ...] | None:
     """
     count = config.num_hidden_layers
     sources = getattr(config, "cache_sources", None)
-    if sources is None:
-        sources = _sources_by_type(config, getattr(config, "num_kv_shared_layers", None) or 0)
-    if sources is None:
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if sources is None and not shared:
         return None
-    sources = tuple(sources)
+    sources = tuple(_sources_by_type(config, shared) if sources is None else sources)
     reads = [0 <= source <= n and sources[source] == source for n, source in enumerate(sources)]
     if len(sources) != count or not all(reads):
         raise ValueError(
@@ -119,9 +118,7 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     return tuple(sizes.get(kind) for kind in kinds)
 
 
-def _sources_by_type(config: Any, shared: int) -> tuple[int, ...] | None:
-    if not shared:
-        return None
+def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:
     count = config.num_hidden_layers
     kinds = tuple(getattr(config, "layer_types", None) or ("",) * count)
     first = max(count - shared, 0)

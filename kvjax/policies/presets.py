@@ -214,9 +214,7 @@ def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
     """
     choice = policy(choice) if isinstance(choice, str) else choice
     if isinstance(choice, Sequence):
-        policies: tuple[Any, ...] = tuple(
-            policy(each) if isinstance(each, str) else each for each in choice
-        )
+        policies: Any = tuple(policy(each) if isinstance(each, str) else each for each in choice)
         if len(policies) != config.num_hidden_layers:
             raise ValueError(
                 f"{len(policies)} policies for a model of {config.num_hidden_layers} layers"

@@ -38,11 +38,10 @@ def transformers_policy(
     if backend not in known:
         raise ValueError(f"backend={backend!r}: there are {', '.join(map(repr, known))}")
     widths, axes = known[backend]
-    if nbits not in widths:
-        raise ValueError(f"nbits={nbits!r}: {backend} has {', '.join(map(str, widths))}")
-    for name, axis in (("axis_key", axis_key), ("axis_value", axis_value)):
-        if axis not in axes:
-            raise ValueError(f"{name}={axis!r}: {backend} has {', '.join(map(str, axes))}")
+    of_axes = ("axis_key", axis_key, axes), ("axis_value", axis_value, axes)
+    for name, given, has in (("nbits", nbits, widths), *of_axes):
+        if given not in has:
+            raise ValueError(f"{name}={given!r}: {backend} has {', '.join(map(str, has))}")
     residual = whole_number("residual_length", residual_length, MULTIPLE)
     block = min(64, residual // MULTIPLE * MULTIPLE)
 

@@ -62,9 +62,8 @@ def evaluate(
     """
     tokens = _tokens(lm, text)
     limit = lm.config.position_limit
-    if context is None:
-        context = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
-    context = whole_number("context", context, 2)
+    own = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
+    context = whole_number("context", own if context is None else context, 2)
     if limit is not None and context > limit:
         raise ValueError(f"context is {context}, but the model has only {limit} positions")
     chunk = whole_number("chunk", chunk, 1)

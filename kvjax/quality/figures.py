@@ -88,11 +88,10 @@ def cache_bytes(cache: KVCache) -> CacheBytes:
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     """The policies that no other beats in both bytes and mean divergence, fewest bytes first."""
+    at = {name: (each.bytes.body, each.overall.mean_kl) for name, each in qualities.items()}
     front: list[str] = []
-    for name in sorted(
-        qualities, key=lambda n: (qualities[n].bytes.body, qualities[n].overall.mean_kl)
-    ):
-        if not front or qualities[name].overall.mean_kl < qualities[front[-1]].overall.mean_kl:
+    for name in sorted(at, key=at.__getitem__):
+        if not front or at[name][1] < at[front[-1]][1]:
             front.append(name)
     return front
 

@@ -67,12 +67,11 @@ def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join([row[0].ljust(len(first)), *rest]).rstrip())
-    return "\n".join(lines)
+    padded = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width, pad = max(map(len, column)), str.rjust if number else str.ljust
+        padded.append([pad(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
 def as_figures(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,14 +86,12 @@ def pyplot() -> Any:
       ValueError: if it is not installed.
     """
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ModuleNotFoundError:
         raise ValueError(
             'a plot needs matplotlib: pip install "kvjax[plots]" installs it'
         ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot.switch_backend("agg")
     return pyplot
 
 
@@ -103,19 +100,17 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
-    shares = [100 * quality.bytes.of_bfloat16 for quality in qualities.values()]
+    points = {n: (100 * q.bytes.of_bfloat16, q.overall.mean_kl) for n, q in qualities.items()}
+    shares = [share for share, _ in points.values()]
     middle, labels = (min(shares) + max(shares)) / 2, []
-    for name, quality in qualities.items():
-        at = 100 * quality.bytes.of_bfloat16, quality.overall.mean_kl
-        best = name in front
-        axes.plot(*at, "o", color="tab:blue" if best else "tab:gray", markersize=7)
+    for name, at in points.items():
+        axes.plot(*at, "o", color="tab:blue" if name in front else "tab:gray", markersize=7)
         side, right = ("right", -7) if at[0] > middle else ("left", 7)
         labels.append(
             axes.annotate(name, at, (right, 5), textcoords="offset points", ha=side, fontsize=8)
         )
     axes.plot(
-        [100 * qualities[name].bytes.of_bfloat16 for name in front],
-        [qualities[name].overall.mean_kl for name in front],
+        *zip(*(points[name] for name in front), strict=True),
         "-", color="tab:blue", linewidth=1, label="no other is better in both",
     )  # fmt: skip
     axes.set(
