@@ -32,7 +32,8 @@ from kvjax.core.errors import CacheOverflowError, CheckpointError, KvjaxError, N
 from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
-from kvjax.generation.generator import GenerationResult, generate, stream
+from kvjax.generation.generator import generate, stream
+from kvjax.generation.streaming import GenerationResult
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.memory.fitting import what_fits
 from kvjax.memory.limits import InferenceLimits

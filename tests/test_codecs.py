@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import kvjax
 from kvjax.codecs._groups import rounded
-from kvjax.codecs._packing import pack, packed_rows, unpack
+from kvjax.codecs.integer import pack, unpack
 from kvjax.core.trees import tree_bytes
 from tests.matrix import CODECS, FULL
 
@@ -60,7 +60,7 @@ def test_packing_round_trips(bits, eights, width, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (2, 8 * eights, width), np.uint8)
     packed = pack(jnp.asarray(codes), bits)
     assert packed.dtype == jnp.uint8
-    assert packed.shape == (2, packed_rows(8 * eights, bits), width)
+    assert packed.shape == (2, eights * bits, width)
     assert packed.size * 8 == codes.size * bits
     assert np.array_equal(np.asarray(unpack(packed, bits)), codes)
 

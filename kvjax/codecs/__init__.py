@@ -1,6 +1,5 @@
 """Codecs: how the numbers of a cache are stored. Pure functions on arrays; they know no slots."""
 
-from kvjax.codecs._packing import MULTIPLE
 from kvjax.codecs.centred import Centred
 from kvjax.codecs.codec import (
     Codec,
@@ -13,7 +12,7 @@ from kvjax.codecs.codec import (
 )
 from kvjax.codecs.float8 import Float8
 from kvjax.codecs.half_quadratic import HalfQuadratic
-from kvjax.codecs.integer import BITS, Int1, Int2, Int3, Int4, Int8, Integer
+from kvjax.codecs.integer import BITS, MULTIPLE, Int1, Int2, Int3, Int4, Int8, Integer
 from kvjax.codecs.raw import Raw
 from kvjax.codecs.rotated import Rotated
 from kvjax.codecs.unrotated import Unrotated

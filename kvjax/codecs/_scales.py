@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
-from kvjax.codecs.codec import Store, plain_mix, plain_scores, stored_bytes
+from kvjax.codecs.codec import Codec, Store, plain_scores
 from kvjax.codecs.raw import Raw, without_gradient
 
 
-class WithScales:
+class WithScales(Codec):
     """A codec of blocks whose groups of numbers have scales in 16 bits. Abstract: the fields are
     the codec's own, and it says what its store is in float32."""
 
@@ -22,7 +22,6 @@ class WithScales:
     dtype: str | None
 
     blockwise = True
-    before_rotary = False
 
     def __post_init__(self) -> None:
         Groups(self.per, self.group)
@@ -52,12 +51,6 @@ class WithScales:
 
     def scores(self, queries: Array, store: Store) -> Array:
         return plain_scores(queries, self.wide(store))
-
-    def mix(self, weights: Array, store: Store) -> Array:
-        return plain_mix(weights, self.decode(store))
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return stored_bytes(self, shape)
 
     def each(self, scale: Array) -> Array:
         """A store's scales, or zero points, in float32, for split numbers."""

@@ -5,11 +5,11 @@ from typing import Any, Self
 
 from jaxtyping import Array
 
-from kvjax.codecs.codec import Store, stored_bytes
+from kvjax.codecs.codec import Codec, Store
 
 
 @dataclass(frozen=True)
-class Wrapping:
+class Wrapping(Codec):
     """A codec that changes something about ``codec``, and leaves the rest to it. Abstract."""
 
     codec: Any
@@ -43,9 +43,6 @@ class Wrapping:
 
     def decode(self, store: Store) -> Array:
         return self.codec.decode(store)
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return stored_bytes(self, shape)
 
     def scores(self, queries: Array, store: Store) -> Array:
         return self.codec.scores(queries, store)

@@ -21,7 +21,8 @@ Store = Any
 
 
 class Codec(Protocol):
-    """A codec. Frozen, hashable, and static.
+    """A codec. Frozen, hashable, and static. What is no abstract member has an answer here, for
+    those that say ``class Mine(Codec)``.
 
     ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
     share scales, so that whole blocks are encoded, and stand behind a tail; without it every
@@ -32,14 +33,12 @@ class Codec(Protocol):
     store's leaves have the blocks on axis 2, and the batch on axis 0.
     """
 
+    blockwise: bool
+    before_rotary: bool = False
+    joins_heads: bool = False
+
     @property
     def dtype(self) -> str | None: ...
-    @property
-    def blockwise(self) -> bool: ...
-    @property
-    def before_rotary(self) -> bool: ...
-    @property
-    def joins_heads(self) -> bool: ...
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":
@@ -57,24 +56,19 @@ class Codec(Protocol):
     def decode(self, store: Store) -> Array:
         """The stored form back to numbers in ``dtype``."""
 
-    @abstractmethod
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the store of numbers of ``shape``."""
+        return tree_bytes(jax.eval_shape(lambda: self.empty(shape)))
 
-    @abstractmethod
     def scores(self, queries: Array, store: Store) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times stored keys, which need not be decoded
         for it: float32[batch, kv_heads, rows, tokens]."""
+        return plain_scores(queries, self.decode(store))
 
-    @abstractmethod
     def mix(self, weights: Array, store: Store) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times stored values:
         float32[batch, kv_heads, rows, head_dim]."""
-
-
-def stored_bytes(codec: Any, shape: tuple[int, ...]) -> int:
-    """``Codec.nbytes``, by the shapes of an empty store."""
-    return tree_bytes(jax.eval_shape(lambda: codec.empty(shape)))
+        return plain_mix(weights, self.decode(store))
 
 
 def tokens_of(numbers: Array) -> Array:

@@ -1,5 +1,12 @@
-"""Codecs that store whole numbers of 1 to 8 bits, with scales in 16."""
+"""Codecs that store whole numbers of 1 to 8 bits, with scales in 16.
 
+Codes are packed along a block's tokens, in exactly as many bytes as they need: the first of a
+byte's codes belong to the first part of the tokens, and so on, so that unpacking is a shift by a
+constant over whole rows of channels.
+"""
+
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -7,11 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, mean, rounded
-from kvjax.codecs._packing import MULTIPLE, pack, packed_rows, unpack
 from kvjax.codecs._scales import WithScales, in_range, undifferentiable
 from kvjax.codecs.raw import Raw
 
 BITS = (1, 2, 3, 4, 8)
+MULTIPLE = 8
+"""A block's tokens are a multiple of this: then they fill bytes at every number of bits."""
 
 
 class Packed(NamedTuple):
@@ -56,7 +64,7 @@ class Integer(WithScales):
     def empty(self, shape: tuple[int, ...]) -> Packed:
         if shape[-2] % MULTIPLE:
             raise ValueError(f"a block of {shape[-2]} tokens: packed codes need a multiple of 8")
-        packed = (*shape[:-2], packed_rows(shape[-2], self.bits), shape[-1])
+        packed = (*shape[:-2], shape[-2] * self.bits // 8, shape[-1])
         scale = self._scales.empty(self.groups.scale_shape(shape))
         zero = self._scales.empty(self.groups.scale_shape(shape)) if self.zero_point else None
         return Packed(jnp.zeros(packed, jnp.uint8), scale, zero)
@@ -142,3 +150,26 @@ def _of_bits(bits: int) -> Any:
 
 
 Int8, Int4, Int3, Int2, Int1 = (_of_bits(bits) for bits in (8, 4, 3, 2, 1))
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """uint8[..., block, n] of codes below ``2 ** bits`` to uint8[..., block * bits / 8, n]."""
+    if bits == 8:
+        return codes
+    if bits == 3:
+        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-2)
+    parts = jnp.split(codes, 8 // bits, axis=-2)
+    return functools.reduce(operator.or_, (part << (bits * i) for i, part in enumerate(parts)))
+
+
+def unpack(packed: Array, bits: int) -> Array:
+    """Undo ``pack``."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        whole = packed.shape[-2]
+        low, high = packed[..., : whole * 2 // 3, :], packed[..., whole * 2 // 3 :, :]
+        return unpack(low, 2) | unpack(high, 1) << 2
+    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None, None]
+    codes = (packed[..., None, :, :] >> shifts) & jnp.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-2], -1, packed.shape[-1])

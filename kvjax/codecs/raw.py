@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs.codec import plain_mix, plain_scores, stored_bytes
+from kvjax.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
-class Raw:
+class Raw(Codec):
     """Store numbers in ``dtype``, without loss where the model computes in the same dtype.
 
     ``dtype``: a floating dtype's name; None is the dtype the model computes in.
@@ -26,8 +26,6 @@ class Raw:
     as_bits: bool = False
 
     blockwise = False
-    before_rotary = False
-    joins_heads = False
 
     def __post_init__(self) -> None:
         if self.dtype is None:
@@ -59,15 +57,6 @@ class Raw:
 
     def decode(self, store: Array) -> Array:
         return lax.bitcast_convert_type(store, jnp.dtype(self.dtype)) if self.as_bits else store
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return stored_bytes(self, shape)
-
-    def scores(self, queries: Array, store: Array) -> Array:
-        return plain_scores(queries, self.decode(store))
-
-    def mix(self, weights: Array, store: Array) -> Array:
-        return plain_mix(weights, self.decode(store))
 
     @property
     def _stored_dtype(self) -> Any:

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Array
-
 from kvjax.codecs._wrapping import Wrapping
-from kvjax.codecs.codec import Store, plain_scores
+from kvjax.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,5 @@ class Unrotated(Wrapping):
         """Keys are given unrotated."""
         return True
 
-    def scores(self, queries: Array, store: Store) -> Array:
-        """Queries times keys that have no positions to be turned to."""
-        return plain_scores(queries, self.decode(store))
+    # Of keys that have no positions to be turned to.
+    scores = Codec.scores

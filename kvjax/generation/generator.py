@@ -6,9 +6,7 @@ from kvjax.core.context import outside
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.request import Prompts, prepare
 from kvjax.generation.settings import Options, Settings, spelled_out
-from kvjax.generation.streaming import GenerationResult, Piece, Stream
-
-__all__ = ["GenerationResult", "Piece", "Stream", "generate", "stream"]
+from kvjax.generation.streaming import GenerationResult, Stream
 
 
 @spelled_out(Settings)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array
+from kvjax.core.typing import Array, Tokens
 from kvjax.generation.text import Tokenizer
 from kvjax.memory.weights import Loaded
 from kvjax.policies.model_config import CacheShape
@@ -17,7 +17,7 @@ class Model(Protocol):
     def apply(
         self,
         params: Any,
-        tokens: Array,
+        tokens: Tokens,
         cache: KVCache | None = None,
         *,
         lengths: Array | None = None,

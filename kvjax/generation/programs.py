@@ -10,19 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Int
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
-from kvjax.core.typing import Rows
+from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.model import Model
 from kvjax.generation.sampling import Filters, Logits, Sampling, Seen, sample
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
-
-Tokens = Int[Array, "batch new"]
-Flags = Bool[Array, " batch"]
 
 
 @state
@@ -79,8 +76,8 @@ class Progress:
 
     token: Rows
     count: Rows
-    done: Flags
-    broken: Flags
+    done: SomeRows
+    broken: SomeRows
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -91,7 +88,7 @@ def prefill(
     logits: Logits,
     tokens: Tokens,
     lengths: Rows,
-    ends: Flags,
+    ends: SomeRows,
 ) -> tuple[Context, Logits]:
     """Feed a chunk of the prompts; the context, and the logits after its text.
 
@@ -122,7 +119,7 @@ def decode(
     context: Context,
     progress: Progress,
     seen: Seen | None,
-    halt: Flags,
+    halt: SomeRows,
     settings: Sampling,
     limit: Array,
     steps: Array,

@@ -1,6 +1,5 @@
 """What a generation was asked for, checked before anything runs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import abstract_cache
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
+from kvjax.policies.model_config import same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 
 _SMALLEST_CAPACITY = 64
@@ -104,7 +104,6 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         options.limits.check(
             lm, chosen, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
         )
-    alike = _same_rotary(lm.config)
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if options.eos_token_ids is not None:
@@ -118,7 +117,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         prompts=rows, rows=asked, spread=spread, start=start, need=longest + limit,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
-        max_len=options.max_len if alike(1, UNLIMITED) else capacity,
+        max_len=options.max_len if same_rotary(lm.config, 1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
@@ -205,7 +204,7 @@ def _capacity(
     if max_len is None:
         bucket = capacity_bucket(need)
         # Rounding up must not change the frequencies of a length-dependent rotary kind.
-        if not _same_rotary(config)(need, bucket):
+        if not same_rotary(config, need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
     whole_number("max_len", max_len, 1)
@@ -214,8 +213,3 @@ def _capacity(
     if need > max_len:
         raise ValueError(f"{asked}, but max_len is {max_len}")
     return max_len
-
-
-def _same_rotary(config: ModelConfig) -> Callable[[int, int], bool]:
-    """Whether texts of up to these two lengths have the same rotary frequencies."""
-    return getattr(config, "same_rotary", lambda length, other: True)

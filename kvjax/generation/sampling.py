@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Rows
+from kvjax.core.typing import Rows, SomeRows
 
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
@@ -135,7 +135,7 @@ def sample(
     *,
     count: Rows,
     seen: Seen | None = None,
-) -> tuple[Rows, Bool[Array, " batch"]]:
+) -> tuple[Rows, SomeRows]:
     """Choose each row's next token, and say whether its logits were finite numbers; where they
     were not, the token means nothing.
 

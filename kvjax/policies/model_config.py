@@ -32,21 +32,25 @@ def model_dtype(config: Any) -> Any:
 def rotary_length(config: Any, reach: int) -> int | None:
     """The length of text that a cache's keys are turned for, or None if all lengths are alike.
 
-    ``reach``: positions that its distances stay below. By ``same_rotary(length, other)``, whether
-    two lengths have the same frequencies, where the config has it.
+    ``reach``: positions that its distances stay below. By the config's ``same_rotary(length,
+    other)``, where it has that.
 
     Raises:
       ValueError: if frequencies depend on the length, and the cache has no end.
     """
-    same = getattr(config, "same_rotary", None)
-    if same is None or same(1, UNLIMITED):
+    if same_rotary(config, 1, UNLIMITED):
         return None
     if reach >= UNLIMITED:
         raise ValueError(
             "the model's rotary frequencies depend on the length of the text: a cache that grows "
             "needs max_len, the tokens that a row can ever hold"
         )
-    return 1 if same(1, reach) else reach
+    return 1 if same_rotary(config, 1, reach) else reach
+
+
+def same_rotary(config: Any, length: int, other: int) -> bool:
+    """Whether texts of up to these two lengths have the same rotary frequencies."""
+    return getattr(config, "same_rotary", lambda *_: True)(length, other)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

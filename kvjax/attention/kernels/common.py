@@ -18,7 +18,5 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
 
 def compiled(run: Callable[..., Any], *arrays: Array) -> Any:
     """``run(*arrays, interpret=)``, without a device's compiler on CPUs."""
-    interpreted = functools.partial(run, interpret=True)
-    return lax.platform_dependent(
-        *arrays, cpu=interpreted, default=functools.partial(run, interpret=False)
-    )
+    on_cpu, elsewhere = (functools.partial(run, interpret=each) for each in (True, False))
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
