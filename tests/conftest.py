@@ -41,6 +41,9 @@ os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 install_import_hook("kvjax", "tests.shapes.check")
 
+# Tracing makes many objects and few circles: to look for these less often saves a sixth.
+gc.set_threshold(100_000, 20, 100)
+
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None, derandomize=True)
 hypothesis.settings.load_profile(PROFILE := "full" if FULL else "plain")

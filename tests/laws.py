@@ -8,7 +8,7 @@ import numpy as np
 
 import kvjax
 from kvjax.core.rotary import rotary_table
-from tests import naive
+from tests import matrix, naive
 from tests.matrix import OPERATIONS, Held, tiny_config
 
 KV, GROUP, DIM, WIDTH, TOKENS = 2, 2, 8, 16, 60
@@ -25,8 +25,11 @@ def texts(rows: int = 3, heads: int = KV * GROUP, kv: int = KV) -> tuple[np.ndar
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
-def truth(held: Held, *of: int) -> np.ndarray:
-    """What each token of each text gets: [rows, heads, tokens, head_dim]."""
+@functools.cache
+def truth(codecs: tuple[str, ...], layout: str, *of: int) -> np.ndarray:
+    """What each token of each text gets, wherever a cell's cache is: [rows, heads, tokens,
+    head_dim]."""
+    held = matrix.held(codecs, layout)
     window, sinks = held.sight
     cap = None if window is None else sinks + window - 1
     rows = [

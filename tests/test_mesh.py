@@ -50,7 +50,7 @@ def check(cell):
     shardings = [leaf.sharding for leaf in jax.tree.leaves(cache)]
     found, cache = run(cache, cell.heads)
     assert [leaf.sharding for leaf in jax.tree.leaves(cache)] == shardings
-    true = laws.truth(one, ROWS, 8, kv)
+    true = laws.truth(cell.codecs, cell.layout, ROWS, 8, kv)
     for mixed, begins, take in found:
         laws.close(mixed, laws.wanted(true, begins, take, CHUNK), one.tolerance)
     other = alone(cell.codecs, cell.layout, cell.heads)

@@ -34,7 +34,7 @@ from tests.matrix import (
 def filled(codecs, layout, placement, max_len):
     """A cell's policy, the truth, and its cache, filled in full calls."""
     one = held(codecs, layout, placement)
-    true = laws.truth(held(codecs, layout))
+    true = laws.truth(codecs, layout)
     chunks = laws.in_chunks(LENGTHS, WIDTH)
     cache = laws.empty(one, max_len)
     return one, true, laws.fill(cache, chunks, texts(), LENGTHS, true, one.tolerance)
