@@ -44,3 +44,15 @@ def test_the_tree_has_a_line_a_file():
     every = {path.relative_to(ROOT) for path in (ROOT / "kvjax").rglob("*.py")}
     rooms = {path for path in every if path.parts[1] != "models" and path.name != "__init__.py"}
     assert found == rooms | {Path("kvjax/__init__.py")}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_file_that_is_not_there(page):
+    text = page.read_text(encoding="utf-8")
+    folders = ("kvjax", "models", "tests", "benchmarks")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    for name in re.findall(r"(?<!mlx-lm's )`([\w/]+\.py)\b", text):
+        assert any(path.endswith(f"/{name}") for path in there), name
