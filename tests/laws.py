@@ -39,7 +39,9 @@ def truth(codecs: tuple[str, ...], layout: str, *of: int) -> np.ndarray:
         )
         for row in zip(*texts(*of), strict=True)
     ]  # fmt: skip
-    return np.array(rows).swapaxes(1, 2)
+    found = np.array(rows).swapaxes(1, 2)
+    found.setflags(write=False)
+    return found
 
 
 @jax.jit

@@ -46,10 +46,10 @@ def test_the_tree_has_a_line_a_file():
     assert found == rooms | {Path("kvjax/__init__.py")}
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_no_file_that_is_not_there(page):
     text = page.read_text(encoding="utf-8")
     folders = ("kvjax", "models", "tests", "benchmarks")

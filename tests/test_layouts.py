@@ -13,6 +13,7 @@ import kvjax
 from kvjax.cache.status import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED
 from tests import laws
+from tests.alive import alive
 from tests.matrix import tiny_config, tiny_model
 from tests.scripted import scripted
 
@@ -132,10 +133,10 @@ def test_growing_holds_one_layer_twice_at_most():
     held = []
 
     def watch(layer):
-        held.append(sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4))
+        held.append(sum(x.nbytes for x in alive() if x.ndim == 4))
 
     sizes = [x.nbytes for x in jax.tree.leaves(cache.layers)]
-    base = sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4) - sum(sizes)
+    base = sum(x.nbytes for x in alive() if x.ndim == 4) - sum(sizes)
     cache = kvjax.grow(cache, 512)
     watch(None)
     assert held[-1] - base == 2 * sum(sizes)

@@ -19,6 +19,7 @@ from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.memory.sizes import bytes_a_token, cache_nbytes, memory_report
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
+from tests.alive import alive
 from tests.matrix import tiny_config, tiny_model
 
 MODEL, PARAMS = tiny_model()
@@ -57,13 +58,13 @@ def test_planned_bytes_are_allocated(name):
 
 def test_nothing_is_allocated():
     """The shape of a model of 65 billion weights is planned for in this process."""
-    before = len(jax.live_arrays())
+    before = len(alive())
     shape = ModelShape(80, 8192, 22016, 64, 64, 128, 32000)
     found = plan(shape, kvjax.policy(bits=4), batch=16, max_len=32768)
     assert found.weights == pytest.approx(2 * 65.3e9, rel=0.01)
     body = 16 * 32768 * 80 * 2 * 8192 * 0.28125 * 2
     assert body < found.cache["device"] < 1.02 * body  # and the tail
-    assert len(jax.live_arrays()) == before
+    assert len(alive()) == before
 
 
 @pytest.mark.parametrize("new", [1, 64])
@@ -282,7 +283,7 @@ class TestLimits:
         ],
     )
     def test_beyond_them_is_an_error_before_anything_is_made(self, tiny_llama, limits, message):
-        before = len(jax.live_arrays())
+        before = len(alive())
         with pytest.raises(ValueError, match=message):
             kvjax.generate(
                 tiny_llama, ["abc", "de"], max_new_tokens=30, limits=InferenceLimits(**limits)
@@ -291,7 +292,7 @@ class TestLimits:
             kvjax.stream(
                 tiny_llama, ["abc", "de"], max_new_tokens=30, limits=InferenceLimits(**limits)
             )
-        assert len(jax.live_arrays()) == before
+        assert len(alive()) == before
 
     def test_smaller_caches_go_further(self, tiny_llama):
         config = tiny_llama.config

@@ -14,6 +14,7 @@ from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
 from kvjax.placement.budget import Budget, Sizes
 from tests import laws
+from tests.alive import alive
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 MODEL, _ = tiny_model()
@@ -96,7 +97,7 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     cache = filled(kvjax.Dense(), codec)
     kept = kvjax.fork(cache)
     jax.block_until_ready((cache, kept))
-    before = sum(x.nbytes for x in jax.live_arrays())
+    before = sum(x.nbytes for x in alive())
     # A raw layer has a tail on the host.
     there = kvjax.init_cache(MODEL.config, kvjax.CachePolicy(
         kvjax.Dense(), codec, codec, kvjax.Host(), block=BLOCK), batch=2, max_len=128)  # fmt: skip
@@ -106,9 +107,9 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     store = kvjax.Host.store
 
     def watched(self, body):
-        seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        seen.append(sum(x.nbytes for x in alive()) - before)
         found = store(self, body)
-        seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        seen.append(sum(x.nbytes for x in alive()) - before)
         return found
 
     monkeypatch.setattr(kvjax.Host, "store", watched)
@@ -294,11 +295,11 @@ def test_more_rows_send_layers_away(tiny_llama, layout):
 
 def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_llama):
     least = 2 * sizes_of(tiny_llama, 16, 512)[1]
-    before = len(jax.live_arrays())
+    before = len(alive())
     small = kvjax.Auto(stored(16, GROWING), least - 1)
     with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device.* would take"):
         kvjax.generate(tiny_llama, PROMPTS, cache=small, **AT)
-    assert len(jax.live_arrays()) == before
+    assert len(alive()) == before
     found = kvjax.generate(tiny_llama, PROMPTS, cache=replace(small, memory=least), **AT)
     assert set(places(found.cache)) == {"host"}
     four = kvjax.repeat(kvjax.select(found.cache, [0]), 4)

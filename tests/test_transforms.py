@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import kvjax
+from tests.alive import alive
 from tests.matrix import tiny_model
 
 MODEL, PARAMS = tiny_model()
@@ -117,13 +118,13 @@ def test_donation_leaves_no_second_cache_alive():
     _, cache = step(PARAMS, TOKENS[:, :1], cache)
     shape = cache.layers[0].keys.shape
 
-    def alive():
-        return sum(array.shape == shape for array in jax.live_arrays())
+    def held():
+        return sum(array.shape == shape for array in alive())
 
-    before = alive()
+    before = held()
     for _ in range(3):
         _, cache = step(PARAMS, TOKENS[:, :1], cache)
-    assert alive() == before
+    assert held() == before
 
 
 def test_custom_attention_with_what_read_gives():
