@@ -41,7 +41,7 @@ os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 install_import_hook("kvjax", "tests.shapes.check")
 
-# Tracing makes many objects and few circles: to look for these less often saves a sixth.
+# Tracing makes many objects and few circles: a cell on a mesh takes up to a tenth less time so.
 gc.set_threshold(100_000, 20, 100)
 
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
