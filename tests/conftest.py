@@ -41,9 +41,6 @@ os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 install_import_hook("kvjax", "tests.shapes.check")
 
-# Tracing makes many objects and few circles: a cell on a mesh takes up to a tenth less time so.
-gc.set_threshold(100_000, 20, 100)
-
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None, derandomize=True)
 hypothesis.settings.load_profile(PROFILE := "full" if FULL else "plain")

@@ -130,16 +130,14 @@ def content(cache, layer, row=0):
 def test_growing_holds_one_layer_twice_at_most():
     cache = fill(kvjax.init_cache(CONFIG, "dynamic", batch=2), 200)
     before, old = content(cache, 1), cache
-    held = []
 
-    def watch(layer):
-        held.append(sum(x.nbytes for x in alive() if x.ndim == 4))
+    def held():
+        return sum(x.nbytes for x in alive() if x.ndim == 4)
 
     sizes = [x.nbytes for x in jax.tree.leaves(cache.layers)]
-    base = sum(x.nbytes for x in alive() if x.ndim == 4) - sum(sizes)
+    base = held() - sum(sizes)
     cache = kvjax.grow(cache, 512)
-    watch(None)
-    assert held[-1] - base == 2 * sum(sizes)
+    assert held() - base == 2 * sum(sizes)
     assert all(x.is_deleted() for x in jax.tree.leaves(old.layers))
     assert cache.max_len == 512 and content(cache, 1) == before
     with pytest.raises(ValueError, match="the cache holds 512 tokens a row: 100 would be fewer"):
