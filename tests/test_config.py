@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import kvjax
 from kvjax.models import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig, read_config
 from kvjax.models.config import Config
 from kvjax.models.generation import GenerationDefaults, read_generation
+from kvjax.policies.model_config import same_rotary
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -206,6 +208,11 @@ def test_gemma3_lengths_of_one_rotary_kind(tmp_path: Path, kind: str) -> None:
     assert config.same_rotary(40, 64) and config.same_rotary(96, 96)
     assert not config.same_rotary(65, 96)
     assert gemma(tmp_path, GEMMA3).same_rotary(65, 96)
+
+
+def test_a_config_that_does_not_tell_of_lengths_has_one_rotary_embedding() -> None:
+    for config in (SimpleNamespace(), SimpleNamespace(same_rotary=None)):
+        assert same_rotary(config, 1, 1 << 30)
 
 
 @pytest.mark.parametrize(

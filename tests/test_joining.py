@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvjax
+from kvjax.codecs import Codec
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.layouts import Region, Run
 from tests import matrix, test_copies, test_mesh, test_recompute
@@ -76,7 +78,7 @@ class Sixteenths:
     blockwise, before_rotary, joins_heads = True, False, False
 
     def resolve(self, model_dtype, platform):
-        return Sixteenths(self.dtype or model_dtype)
+        return dataclasses.replace(self, dtype=self.dtype or model_dtype)
 
     def empty(self, shape):
         return jnp.zeros(shape, jnp.int8)
@@ -103,6 +105,38 @@ def joined(monkeypatch):
     """The two lines."""
     monkeypatch.setitem(matrix.LAYOUTS, "halves", (Halves(), (None, 0)))
     monkeypatch.setitem(matrix.CODECS, "sixteenths", Sixteenths())
+
+
+class Asked(Sixteenths):
+    """What it says of itself is worked out."""
+
+    blockwise = property(lambda self: True)
+    before_rotary = joins_heads = property(lambda self: False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Short(Codec):
+    """A codec that leaves to ``Codec`` what has an answer there."""
+
+    dtype: str | None = None
+    blockwise: bool = True
+
+    resolve, empty = Sixteenths.resolve, Sixteenths.empty
+    encode, decode = Sixteenths.encode, Sixteenths.decode
+
+
+CODECS: tuple[Codec, ...] = (Sixteenths(), Asked(), Short())
+"""In any of these forms, as type checkers see it."""
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_of_every_form_are_codecs(codec):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 11, 4)), jnp.float32)
+    keys, values = kvjax.quantize_kv(x, x, codec, block=16)
+    assert keys.nbytes == codec.nbytes((1, 2, 1, 16, 4)) == 128
+    assert type(keys.codec) is type(codec)
+    for found in kvjax.dequantize_kv(keys, values):
+        assert float(abs(found - x).max()) <= 1 / 32
 
 
 TEAM = ("sixteenths", "int8")

@@ -119,8 +119,7 @@ def _fits(section: Section, rows: Array) -> bool:
 
 
 def _all_seen(section: Section, mask: Mask) -> bool:
-    """Whether queries may see most of a section: else the blocks that they do not see are left
-    out."""
+    """Whether queries may see most of a section: else blocks that they do not see are left out."""
     return min(mask.window or section.size, mask.chunk or section.size) >= FILLED * section.size
 
 

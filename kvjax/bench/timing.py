@@ -64,7 +64,8 @@ class Timed:
             self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
-        """One round of everything; the first one compiles, fills the caches and is not counted."""
+        """One round of everything; the first one compiles, fills the caches and is not counted. A
+        ``NonFiniteError`` if the model gives logits that are not finite."""
         found, full, nearly, one = {}, self._full, self._nearly_empty, self._one
         decode = functools.partial(full.decode, halt=self._halt)
         with contextlib.nullcontext() if counted else self.meter.running():

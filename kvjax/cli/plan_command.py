@@ -117,8 +117,7 @@ def _abstract(words: str) -> Any:
         raise ValueError(
             "--mesh auto goes by the devices that are here: plan for so many, tensor=4"
         )
-    sizes = parse_mesh(words)
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+    return AbstractMesh(tuple(parse_mesh(words).get(axis, 1) for axis in AXES), AXES)
 
 
 def _planned(

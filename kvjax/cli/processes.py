@@ -85,7 +85,7 @@ def joined(
     except (Exception, KeyboardInterrupt) as error:
         words = _short(error)
         # Beside its memory a device fails where what it waits for does not come.
-        if getattr(error, "error_code_string", NO_MEMORY) != NO_MEMORY:
+        if getattr(error, "error_code_string", None) not in (None, NO_MEMORY):
             words = f"another process of this run has ended, so this one can't go on ({words})"
         _leave(words)
     jax.distributed.shutdown()

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -21,7 +21,7 @@ class WithScales(Codec):
     scales: Raw | None
     dtype: str | None
 
-    blockwise = True
+    blockwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Groups(self.per, self.group)
@@ -72,8 +72,7 @@ undifferentiable = without_gradient(
 
 
 def in_range(x: Array, dtype: str | None) -> Array:
-    """float32 numbers that ``dtype`` has too: a scale that was rounded up may lead beyond float16's
-    largest."""
+    """float32 numbers that ``dtype`` has too: scales, rounded up, may lead beyond float16's."""
     if dtype != "float16":
         return x
     largest = float(jnp.finfo(jnp.float16).max)

@@ -1,7 +1,7 @@
 """What a codec that wraps another leaves to it."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Array
 
@@ -14,7 +14,7 @@ class Wrapping(Codec):
 
     codec: Any
 
-    blockwise = True
+    blockwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, type) or not hasattr(self.codec, "blockwise"):

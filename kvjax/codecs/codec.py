@@ -21,8 +21,8 @@ Store = Any
 
 
 class Codec(Protocol):
-    """A codec. Frozen, hashable, and static. What is no abstract member has an answer here, for
-    those that say ``class Mine(Codec)``.
+    """A codec. Frozen, hashable, and static. Its members that are not abstract have an answer
+    here, for those that say ``class Mine(Codec)``.
 
     ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
     share scales, so that whole blocks are encoded, and stand behind a tail; without it every
@@ -33,12 +33,19 @@ class Codec(Protocol):
     store's leaves have the blocks on axis 2, and the batch on axis 0.
     """
 
-    blockwise: bool
-    before_rotary: bool = False
-    joins_heads: bool = False
+    @property
+    @abstractmethod
+    def dtype(self) -> str | None: ...
+    @property
+    @abstractmethod
+    def blockwise(self) -> bool: ...
+    @property
+    def before_rotary(self) -> bool:
+        return False
 
     @property
-    def dtype(self) -> str | None: ...
+    def joins_heads(self) -> bool:
+        return False
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":

@@ -15,8 +15,7 @@ KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 class Scaled(NamedTuple):
-    """A store: ``bits`` uint8 in the shape of the numbers, and the ``scale`` of each group, in 16
-    bits."""
+    """A store: ``bits`` uint8 in the shape of the numbers, and each group's 16-bit ``scale``."""
 
     bits: Array
     scale: Array
@@ -62,5 +61,4 @@ class Float8(WithScales):
     def wide(self, store: Scaled) -> Array:
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
-        scale = self.each(store.scale)
-        return in_range(self.groups.join(split * scale), self.dtype)
+        return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)

@@ -53,8 +53,7 @@ class HalfQuadratic(Wrapping):
             error = (x - scale * codec.codes(x, scale, zero)) - zero
             return jnp.mean(jnp.abs(error) ** NORM, axes, keepdims=True)
 
-        found = lax.fori_loop(0, self.steps, step, start)
-        found = rounded(found, kind, up=False)
+        found = rounded(lax.fori_loop(0, self.steps, step, start), kind, up=False)
         return codec.store(x, scale, jnp.where(loss(found) < loss(start), found, start))
 
 

@@ -118,8 +118,7 @@ class Integer(WithScales):
         scale = self.each(store.scale)
         if store.zero is None:
             return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
-        zero = self.each(store.zero)
-        return in_range(self.groups.join(split * scale + zero), self.dtype)
+        return in_range(self.groups.join(split * scale + self.each(store.zero)), self.dtype)
 
     @property
     def _levels(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class Raw(Codec):
     dtype: str | None = None
     as_bits: bool = False
 
-    blockwise = False
+    blockwise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.dtype is None:

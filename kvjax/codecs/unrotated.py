@@ -20,5 +20,5 @@ class Unrotated(Wrapping):
         """Keys are given unrotated."""
         return True
 
-    # Of keys that have no positions to be turned to.
+    # Its store's keys can be multiplied only as they were before the rotary embedding: decoded.
     scores = Codec.scores

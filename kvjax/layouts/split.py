@@ -73,8 +73,7 @@ class Split:
 
     def slot_of(self, positions: Positions) -> Positions:
         """Where the body has a position, counted in tokens, if it has it at all."""
-        slot = self.body.slot_of(positions // self.block)
-        return slot * self.block + positions % self.block
+        return self.body.slot_of(positions // self.block) * self.block + positions % self.block
 
     def rewindable(self, length: Rows, written: Rows) -> Rows:
         """How many of its newest tokens each row can forget: at least a block, for the tail still

@@ -50,7 +50,8 @@ def rotary_length(config: Any, reach: int) -> int | None:
 
 def same_rotary(config: Any, length: int, other: int) -> bool:
     """Whether texts of up to these two lengths have the same rotary frequencies."""
-    return getattr(config, "same_rotary", lambda *_: True)(length, other)
+    told = getattr(config, "same_rotary", None)
+    return told is None or told(length, other)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,10 @@ def pyplot() -> Any:
     Raises:
       ValueError: if it is not installed.
     """
-    try:
-        from matplotlib import pyplot
-    except ModuleNotFoundError:
-        raise ValueError(
-            'a plot needs matplotlib: pip install "kvjax[plots]" installs it'
-        ) from None
+    if find_spec("matplotlib") is None:
+        raise ValueError('a plot needs matplotlib: pip install "kvjax[plots]" installs it')
+    from matplotlib import pyplot
+
     pyplot.switch_backend("agg")
     return pyplot
 
