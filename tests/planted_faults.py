@@ -60,12 +60,12 @@ FAULTS = (
     ),
     Fault(
         "a zero point is forgotten", "codecs/integer.py",
-        "return in_range(self.groups.join(split * scale + zero), self.dtype)",
+        "return in_range(self.groups.join(split * scale + self.each(store.zero)), self.dtype)",
         "return in_range(self.groups.join(split * scale), self.dtype)", ("codecs",),
     ),
     Fault(
         "a scale of 8-bit floats is forgotten", "codecs/float8.py",
-        "return in_range(self.groups.join(split * scale), self.dtype)",
+        "return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)",
         "return in_range(self.groups.join(split), self.dtype)", ("codecs",),
     ),
     Fault(

@@ -1,6 +1,7 @@
 """A layout and a codec that nobody built before join the law matrix by a line each."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -119,18 +120,40 @@ class Short(Codec):
     """A codec that leaves to ``Codec`` what has an answer there."""
 
     dtype: str | None = None
-    blockwise: bool = True
+    blockwise: ClassVar[bool] = True
 
     resolve, empty = Sixteenths.resolve, Sixteenths.empty
     encode, decode = Sixteenths.encode, Sixteenths.decode
 
 
-CODECS: tuple[Codec, ...] = (Sixteenths(), Asked(), Short())
-"""In any of these forms, as type checkers see it."""
+@dataclasses.dataclass(frozen=True)
+class Told(Codec):
+    """A codec that must be told everything."""
+
+    dtype: str | None
+    blockwise: bool
+    joins_heads: bool = dataclasses.field(kw_only=True)
+
+    resolve, empty = Sixteenths.resolve, Sixteenths.empty
+    encode, decode = Sixteenths.encode, Sixteenths.decode
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_codecs_of_every_form_are_codecs(codec):
+class Own(Short):
+    """Its members are of one object."""
+
+    def __init__(self, dtype=None):
+        for name, value in {"dtype": dtype, "blockwise": True, "joins_heads": False}.items():
+            object.__setattr__(self, name, value)
+
+
+FORMS: tuple[Codec, ...] = (
+    Sixteenths(), Asked(), Short(), Told(None, True, joins_heads=False), Own()
+)  # fmt: skip
+"""As type checkers see it too."""
+
+
+@pytest.mark.parametrize("codec", FORMS, ids=lambda codec: type(codec).__name__)
+def test_a_codec_has_one_of_many_forms(codec):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 11, 4)), jnp.float32)
     keys, values = kvjax.quantize_kv(x, x, codec, block=16)
     assert keys.nbytes == codec.nbytes((1, 2, 1, 16, 4)) == 128

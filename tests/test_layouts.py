@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache.status import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED
+from kvjax.operations import growth
 from tests import laws
 from tests.alive import alive
 from tests.matrix import tiny_config, tiny_model
@@ -127,7 +128,7 @@ def content(cache, layer, row=0):
     }
 
 
-def test_growing_holds_one_layer_twice_at_most():
+def test_growing_holds_one_layer_twice_at_most(monkeypatch):
     cache = fill(kvjax.init_cache(CONFIG, "dynamic", batch=2), 200)
     before, old = content(cache, 1), cache
 
@@ -136,7 +137,16 @@ def test_growing_holds_one_layer_twice_at_most():
 
     sizes = [x.nbytes for x in jax.tree.leaves(cache.layers)]
     base = held() - sum(sizes)
+    seen, mark = [], growth.mark
+
+    def watched(*layer):  # the one before has grown, and this one is there twice
+        seen.append(held() - base)
+        return mark(*layer)
+
+    monkeypatch.setattr(growth, "mark", watched)
     cache = kvjax.grow(cache, 512)
+    layer = sum(sizes) // len(seen)
+    assert seen == [sum(sizes) + (n + 2) * layer for n in range(len(cache.layers))]
     assert held() - base == 2 * sum(sizes)
     assert all(x.is_deleted() for x in jax.tree.leaves(old.layers))
     assert cache.max_len == 512 and content(cache, 1) == before

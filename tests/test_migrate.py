@@ -65,7 +65,7 @@ def test_there_and_back(layout, codec):
         assert memories(cache) == expected
         cache = kvjax.migrate(cache, kvjax.Device(), layers=half)
         jax.block_until_ready(cache)
-        here = len(jax.live_arrays()), sum(x.nbytes for x in jax.live_arrays())
+        here = len(alive()), sum(x.nbytes for x in alive())
         assert live < 0 or (here[0] <= live and here[1] <= size)
         live, size = here if turn == 1 else (live, size)
     assert memories(cache) == ["device"] * 2

@@ -15,6 +15,7 @@ from kvjax.core.trees import tree_bytes
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
 from tests import laws, transfers
+from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, tiny_config, tiny_model
 from tests.test_copies import PROGRAMS
@@ -163,7 +164,7 @@ def test_there_and_back():
     for turn in range(100):
         cache = convert(cache, (far, near) if turn % 2 else (far, far))  # half of the layers too
         cache = convert(cache, (near, near))
-        count = len(jax.live_arrays())
+        count = len(alive())
         assert live is None or count <= live
         live = count if turn == 1 else live
     found, _ = APPLY(TEXT[:, 48:52], cache)

@@ -59,7 +59,7 @@ TOKENS = 128
 MANY = 32
 """Rows of what is keys or values, even packed: more than heads, channels or queries."""
 FILES = 12
-"""Keys pass through at most, and through another one for each codec around the one they are in."""
+"""At most; and one more for each codec around another one of the keys."""
 WALKED = {
     "raw": kvjax.CachePolicy(),
     "int8": kvjax.CachePolicy(kvjax.Dense(), kvjax.Int8(), kvjax.Int8()),
@@ -142,7 +142,8 @@ def place_of(filename: str) -> tuple[str, ...]:
 
 
 def holds_tokens(x: Any) -> bool:
-    """Whether an argument is, or has beside others, an array [batch, heads, ...] of many rows."""
+    """Whether an argument is, or has beside others, an array [batch, heads, ...] of many rows: of
+    keys, values or scores, not of a cache that is handed on."""
     arrays = isinstance(x, jax.Array | tuple | list) or type(x).__module__.startswith(
         "kvjax.codecs"
     )
@@ -152,7 +153,8 @@ def holds_tokens(x: Any) -> bool:
 
 def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], set[str]]:
     """Of a step that is traced: the rooms that calls stand in, from the first to the last one of
-    their stacks, and the files of functions that are given keys or values, stored or as numbers."""
+    their stacks, and the files of functions that are given keys or values, stored or as numbers, or
+    scores."""
     stacks, files = set(), set()
 
     def note(frame: FrameType | None, event: str, _: Any) -> None:

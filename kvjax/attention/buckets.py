@@ -80,8 +80,7 @@ def prefix(section: Section, units: int, rows: Array, mask: Mask) -> Partial:
     begin = jnp.int32(section.first)
     if piece == units:
         return over(begin)
-    nothing = Partial.of_none(rows)
-    return lax.scan(one, (begin, nothing), length=-(-units // piece))[0][1]
+    return lax.scan(one, (begin, Partial.of_none(rows)), length=-(-units // piece))[0][1]
 
 
 def _units(section: Section, tokens: int) -> int:

@@ -1,7 +1,7 @@
 """What a codec answers: how numbers are stored, and how attention reads them."""
 
 from abc import abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ Store = Any
 
 
 class Codec(Protocol):
-    """A codec. Frozen, hashable, and static. Its members that are not abstract have an answer
-    here, for those that say ``class Mine(Codec)``.
+    """A codec. Frozen, hashable, and static. ``class Mine(Codec)`` has answers here for the last
+    three methods, and for the last two of what may be fields, properties or ``ClassVar``:
 
     ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
     share scales, so that whole blocks are encoded, and stand behind a tail; without it every
@@ -33,19 +33,23 @@ class Codec(Protocol):
     store's leaves have the blocks on axis 2, and the batch on axis 0.
     """
 
-    @property
-    @abstractmethod
-    def dtype(self) -> str | None: ...
-    @property
-    @abstractmethod
-    def blockwise(self) -> bool: ...
-    @property
-    def before_rotary(self) -> bool:
-        return False
+    if TYPE_CHECKING:  # as properties they are read-only, so that fields of frozen classes will do
 
-    @property
-    def joins_heads(self) -> bool:
-        return False
+        @property
+        def dtype(self) -> str | None: ...
+        @property
+        def blockwise(self) -> bool: ...
+        @property
+        def before_rotary(self) -> bool:
+            return False
+
+        @property
+        def joins_heads(self) -> bool:
+            return False
+    else:
+        dtype: str | None
+        blockwise: bool
+        before_rotary = joins_heads = False
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":

@@ -20,5 +20,5 @@ class Unrotated(Wrapping):
         """Keys are given unrotated."""
         return True
 
-    # Its store's keys can be multiplied only as they were before the rotary embedding: decoded.
+    # The keys have no positions yet: they are decoded, and the wrapped codec's products left aside.
     scores = Codec.scores

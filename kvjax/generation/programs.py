@@ -150,8 +150,7 @@ def decode(
         out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
         return step + 1, context, progress, seen, out
 
-    carry = lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))
-    return carry[1:]
+    return lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))[1:]
 
 
 def _whole(logits: Logits, context: Context) -> Logits:

@@ -65,8 +65,7 @@ class Part:
     def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         first = start + self.offset
         low, high = self.layout.bounds(length, first, size)
-        mine = (first < self.high) & (first + size > self.low)
-        return low, jnp.where(mine, high, -1)
+        return low, jnp.where((first < self.high) & (first + size > self.low), high, -1)
 
 
 def shared(layout: Layout, share: Share) -> Part:

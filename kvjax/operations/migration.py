@@ -104,8 +104,7 @@ def moved(
                 del anew
                 status |= jnp.where(lost, LOST, 0)
             held[entry] = moving
-        written = jnp.stack(marks, axis=1)
-        return replace(cache, layers=tuple(held), written=written, status=status)
+        return replace(cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status)
 
 
 def _columns(array: Array) -> list[Array]:
