@@ -24,7 +24,7 @@ import kvjax
 from kvjax import models
 from kvjax.models.tiny.corpus import read_parts
 from kvjax.models.tiny.data import encode
-from kvjax.models.tiny.evaluate import window_losses
+from kvjax.models.tiny.evaluation import window_losses
 
 BUCKET = 512
 LIMIT = 1.10

@@ -9,10 +9,10 @@ from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
 from .config_json import read_config
 from .generation import GenerationDefaults
 from .language_model import LanguageModel
-from .load import load
+from .loading import load
 from .rope import model_rotary
-from .stream import TextStream
 from .text import Tokenizer
+from .token_text import TextStream
 
 __all__ = [
     "Architecture",

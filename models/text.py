@@ -10,7 +10,7 @@ from kvjax.core.errors import CheckpointError
 
 from .chat import ChatTemplates, Message, read_templates
 from .fields import Fields, read_json
-from .stream import TextStream
+from .token_text import TextStream
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
           "mask_token")  # fmt: skip

@@ -1,8 +1,8 @@
 """The law matrix: every part that the laws are tested on. A new part joins by a line here.
 
-The laws' cells are chosen by ``tests/covering.py``: every pair of parts that can meet is in one.
-Of all other cells of the product, a run with ``KVJAX_SHARD=k/n`` has one share, and nothing else,
-and a run with ``KVJAX_FULL=1`` has all.
+The laws' cells are chosen by ``tests/covering.py``: every pair of parts, of the kinds that
+``CACHE_PAIRS`` and its like name, is in one. Of all other cells of the product, a run with
+``KVJAX_SHARD=k/n`` has one share, and nothing else, and a run with ``KVJAX_FULL=1`` has all.
 """
 
 import functools

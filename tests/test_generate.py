@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -533,6 +533,7 @@ def test_signatures_show_every_setting(tiny_llama):
     """As the type checker sees them, with the defaults that are used; any other is refused."""
     known = inspect.signature(settings.Options).parameters
     assert known.keys() == settings.Settings.__annotations__.keys()
+    assert get_type_hints(settings.Options) == get_type_hints(settings.Settings)
     for function, keywords in (
         (generate, settings.Settings), (stream, settings.Settings),
         (kvjax.generate_batches, settings.Settings), (kvjax.compile, settings.Compiling),

@@ -282,7 +282,7 @@ def test_the_default_device_is_asked_how_much_memory_it_has(monkeypatch, tiny_ll
 def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, tiny_llama_dir):
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny_llama.params))
     small = functools.partial(auto_mesh, memory=int(weights / 1.5))
-    monkeypatch.setattr(importlib.import_module("kvjax.models.load"), "auto_mesh", small)
+    monkeypatch.setattr(importlib.import_module("kvjax.models.loading"), "auto_mesh", small)
     lm = models.load(tiny_llama_dir, dtype="float32")
     assert lm.mesh is not None and lm.mesh.shape["tensor"] == 2
     settings = dict(max_new_tokens=9, **SHARED)

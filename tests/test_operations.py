@@ -56,6 +56,27 @@ def windowed():
     return tiny_model(windows=(8, 64))[0], None
 
 
+@pytest.mark.parametrize(("old", "new"), [("static", "int8"), ("int8", "host"), ("host", "static")])
+def test_a_converted_cache_stays_on_its_device(old, new):
+    """Though that is not the default one; its arrays are where ``init_cache`` would put them."""
+    policies = {
+        "static": kvjax.policy("static"),
+        "int8": kvjax.policy(bits=8, block=8),
+        "host": kvjax.policy("offloaded_static", block=8),
+    }
+    with jax.default_device(jax.devices()[1]):
+        cache, wanted = (
+            kvjax.init_cache(CONFIG, policies[name], batch=2, max_len=64) for name in (old, new)
+        )
+        _, cache = feed(None, None, cache, 0, 30, rows=2)
+    there = [leaf.sharding for leaf in jax.tree.leaves(wanted)]
+    for convert in (kvjax.convert, jax.jit(kvjax.convert, static_argnums=1)):
+        other = convert(cache, policies[new])
+        for leaf, sharding in zip(jax.tree.leaves(other), there, strict=True):
+            assert leaf.committed and leaf.sharding == sharding
+        feed(None, None, other, 30, 40, rows=2)
+
+
 @pytest.mark.parametrize("slacks", [(2, 20), (20, 2), (4, 30)])
 def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
     """Each layer lacks what its own old ring had no slack for, and nothing else."""

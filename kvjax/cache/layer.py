@@ -69,21 +69,21 @@ class LayerCache:
 
     def copied(self) -> "LayerCache":
         """With arrays of its own."""
-        return self._each(jnp.copy)
+        return self.each(jnp.copy)
 
     def taken(self, rows: Array) -> "LayerCache":
         """The layer of rows int[n], the nearest one where there is none."""
-        return self._each(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
+        return self.each(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def repeated(self, times: int) -> "LayerCache":
         """Every row ``times`` times."""
-        return self._each(lambda x: jnp.repeat(x, times, axis=0))
+        return self.each(lambda x: jnp.repeat(x, times, axis=0))
 
     def joined(self, others: Sequence["LayerCache"]) -> "LayerCache":
         """The rows of this layer, and behind them those of others of the same policy."""
-        return self._each(lambda *arrays: jnp.concatenate(arrays), *others)
+        return self.each(lambda *arrays: jnp.concatenate(arrays), *others)
 
-    def _each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
+    def each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
         """The same for every array; a body that is kept elsewhere comes near for it."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement

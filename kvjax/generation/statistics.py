@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from kvjax.operations.room import Move
+
 
 @dataclass(frozen=True)
 class GenerationStats:
@@ -24,8 +26,7 @@ class GenerationStats:
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
     ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
-    ``moves``: layers that changed their place, of a cache that keeps to a memory
-    (``policy("auto")``): a ``kvjax.migrate.Move`` each, in order.
+    ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 
     prompt_tokens: int
@@ -37,7 +38,7 @@ class GenerationStats:
     cache_bytes: dict[str, int]
     compilations: int
     stop_reasons: tuple[str | None, ...]
-    moves: tuple[Any, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 class Meter:

@@ -84,7 +84,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
                 f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
                 f"{new.layout} is to keep"
             )
-        layers.append(layer.placed())
+        layers.append(layer.each(lambda x: x))
         written.append(mark)
         status |= jnp.where(long | lost, LOST, 0)
     return with_rows(

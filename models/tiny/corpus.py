@@ -21,7 +21,7 @@ import sysconfig
 import textwrap
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 PARTS = ("train", "validation", "held_out")
@@ -212,9 +212,3 @@ def _entry(head: str, text: object, depth: int) -> Iterator[str]:
     if head:
         body = head + "\n\n" + textwrap.indent(body, _INDENT)
     yield textwrap.indent(body, _INDENT * depth)
-
-
-def part_texts(parts: Iterable[str] = PARTS) -> dict[str, list[str]]:
-    """The documents of each part, without their names."""
-    texts = read_parts()
-    return {part: list(texts[part].values()) for part in parts}

@@ -1,5 +1,5 @@
 """Measure the embedded model on held-out text and write its card: ``python -m
-kvjax.models.tiny.evaluate``.
+kvjax.models.tiny.evaluation``.
 
 Figures go to ``figures.json`` and from there into ``README.md``.
 """
@@ -21,7 +21,7 @@ import tokenizers
 
 from ..architecture import Architecture
 from ..language_model import LanguageModel
-from ..load import load
+from ..loading import load
 from .card import write_card
 from .corpus import PARTS, read_parts
 from .data import encode
@@ -203,7 +203,7 @@ def _backend(lm: LanguageModel) -> tokenizers.Tokenizer:
 
 def main() -> None:
     here = Path(__file__).parent
-    parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.evaluate")
+    parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.evaluation")
     parser.add_argument("--folder", type=Path, default=here, help="the model (%(default)s)")
     parser.add_argument(
         "--add",
