@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.models import tiny
-from kvjax.models.tiny import augment, corpus, data, evaluate, ngram, recipe, tokenization, train
+from kvjax.models.tiny import augment, corpus, data, evaluation, ngram, recipe, tokenization, train
 from tests.texts import parts as parts_of_the_corpus
 
 FOLDER = Path(tiny.__file__).parent
@@ -106,20 +106,20 @@ def test_card_says_what_was_measured():
 
 
 def test_held_out_loss_is_that_of_the_card(embedded, held_out):
-    losses = evaluate.spot_losses(embedded, held_out)
+    losses = evaluation.spot_losses(embedded, held_out)
     assert losses == pytest.approx(FIGURES["spot"]["nats_per_token"], abs=TOLERANCE)
 
 
 def test_loss_falls_with_position(embedded, held_out):
     """In every row of the card up to 1,024 tokens before; and from few to many, measured again."""
     table = np.array(FIGURES["nats_by_position"])
-    assert len(table) * FIGURES["position_bucket"] == evaluate.POSITIONS == 1024
+    assert len(table) * FIGURES["position_bucket"] == evaluation.POSITIONS == 1024
     assert (np.diff(table) < 0).all()
     assert table[-1] < table[0] - 0.2
     wide = np.array(FIGURES["nats_by_wide_position"])
     assert len(wide) * FIGURES["wide_bucket"] == FIGURES["context"]
     assert (wide[1:] < wide[0] - 0.1).all() and np.ptp(wide[1:]) < 0.01
-    found = evaluate.position_losses(embedded, held_out, 1024, bucket=256)
+    found = evaluation.position_losses(embedded, held_out, 1024, bucket=256)
     assert (found[1:] < found[0] - 0.05).all()
     assert np.ptp(found[1:]) < 0.05
 
@@ -193,7 +193,7 @@ def test_training_resumes_to_the_same_state(tmp_path):
 
 def test_greedy_text_is_made_of_words(embedded, parts):
     known = set(re.findall(r"[a-z]+", " ".join(parts["train"].values()).lower()))
-    result = kvjax.generate(embedded, [evaluate.PROMPTS[0]], max_new_tokens=48)
+    result = kvjax.generate(embedded, [evaluation.PROMPTS[0]], max_new_tokens=48)
     words = re.findall(r"[a-z]+", result.text[0].lower())
     assert len(words) >= 10
     assert sum(word in known for word in words) >= 0.9 * len(words)

@@ -95,7 +95,7 @@ PSF License.
 ## Training
 
     python -m kvjax.models.tiny.train       # again after a stop: goes on from its last checkpoint
-    python -m kvjax.models.tiny.evaluation    # measures, and writes this card
+    python -m kvjax.models.tiny.evaluation  # measures, and writes this card
 
 {recipe.steps:,} steps of {recipe.rows * recipe.context:,} tokens, windows of {recipe.context:,}: \
 {seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on two processor
