@@ -64,23 +64,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a shard
-    (``KVJAX_SHARD=k/n``) keep its cells of the law matrix and its rare tests alone."""
+    (``KVJAX_SHARD=k/n``) keep its cells of the law matrix and its rare tests alone, and with
+    ``KVJAX_CELLS=k/n`` one part alone of the cells, and all that is no cell."""
+
+    def of_part(item: pytest.Item, part: str) -> bool:
+        number, parts = map(int, part.split("/"))
+        return zlib.crc32(item.nodeid.encode()) % parts == number % parts
+
+    def keep(taken: list[pytest.Item]) -> None:
+        found = set(taken)
+        config.hook.pytest_deselected(items=[item for item in items if item not in found])
+        items[:] = taken
+
     if shard := os.environ.get("KVJAX_SHARD"):
-        number, parts = map(int, shard.split("/"))
 
         def taken(item: pytest.Item) -> bool:
-            mine = zlib.crc32(item.nodeid.encode()) % parts == number % parts
             rare = item.get_closest_marker("rare") is not None
-            return item.get_closest_marker("cells") is not None or (rare and mine)
+            return item.get_closest_marker("cells") is not None or (rare and of_part(item, shard))
 
-        config.hook.pytest_deselected(items=[item for item in items if not taken(item)])
-        items[:] = filter(taken, items)
+        keep([item for item in items if taken(item)])
     elif not FULL:
         for item in items:
             if item.get_closest_marker("rare"):
                 item.add_marker(
                     pytest.mark.skip(reason="of a shard: KVJAX_SHARD=k/n, KVJAX_FULL=1")
                 )
+    if cells := os.environ.get("KVJAX_CELLS"):
+        keep([i for i in items if not i.get_closest_marker("cells") or of_part(i, cells)])
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):
