@@ -23,6 +23,7 @@ from scipy.special import log_softmax
 import kvjax
 from kvjax import models
 from kvjax.models.tiny.data import part_tokens
+from kvjax.policies.words import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
 from kvjax.quality.figures import CacheBytes, Quality, quality_of
@@ -55,9 +56,7 @@ FIRST = 64
 
 def candidates() -> dict[str, Any]:
     """The policies that are compared, by name."""
-    policies: dict[str, Any] = {
-        name: reports.parse_policy(name) for name in reports.DEFAULT_POLICIES
-    }
+    policies: dict[str, Any] = {name: parse_policy(name) for name in reports.DEFAULT_POLICIES}
     textbook = kvjax.Int8(per="tensor")
     rotated = kvjax.Rotated(textbook)
     return {
@@ -152,7 +151,10 @@ def peer_bytes(share: float) -> CacheBytes:
     """Those of a cache of the embedded model that takes so much of a bfloat16 one."""
     config = models.load().config
     raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return CacheBytes(share * raw, raw / 32, 0.0, share)
+    context = config.max_position_embeddings
+    return CacheBytes(
+        share * raw, raw / 32, 0.0, share, context, context, context * share * raw, share
+    )
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def measure(
     }
     first = next(iter(caches))
     del full
-    held = {name: cache_bytes(cache) for name, cache in caches.items()}
+    held = {name: cache_bytes(cache, prompt.shape[1]) for name, cache in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in caches}
     for turn in range(rounds + 1):
         order = list(caches) if turn % 2 else list(caches)[::-1]

@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from kvjax.cache.admission import admit
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import note_non_finite
+from kvjax.cache.status import note_non_finite, note_tokens
+from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
+from kvjax.core.device import fetch
 from kvjax.core.typing import Counts, Tokens
 
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
@@ -64,29 +67,42 @@ class Architecture:
 
         Returns:
           float32[batch, new, vocab] (``[batch, 1, vocab]`` with ``last_only``), and, if a cache
-          was given, the cache with the new tokens in it.
+          was given, the cache with the new tokens in it. Where tokens are traced, one that the
+          vocabulary has not makes the logits NaN from there on, or, with a cache, sets the status
+          ``NO_SUCH_TOKEN``.
 
         Raises:
-          ValueError: if the shapes of tokens and cache do not fit, ``params`` lack a tensor, or
-            there are more tokens than a model with learned positions has.
+          ValueError: if a token that is not traced is not in the vocabulary, the shapes of tokens
+            and cache do not fit, ``params`` lack a tensor, or there are more tokens than a model
+            with learned positions has.
         """
         if is_traced(last_only):
             raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
-        if cache is not None and cache.spread is not None:
-            cache.spread.check_context()
+        if cache is not None:
+            cache = usable("lm.apply", cache)
+            if cache.spread is not None:
+                cache.spread.check_context()
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be whole numbers, got {tokens.dtype}")
+        # A narrow dtype may not have the vocabulary's size.
+        tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
         if lengths is not None and jnp.shape(lengths) != tokens.shape[:1]:
             raise ValueError(
                 f"lengths must be [batch={tokens.shape[0]}], got {list(jnp.shape(lengths))}"
             )
+        wrong = self._unknown(tokens, lengths)
         if cache is not None:
+            cache = note_tokens(cache, jnp.any(wrong, axis=1))
             self._check_cache(cache, tokens.shape[0])
             _check_devices(params, cache)
-        if cache is None or tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
+        if cache is None:
+            logits = self._run(params, tokens, None, lengths, last_only, max_len)
+            behind = jnp.cumsum(wrong, axis=1)[:, -1:] if last_only else jnp.cumsum(wrong, axis=1)
+            return jnp.where(behind[:, :, None] > 0, jnp.nan, logits)
+        if tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
             return self._run(params, tokens, cache, lengths, last_only, max_len)
         return self._in_pieces(params, tokens, cache, lengths, last_only, size)
 
@@ -141,6 +157,23 @@ class Architecture:
             return last, cache
         logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)
         return logits[:, :new], cache
+
+    def _unknown(self, tokens: Array, lengths: Counts | None) -> Array:
+        """bool[batch, new]: real tokens that are not in the vocabulary; a ``ValueError`` where that
+        can be seen."""
+        seen = not any(is_traced(x) for x in (tokens, lengths)) and tokens.is_fully_addressable
+        numbers = np if seen else jnp
+        ids, size = fetch(tokens) if seen else tokens, self.config.vocab_size
+        wrong = (ids < 0) | (ids >= size)
+        if lengths is not None:
+            wrong &= numbers.arange(ids.shape[1]) < numbers.asarray(lengths)[:, None]
+        if seen and np.any(wrong):
+            row = int(np.argmax(np.any(wrong, axis=1)))
+            raise ValueError(
+                f"token id {ids[row][wrong[row]][0]} in row {row}: the vocabulary has {size}, 0 to "
+                f"{size - 1} (what stands behind a row's lengths may be anything)"
+            )
+        return jnp.asarray(wrong)
 
     def _check_cache(self, cache: KVCache, batch: int) -> None:
         config = self.config

@@ -76,7 +76,16 @@ def read_config(folder: Path) -> Config:
         would change the result and is not understood; it names the file, the field, its value
         and what was expected.
     """
-    file = Path(folder) / "config.json"
+    return read_config_file(Path(folder) / "config.json")
+
+
+def is_read(file: Path) -> bool:
+    """Whether a ``config.json`` is of a family that kvjax runs."""
+    return read_json(file).get("model_type") in _READERS
+
+
+def read_config_file(file: Path) -> Config:
+    """``read_config`` of a file, whatever its name."""
     config = Fields(file, read_json(file))
     if config.raw("model_type") == "gemma3":
         raise config.wrong("model_type", "gemma3_text: a model that takes images too is not read")

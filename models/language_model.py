@@ -41,6 +41,15 @@ class LanguageModel:
     source: str
     mesh: Mesh | None = None
 
+    def __repr__(self) -> str:
+        """What it is, not its parameters."""
+        config = self.config
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return (
+            f"LanguageModel({config.model_type}, {config.num_hidden_layers} layers, {count:,} "
+            f"parameters in {config.dtype}, from {self.source})"
+        )
+
     @outside
     def on(self, mesh: Mesh) -> "LanguageModel":
         """The same model with its parameters spread over a mesh; itself, if they are.

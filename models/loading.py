@@ -55,7 +55,9 @@ def load(
         what to do where it can't be had.
       ValueError: if ``dtype`` is not one of the three, or ``revision`` is given for a folder.
     """
-    wanted = None if dtype is None else _dtype_name(dtype)
+    device = Device()
+    if dtype is not None:
+        _dtype_name(dtype)
     folder = locate(path_or_id, revision, weights=False)
     # Read first, so that a model that can't be used is refused before gigabytes are fetched.
     config = read_config(folder)
@@ -65,12 +67,8 @@ def load(
     stored = find_tensors(folder)
     if not stored:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
-    device = Device()
-    if wanted is None and device.platform() == "cpu":
-        wanted = "float32"
-    config = dataclasses.replace(
-        config, dtype=wanted or config.dtype or weights.stored_dtype(stored)
-    )
+    computed = compute_dtype(config, dtype, device.platform()) or weights.stored_dtype(stored)
+    config = dataclasses.replace(config, dtype=computed)
     config, matched = _matched(config, stored)
     if mesh == "auto":
         mesh = auto_mesh(Architecture(config))
@@ -84,6 +82,14 @@ def load(
         source=str(folder),
         mesh=mesh,
     )
+
+
+def compute_dtype(config: Config, dtype: Any, platform: str) -> str:
+    """What a model is computed in, on a platform: as it was asked for, or by default; "" where
+    neither that nor its config says."""
+    if dtype is not None:
+        return _dtype_name(dtype)
+    return "float32" if platform == "cpu" else config.dtype
 
 
 def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:

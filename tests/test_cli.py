@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import cli
+from kvjax import cli, models
 
 STATS = {
     "moves",
@@ -136,11 +136,11 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
     whole = json.loads(run(*common, "--cache", "dynamic", "--json")[1])["stats"]
     assert whole["moves"] == []
     most = whole["cache_bytes"]["device"] - 1
-    found = run(*common, "--cache", "auto", "--cache-memory", f"{most}", "--json")[1]
+    found = run(*common, "--cache", "auto", "--cache-memory", f"{most}B", "--json")[1]
     stats = json.loads(found)["stats"]
     assert stats["cache_bytes"]["device"] <= most and stats["cache_bytes"]["host"] > 0
     assert [move["place"] for move in stats["moves"]] == ["host"] * len(stats["moves"]) != []
-    told = run(*common, "--cache", "auto", "--cache-memory", f"{most}")[2]
+    told = run(*common, "--cache", "auto", "--cache-memory", f"{most}B")[2]
     assert f"{len(stats['moves'])} layer" in told and "moved" in told
 
 
@@ -160,7 +160,7 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
         (("--speed", 3), ("--speed",)),
         (("--cache", "auto"), ("auto", "memory")),
         (("--cache", "auto", "--cache-memory", "much"), ("much", "GiB")),
-        (("--cache", "auto", "--cache-memory", 100), ("100 bytes of the device",)),
+        (("--cache", "auto", "--cache-memory", "100B"), ("100 bytes of the device",)),
         (("--cache-memory", "1GB"), ("static", "memory")),
         (("--prefetch", 1), ("static", "prefetch")),
     ],
@@ -238,6 +238,25 @@ def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
     assert json.loads(out)["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * (16 + 2)}
 
 
+def test_policies_are_written_alike_in_all_commands(run, tiny_llama_dir):
+    words = ("--cache", "sliding_window,window=20,sinks=2,bits=8")
+    options = ("--cache", "sliding_window", "--window", 20, "--sinks", 2, "--kv-bits", 8)
+    for command in (
+        ("generate", "x" * 40, "--max-new-tokens", 2),
+        ("info",),
+        ("plan", "--max-len", 64, "--estimate"),
+    ):
+        found = []
+        for given in (words, options):
+            code, out, _ = run(*command, "--model", tiny_llama_dir, *given, "--json")
+            assert code == 0
+            report = json.loads(out)
+            found.append([report.get(name) for name in ("text", "cache_bytes_a_token", "plan")])
+        assert found[0] == found[1]
+    assert_refused(run("info", *words, "--window", 9), "window is 20 in 'sliding_window,window=20")
+    assert_refused(run("generate", "x", "--cache", "static", "--window", 9), "no setting 'window'")
+
+
 def test_eval(run, tiny_llama_dir, tmp_path):
     text, plot = tmp_path / "text.txt", tmp_path / "plot.svg"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
@@ -247,8 +266,9 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     arguments = (*arguments, "--policy", "bits=8", "--policy", named)
     code, out, err = run(*arguments, "--plot", plot, "--time-steps", 2)
     assert (code, err) == (0, "")
-    heading, first, second, *_ = out.splitlines()
+    heading, full, first, second, *_ = out.splitlines()
     assert heading.startswith("policy") and "mean KL" in heading
+    assert full.startswith("full precision")
     assert first.startswith("bits=8") and second.startswith(named)
     assert plot.read_text(encoding="utf-8").startswith("<?xml")
     code, out, _ = run(*arguments, "--json")
@@ -281,6 +301,14 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     code, out, _ = run("plan", "--shape", "gpt2", "--json")
     assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
     config = tmp_path / "config.json"
+    # What is loaded here is planned as it is loaded; a config alone has its own dtype.
+    whole = json.loads((tiny_llama_dir / "config.json").read_text(encoding="utf-8"))
+    del whole["hidden_act"], whole["torch_dtype"]
+    config.write_text(json.dumps(whole | {"dtype": "bfloat16"}), encoding="utf-8")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(models.load(tiny_llama_dir).params))
+    for given, size in (("--model", tiny_llama_dir), weights), (("--config", config), weights / 2):
+        code, out, _ = run("plan", *given, "--max-len", 128, "--estimate", "--json")
+        assert code == 0 and json.loads(out)["plan"]["weights"] == size
     small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 300}
     config.write_text(json.dumps({"model_type": "gpt2", **small}), encoding="utf-8")
     arguments = ("--config", config, "--batch", 64, "--cache", "auto", "--memory", "140MB")
@@ -296,6 +324,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
+        ("--shape", "gpt2", "--memory", 80): "'80' is a size without a unit: 80GB, perhaps",
         ("--shape", "gpt2", "--cache", "auto"): "--cache auto keeps to a memory: give --memory",
         ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
         ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",

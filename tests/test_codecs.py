@@ -347,3 +347,12 @@ def test_a_block_that_is_not_full_keeps_its_means(tokens):
     wanted = np.where(x > mean, mean + spread, mean - spread)
     # Of 64 places, some tokens have one more than others.
     assert np.abs(found - wanted).mean() < (0.02 if 64 % tokens == 0 else 0.1)
+
+
+def test_transformers_residuals_that_are_shorter_than_a_block():
+    """As its own tests have: no more than the newest block stays raw."""
+    policy = kvjax.transformers_policy(residual_length=4)
+    assert (policy.block, policy.recent, policy.keys.group) == (8, 0, 64)
+    assert kvjax.transformers_policy(residual_length=8) == policy
+    with pytest.raises(ValueError, match="residual_length must be a whole number, at least 1"):
+        kvjax.transformers_policy(residual_length=0)

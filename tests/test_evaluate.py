@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.policies.words import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
 from kvjax.quality.figures import cache_bytes, pareto_front
@@ -82,13 +83,30 @@ def test_bytes_are_those_of_the_arrays(embedded):
         (kvjax.policy(key_bits=4, value_bits=2), 0.21875), (kvjax.policy(bits=2), 0.15625),
     ):  # fmt: skip
         cache = kvjax.init_cache(embedded.config, policy, batch=3, max_len=1024)
-        held = cache_bytes(cache)
+        held = cache_bytes(cache, 1000)
         assert held.of_bfloat16 == of_bfloat16
+        # All but the newest block and the one before it.
+        assert (held.tokens, held.encoded) == (1000, 14 * 64)
+        assert held.row == held.tail + 14 * 64 * held.body
         slots = cache.layers[0].policy.stored.slots * 64
         total = 3 * (slots * held.body + held.tail)
         assert total == kvjax.nbytes(cache)["device"]
         codes = sum(x.size for x in jax.tree.leaves(cache.layers) if x.dtype == jnp.uint8)
         assert (held.body - held.scales) * 3 * slots == codes
+
+
+def test_a_text_of_which_nothing_is_encoded_is_refused(embedded, tokens):
+    """It would look exact: all that is seen is in the raw tail."""
+    exact = kvjax.policy(bits=1, prefill="exact")
+    for policy, context in ((kvjax.policy(bits=1), 129), (exact, 200)):
+        with pytest.raises(ValueError, match=rf"lossy: in {context} tokens no prediction looks at"):
+            evaluate(embedded, tokens, {"raw": "static", "lossy": policy}, context=context)
+    one = evaluate(embedded, tokens, {"": kvjax.policy(bits=1)}, context=130, windows=1)[""]
+    assert one.bytes.encoded == 64 and one.overall.mean_kl > 0
+
+
+def test_what_a_narrow_window_never_shows_does_not_count_as_encoded(found):
+    assert found["window"].bytes.encoded == 0 < found["bits=4"].bytes.encoded
 
 
 def test_the_front_is_what_no_other_beats(found):
@@ -99,7 +117,10 @@ def test_the_front_is_what_no_other_beats(found):
 def test_tables_plots_and_json(found, tmp_path):
     rows = reports.quality_rows(found)
     assert all(len(row) == len(rows[0]) for row in rows)
-    assert "51.6 %" in reports.columns(rows) and "100.00 %" in reports.columns(rows)
+    table = reports.columns(rows).splitlines()
+    assert max(map(len, table)) <= 80 and rows[1][0] == "full precision"
+    assert rows[1][1:4] == rows[2][1:4] and rows[1][-2:] == ["0", "100.00 %"]
+    assert found["window"].bytes.row < found["bits=4"].bytes.row
     assert len(reports.range_rows(found)) == len(found) + 1
     assert json.loads(json.dumps(reports.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
     reports.plot_quality(found, tmp_path / "plot.png")
@@ -114,12 +135,15 @@ def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):
 
 
 def test_policies_in_words():
-    assert reports.parse_policy("bits=4") == kvjax.policy(bits=4)
-    assert reports.parse_policy("sliding_window, window=64,key_bits=8") == kvjax.policy(
+    assert parse_policy("bits=4") == kvjax.policy(bits=4)
+    assert parse_policy("sliding_window, window=64,key_bits=8") == kvjax.policy(
         "sliding_window", window=64, key_bits=8
     )
-    with pytest.raises(ValueError, match="the policy 'width=4': settings are "):
-        reports.parse_policy("width=4")
+    with pytest.raises(ValueError, match="the policy 'width=4' has 'width': settings are "):
+        parse_policy("width=4")
+    assert parse_policy("bits=4", bits=4, group=None) == kvjax.policy(bits=4)
+    with pytest.raises(ValueError, match="bits is 4 in 'bits=4', and 8 beside it"):
+        parse_policy("bits=4", bits=8)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvjax.generation.request import capacity_bucket, chunk_bucket
 from kvjax.generation.sampling import make_settings
 from kvjax.models.text import Tokenizer
 from tests.copies import assert_no_copy
+from tests.matrix import tiny_config
 from tests.scripted import scripted
 
 PROMPTS = [list(range(40, 77)), [7], list(range(100, 120))]
@@ -544,3 +545,42 @@ def test_signatures_show_every_setting(tiny_llama):
             assert shown[name].default == known[name].default
         with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'beams'"):
             function(tiny_llama, ["a"], beams=2)
+
+
+def test_what_is_no_model_is_told(tiny_llama):
+    class Bare:
+        config = params = mesh = tokenizer = generation = on = architecture = None
+
+    @dataclasses.dataclass
+    class Mutable:
+        width: int = 8
+
+    for wrong, message in {
+        "gpt2": r"a model is needed, as of kvjax\.models\.load, not a str: it has no config",
+        Bare(): "the model's config has no vocab_size: generation asks for",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            kvjax.generate(wrong, [[1]], max_new_tokens=1)
+    other = dataclasses.replace(tiny_llama, architecture=Mutable())
+    with pytest.raises(ValueError, match=r"lm\.architecture has no hash.*a frozen dataclass"):
+        kvjax.generate(other, [[1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="generation can't stand inside jit"):
+        jax.jit(lambda: kvjax.generate(tiny_llama, [[1]], max_new_tokens=1).tokens)()
+    with pytest.raises(ValueError, match=r"takes a model's config.*: give its \.config"):
+        kvjax.init_cache(tiny_llama, max_len=8)
+    assert len(repr(tiny_llama)) < 200 and "2 layers" in repr(tiny_llama)
+
+
+def test_a_cache_given_that_is_too_small_can_be_grown(tiny_llama):
+    cache = kvjax.generate(tiny_llama, [[1, 2]], max_new_tokens=2, max_len=8).cache
+    with pytest.raises(ValueError, match=r"holds 8: kvjax\.grow\(cache, 12\) makes room"):
+        kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=cache)
+    grown = kvjax.grow(cache, 12)
+    assert kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=grown).stats.new_tokens
+
+
+def test_a_layers_number_is_not_traced():
+    cache = kvjax.init_cache(tiny_config(), batch=1, max_len=8)
+    one = jnp.zeros((1, 2, 1, 8))
+    with pytest.raises(ValueError, match="the number of a layer is traced: layers have policies"):
+        jax.jit(kvjax.append)(cache, 0, one, one)

@@ -116,7 +116,7 @@ def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
 
     @jax.jit
     def call(cache):
-        return kvjax.attend(queries, cache, 0, path="buckets")
+        return kvjax.attend(queries, cache, 0, causal=False, path="buckets")
 
     def equations(program):
         """Those of a program, and of the programs that it calls."""
@@ -129,7 +129,7 @@ def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
     assert [len(e.params["branches"]) for e in switches] == [5]  # 256, 512, ... 4096
     for length in (1, 256, 257, 2000, 4096):
         moved = replace(cache, length=jnp.full_like(cache.length, length))
-        wanted = kvjax.attend(queries, moved, 0, path="reference")
+        wanted = kvjax.attend(queries, moved, 0, causal=False, path="reference")
         np.testing.assert_allclose(call(moved), wanted, atol=1e-5)
     assert call._cache_size() == 1
 
@@ -300,10 +300,13 @@ def lowered(path, name, platform, new=1, dim=64, dtype="bfloat16", **settings):
     codec = codec.resolve(dtype, platform)
     policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec)
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=dim, dtype=dtype)
-    cache = jax.eval_shape(
-        functools.partial(kvjax.init_cache, config, policy, batch=2, max_len=1024)
-    )
     queries = jax.ShapeDtypeStruct((2, 8, new, dim), dtype)
+
+    def appended(queries):
+        cache = kvjax.init_cache(config, policy, batch=2, max_len=1024)
+        return kvjax.append(cache, 0, queries[:, :2], queries[:, 2:4])
+
+    cache = jax.eval_shape(appended, queries)
 
     def call(cache, queries):
         return kvjax.attend(queries, cache, 0, path=path, **settings)

@@ -115,6 +115,28 @@ def test_operations_and_bytes_counted_by_hand():
     )
 
 
+def test_of_an_embedding_that_is_looked_up_in_rows_are_read():
+    found = {}
+    for tied in (True, False):
+        model = Architecture(tiny_config(tie_word_embeddings=tied))
+        found[tied] = plan(model, batch=2, max_len=10, compiled=False)
+    config = model.config
+    table = config.vocab_size * config.hidden_size * 4
+    row = config.hidden_size * 4
+    assert found[False].weights == found[True].weights + table
+    assert found[False].moved == found[True].moved + 2 * row
+    assert found[False].moved_uncached == found[True].moved_uncached + 20 * row
+
+
+def test_a_llama_that_does_not_say_its_activation_is_gated():
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100,
+        "num_attention_heads": 4, "intermediate_size": 256,
+    }  # fmt: skip
+    assert ModelShape.from_config(config) == ModelShape.from_config(config | {"hidden_act": "silu"})
+    assert not ModelShape.from_config(config | {"model_type": "gpt_neox"}).gated
+
+
 def test_a_shape_has_the_weights_of_the_model():
     for tied in (True, False):
         config = tiny_config(tie_word_embeddings=tied, windows=(None, None))
@@ -197,7 +219,9 @@ def test_without_end():
 
 def test_sizes_in_words():
     assert parse_bytes("80GiB") == 80 * 2**30 and parse_bytes("40 GB") == 40 * 10**9
-    assert parse_bytes("1.5kB") == 1500 and parse_bytes("123") == 123
+    assert parse_bytes("1.5kB") == 1500 and parse_bytes("123B") == 123
+    with pytest.raises(ValueError, match="'80' is a size without a unit: 80GB, perhaps, or 80B"):
+        parse_bytes("80")
     for words in ("much", "12 parsecs", "", "-3GB"):
         with pytest.raises(ValueError, match="is no size"):
             parse_bytes(words)

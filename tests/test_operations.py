@@ -17,6 +17,7 @@ from tests import laws
 from tests.matrix import tiny_config, tiny_model
 
 CONFIG = tiny_config(windows=(None, None))
+ONE = tiny_config(num_hidden_layers=1, windows=(None,))
 TOKENS = np.random.default_rng(3).integers(0, 61, (2, 900)).astype(np.int32)
 
 
@@ -117,7 +118,7 @@ def test_a_converted_ring_that_is_shorter_than_its_window_is_rewound_no_further(
 
 
 def test_sinks_that_fill_more_than_a_coarse_block_are_all_seen():
-    cache = kvjax.init_cache(CONFIG, of(Ring(100, sinks=1100, slack=63), Dense()), max_len=5000)
+    cache = kvjax.init_cache(ONE, kvjax.CachePolicy(Ring(100, sinks=1100, slack=63)))
     rng = np.random.default_rng(0)
     feed_one = jax.jit(lambda c, x: kvjax.advance(kvjax.append(c, 0, x, x[..., ::-1]), 50))
     for _ in range(30):
@@ -189,6 +190,7 @@ def test_what_is_no_number_goes_with_its_text(policy, path):
 def test_sinks_that_a_ring_does_not_keep_are_refused():
     cache = kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=4, sinks=1), batch=1)
     queries = np.zeros((1, 4, 1, 8), np.float32)
+    cache = kvjax.append(cache, 0, queries[:, :2], queries[:, :2])
     kvjax.attend(queries, cache, 0, sinks=1)
     with pytest.raises(ValueError, match="sinks=2, but the layer's ring keeps 1 for ever"):
         kvjax.attend(queries, cache, 0, sinks=2)
@@ -199,7 +201,7 @@ def test_cross_attention_to_a_ring_sees_its_window_whatever_the_slack():
     keys, queries = (rng.normal(size=(1, h, 5, 8)).astype(np.float32) for h in (2, 4))
     found = []
     for slack, size in ((0, 1), (8, 5)):
-        cache = kvjax.init_cache(CONFIG, of(*[Ring(4, sinks=1, slack=slack)] * 2))
+        cache = kvjax.init_cache(ONE, kvjax.CachePolicy(Ring(4, sinks=1, slack=slack)))
         for _ in range(4):
             for start in range(0, 5, size):
                 part = keys[:, :, start : start + size]
@@ -211,7 +213,7 @@ def test_cross_attention_to_a_ring_sees_its_window_whatever_the_slack():
 
 
 def test_a_bias_sees_sinks_from_where_queries_look_at_them():
-    cache = kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=4, sinks=2, slack=2))
+    cache = kvjax.init_cache(ONE, kvjax.policy("sliding_window", window=4, sinks=2, slack=2))
     seen = []
 
     def bias(queries, keys):
@@ -308,7 +310,7 @@ def test_caches_of_different_models_are_not_joined():
     for other in (tiny_config(windows=(None, 9)), tiny_config(head_dim=4, windows=(None, None))):
         with pytest.raises(ValueError, match="models that differ in their layers"):
             kvjax.concatenate([one, kvjax.init_cache(other, max_len=8)])
-    with pytest.raises(ValueError, match=r"layer 0 is of .*float32.*float16.*: convert"):
+    with pytest.raises(ValueError, match=r"layer 0 is of .*float32.*float16.*: kvjax.convert"):
         kvjax.concatenate([one, kvjax.init_cache(CONFIG, kvjax.policy(dtype="float16"), max_len=8)])
 
 
@@ -332,7 +334,7 @@ def test_conversion_keeps_the_dtypes_of_keys_and_of_values():
 
 
 def test_an_overflow_that_was_dealt_with_is_cleared():
-    cache = kvjax.init_cache(CONFIG, of(*[Growing(4)] * 2), max_len=8)
+    cache = kvjax.init_cache(ONE, kvjax.CachePolicy(Growing(4)), max_len=8)
     x = np.zeros((1, 2, 5, 8), np.float32)
     full = kvjax.advance(kvjax.append(cache, 0, x, x), 5)
     with pytest.raises(kvjax.CacheOverflowError, match=r"holds 4 tokens.*kvjax.grow it before"):

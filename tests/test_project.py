@@ -184,12 +184,14 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
 @pytest.mark.parametrize("new", [1, 16])
 @pytest.mark.parametrize("policy", WALKED)
 def test_keys_go_down_the_rooms_and_enter_none_twice(policy, new):
-    cache = kvjax.init_cache(tiny_config(), WALKED[policy], max_len=2 * TOKENS)
+    config = tiny_config(num_hidden_layers=1, windows=(None,))
+    cache = kvjax.init_cache(config, WALKED[policy], max_len=2 * TOKENS)
     around = repr(WALKED[policy].keys).count("codec=")
     keys, queries = jnp.ones((1, 2, TOKENS, 8)), jnp.ones((1, 4, new, 8))
     table = kvjax.rotary_table(np.ones(4))
     written = called(lambda c, k: kvjax.append(c, 0, k, k, rotary=table), cache, keys)
-    cache = kvjax.append(cache, 0, keys, keys, rotary=table)
+    cache = kvjax.advance(kvjax.append(cache, 0, keys, keys, rotary=table), TOKENS)
+    cache = kvjax.append(cache, 0, keys[:, :, :new], keys[:, :, :new], rotary=table)
     mixed = called(lambda c, q: kvjax.attend(q, c, 0, rotary=table), cache, queries)
     for (stacks, files), first in ((written, "cache"), (mixed, "attention")):
         assert first in {file.split("/")[0] for file in files}

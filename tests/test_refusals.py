@@ -35,6 +35,8 @@ def numbers(*shape):
 tokens = [[1, 2, 3], [4, 5, 6]]
 rows = lambda *lengths: np.asarray(lengths, np.int32)
 wrong("a list of lists is fine", lambda: lm.apply(lm.params, tokens, cache(), lengths=[3, 1]))
+wrong("and inside jit", lambda: jax.jit(lambda t: lm.apply(
+    lm.params, t, cache(), lengths=[3, 1]))(np.asarray(tokens)))
 wrong("float tokens", lambda: lm.apply(lm.params, np.ones((2, 3)), cache()))
 wrong("one length", lambda: lm.apply(lm.params, tokens, cache(), lengths=np.int32(3)))
 wrong("lengths of other rows", lambda: lm.apply(lm.params, tokens, cache(), lengths=rows(1, 2, 3)))
@@ -59,11 +61,28 @@ wrong("no stop is fine", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, sto
 plain = lambda: kvjax.init_cache(lm.config, batch=2, max_len=8)
 wrong("advance back", lambda: kvjax.advance(plain(), -3))
 wrong("advance by a part", lambda: kvjax.advance(plain(), 2.7))
-ring = kvjax.policy("sliding_window", window=4, slack=2)
-wrong("advance a ring", lambda: kvjax.advance(kvjax.init_cache(lm.config, ring), 9))
-wrong("lengths in parts", lambda: kvjax.advance(plain(), 3, lengths=np.array([1.5, 2.0])))
+one = numbers(2, 2, 1, 16)
+called = lambda **settings: kvjax.append(plain(), 0, one, one, **settings)
+wrong("advance what was not appended", lambda: kvjax.advance(plain(), 1))
+wrong("advance by more", lambda: kvjax.advance(called(), 2))
+wrong("advance before the last layer", lambda: kvjax.advance(called(), 1))
+wrong("append a layer twice", lambda: kvjax.append(called(), 0, one, one))
+wrong("append more to the next layer", lambda: kvjax.append(
+    called(), 1, numbers(2, 2, 3, 16), numbers(2, 2, 3, 16)))
+wrong("attend before append", lambda: kvjax.attend(numbers(2, 4, 1, 16), plain(), 0))
+wrong("attend to the next layer", lambda: kvjax.attend(numbers(2, 4, 1, 16), called(), 1))
+wrong("attend with more", lambda: kvjax.attend(numbers(2, 4, 2, 16), called(), 0))
+wrong("look back in a call", lambda: kvjax.attend(
+    numbers(2, 4, 1, 16), called(), 0, causal=False))
+wrong("rewind in a call", lambda: kvjax.rewind(called(), 1))
+wrong("other lengths", lambda: kvjax.attend(
+    numbers(2, 4, 1, 16), called(), 0, lengths=rows(1, 0)))
+ring = kvjax.init_cache(lm.config, kvjax.policy("sliding_window", window=4, slack=2), batch=2)
+wrong("more than a ring's slack", lambda: kvjax.append(
+    ring, 0, numbers(2, 2, 9, 16), numbers(2, 2, 9, 16)))
+wrong("lengths in parts", lambda: called(lengths=np.array([0.5, 1.0])))
 wrong("lengths of a query", lambda: kvjax.attend(
-    numbers(2, 4, 1, 16), plain(), 0, lengths=rows(5, -1)))
+    numbers(2, 4, 1, 16), called(), 0, lengths=rows(5, -1)))
 wrong("reset by number", lambda: kvjax.reset(plain(), [0, 1]))
 wrong("rewind one back", lambda: kvjax.rewind(plain(), rows(-1, 0)))
 wrong("rewind nothing", lambda: kvjax.rewind(plain(), None))
@@ -85,7 +104,7 @@ wrong("a hybrid in a list", lambda: kvjax.init_cache(lm.config, ["static", "hybr
 wrong("a name for a layout", lambda: kvjax.CachePolicy("static"))
 wrong("a name for a codec", lambda: kvjax.CachePolicy(kvjax.Dense(), "bfloat16"))
 wrong("no policy", lambda: kvjax.convert(plain(), None))
-wrong("a window in parts", lambda: kvjax.attend(numbers(2, 4, 1, 16), plain(), 0, window=2.5))
+wrong("a window in parts", lambda: kvjax.attend(numbers(2, 4, 1, 16), called(), 0, window=2.5))
 wrong("other rows", lambda: kvjax.attend(numbers(3, 4, 1, 16), plain(), 0))
 wrong("no queries", lambda: kvjax.attend(numbers(2, 4, 0, 16), plain(), 0))
 wrong("three axes", lambda: kvjax.attend(numbers(4, 1, 16), plain(), 0))
@@ -118,6 +137,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {
         "a list of lists is fine": "accepted",
+        "and inside jit": "accepted",
         "float tokens": "ValueError: tokens must be whole numbers, got float32",
         "one length": "ValueError: lengths must be [batch=2], got []",
         "lengths of other rows": "ValueError: lengths must be [batch=2], got [3]",
@@ -140,20 +160,41 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "no stop is fine": "accepted",
         "advance back": "ValueError: new must be a whole number, at least 0, got -3",
         "advance by a part": "ValueError: new must be a whole number, at least 0, got 2.7",
-        "advance a ring": "ValueError: 9 tokens in a call, but the ring has slack for 3",
+        "advance what was not appended": "ValueError: advance counts what was appended, and "
+        "nothing was since the last advance",
+        "advance by more": "ValueError: advance by 2, but 1 token(s) a row were appended",
+        "advance before the last layer": "ValueError: advance, but 1 of 2 layers that have keys "
+        "and values of their own were not appended to, number 1 the first of them",
+        "append a layer twice": "ValueError: layer 0 has been appended to in this call: "
+        "kvjax.advance(cache, 1) ends it, before the next one",
+        "append more to the next layer": "ValueError: 3 token(s), and the call began with 1: all "
+        "layers of a call are given the same tokens",
+        "attend before append": "ValueError: layer 0 has no tokens of a call: kvjax.append comes "
+        "before attend, and advance behind it; causal=False looks at what was counted before",
+        "attend to the next layer": "ValueError: layer 1 has no tokens of a call: kvjax.append "
+        "comes before attend, and advance behind it; causal=False looks at what was counted before",
+        "attend with more": "ValueError: queries of 2 token(s), but 1 were appended",
+        "look back in a call": "ValueError: causal=False looks at what the rows hold: "
+        "kvjax.advance(cache, 1) first, so that they hold what was appended",
+        "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
+        "do not count yet: kvjax.advance(cache, 1) first, when all layers have them",
+        "other lengths": "ValueError: lengths of row 1 are not those that the first append of its "
+        "call was given, by which it goes; kvjax.rewind takes tokens back",
+        "more than a ring's slack": "ValueError: 9 tokens in a call, but the ring has slack for "
+        "3: append them in parts (a model's apply does so), or give the ring more slack",
         "lengths in parts": "ValueError: lengths must be whole numbers, got float64",
         "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
         "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",
         "rewind one back": "ValueError: rewind takes tokens away: -1 is negative",
         "rewind nothing": "ValueError: rewind takes a whole number, or one a row, got "
         "array(None, dtype=object)",
-        "rewind very far": "CacheOverflowError: row(s) 0, 1 were to forget more tokens than "
+        "rewind very far": "ValueError: row(s) 0, 1 were to forget more tokens than "
         "kvjax.rewindable says they can, and were left as they are",
         "select nothing": "ValueError: rows must be a list of whole numbers, got array(None, "
         "dtype=object)",
         "select a name": "ValueError: rows must be a list of whole numbers, got array('a', "
         "dtype='<U1')",
-        "concatenate one": "ValueError: concatenate takes a list of caches",
+        "concatenate one": "ValueError: concatenate takes a list of caches, not a KVCache",
         "a window of 8.0": "ValueError: window must be a whole number, at least 1, got 8.0",
         "a window in words": "ValueError: window must be a whole number, at least 1, got '8'",
         "a true window": "ValueError: window must be a whole number, at least 1, got True",
@@ -186,8 +227,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "tokens, but the policy's cache holds 10",
         "a fixed policy is fine": "accepted",
         "used up by grow": "ValueError: the cache given was used up by an earlier call: go on "
-        "with that call's result.cache, or give a kvjax.fork of it next time",
+        "with the one that it gave back, or give it a kvjax.fork next time",
         "used twice": "ValueError: the cache given was used up by an earlier call: go on with "
-        "that call's result.cache, or give a kvjax.fork of it next time",
+        "the one that it gave back, or give it a kvjax.fork next time",
         "traced": "ValueError: lengths of row(s) 1 was negative or above the tokens of its call",
     }

@@ -56,7 +56,7 @@ def test_layers_share_a_cache():
 def peers(**more):
     """A config with the names that Transformers uses."""
     shape = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "dtype": "float32"}
-    return types.SimpleNamespace(**shape, **more)
+    return types.SimpleNamespace(**shape | more)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,10 @@ def test_cross_attention_sees_all_that_was_written(path):
     lengths, new = np.array([7, 3, 0], np.int32), 300
     keys, values = random(3, 2, 7, 8), random(3, 2, 7, 8, seed=1)
     memory = kvjax.init_cache(CONFIG, batch=3, max_len=7)
-    memory = kvjax.append(memory, 1, keys, values, lengths=lengths)
-    memory = kvjax.advance(memory, 7, lengths)
+    for layer in range(3):
+        numbers = (keys, values) if layer else (values, keys)
+        memory = kvjax.append(memory, layer, *numbers, lengths=lengths)
+    memory = kvjax.advance(memory, 7)
     queries = random(3, 4, new, 8, seed=2)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(memory)]
     attend = jax.jit(lambda m: kvjax.attend(queries, m, 1, causal=False, path=path))
@@ -144,7 +146,8 @@ def test_cross_attention_sees_all_that_was_written(path):
 @pytest.mark.parametrize("policy", ["static", kvjax.policy("hybrid", slack=3)])
 def test_chunked_attention_begins_anew(policy):
     """A query sees its own chunk of six positions only; a ring of six holds enough for that."""
-    cache = kvjax.init_cache(peers(attention_chunk_size=6), policy, batch=1, max_len=40)
+    config = peers(attention_chunk_size=6, num_hidden_layers=1)
+    cache = kvjax.init_cache(config, policy, batch=1, max_len=40)
     keys, values, queries = random(1, 2, 20, 8), random(1, 2, 20, 8, seed=1), random(1, 4, 20, 8)
 
     @jax.jit
@@ -169,4 +172,4 @@ def test_chunked_attention_begins_anew(policy):
     whole = kvjax.self_attend(queries, keys, values, chunk=6)
     assert jnp.abs(whole[:, :, 16:] - found).max() < 1e-5
     with pytest.raises(ValueError, match="chunk must be a whole number, at least 1, got 0"):
-        kvjax.attend(queries[:, :, :1], cache, 0, chunk=0)
+        kvjax.attend(queries[:, :, :1], cache, 0, chunk=0, causal=False)

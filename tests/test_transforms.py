@@ -133,7 +133,7 @@ def test_custom_attention_with_what_read_gives():
     queries = jnp.tile(keys, (1, 2, 1, 1)) * 2
     cache = kvjax.append(cache, 0, keys, keys + 1)
     mixed = kvjax.attend(queries, cache, 0)
-    held, values, positions = kvjax.read(kvjax.advance(cache, 3), 0)
+    held, values, positions = kvjax.read(cache, 0)
     scores = jnp.einsum("bhqd,bhkd->bhqk", queries, jnp.repeat(held, 2, 1)) / 8**0.5
     seen = (positions >= 0)[:, None, None] & (positions[:, None, None] <= jnp.arange(3)[:, None])
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
@@ -156,7 +156,7 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
     with pytest.raises(ValueError, match=r"tokens must be \[batch, new\], none of them 0"):
         MODEL.apply(PARAMS, TOKENS[:, :0], cache)
-    fewer = kvjax.KVCache(cache.layers[:1], cache.length, cache.written, cache.status)
+    fewer = kvjax.KVCache(cache.layers[:1], cache.length, cache.written[:, :1], cache.status)
     with pytest.raises(ValueError, match="the cache has 1 layers, the model 2"):
         MODEL.apply(PARAMS, TOKENS, fewer)
     one = jnp.zeros((2, 2, 1, 8))

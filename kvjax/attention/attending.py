@@ -20,9 +20,10 @@ from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask
 from kvjax.attention.paths import Path, path_of
-from kvjax.cache.admission import accepted, positions_from
+from kvjax.cache.admission import in_step, positions_from
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
+from kvjax.cache.usable import usable
 from kvjax.codecs import Raw
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
@@ -60,7 +61,7 @@ def attend(
       cache: the cache that this call's keys and values were appended to.
       layer: which layer.
       rotary: the table that ``append`` was given.
-      lengths: int32[batch], as ``append`` was given.
+      lengths: int32[batch], as ``append`` was given; by those it goes in any case.
       scale: what scores are multiplied by; by default ``head_dim ** -0.5``.
       window: the query at ``p`` sees positions above ``p - window`` only.
       sinks: positions below ``sinks`` stay visible in spite of ``window``.
@@ -77,11 +78,16 @@ def attend(
       [batch, heads, new, head_dim] in the queries' dtype. A query that sees nothing gets zeros.
 
     Raises:
-      ValueError: if shapes do not fit the cache, ``window`` or ``soft_cap`` is not positive,
-        ``sinks`` are more than a ring keeps, or ``path`` is not known or can't serve the call.
+      ValueError: if shapes do not fit the cache, nothing was appended to the layer since the last
+        ``advance`` (with ``causal=False``: if something was), ``lengths`` are other ones,
+        ``window`` or ``soft_cap`` is not positive, ``sinks`` are more than a ring keeps, or
+        ``path`` is not known or can't serve the call.
     """
+    cache = usable("kvjax.attend", cache, layer=layer, between=False)
     entry = cache.entry(layer)
-    held = cache.layers[entry]
+    held, pending = cache.layers[entry], cache.pending
+    if pending is not None and entry not in pending.entries:
+        pending = None
     if cache.spread is not None:
         cache.spread.check_context()
     _check_queries(queries, held, cache.batch)
@@ -93,8 +99,21 @@ def attend(
     windows = [w for w in (window, layout.window) if w is not None]
     at, length = positions_from(cache.length, new), cache.length
     if causal:
-        length = length + accepted(cache, new, lengths)
+        if pending is None:
+            raise ValueError(
+                f"layer {layer} has no tokens of a call: kvjax.append comes before attend, and "
+                "advance behind it; causal=False looks at what was counted before"
+            )
+        if new != pending.new:
+            raise ValueError(f"queries of {new} token(s), but {pending.new} were appended")
+        in_step(cache, lengths)  # where that can be seen
+        length = length + pending.count
     else:
+        if pending is not None:
+            raise ValueError(
+                f"causal=False looks at what the rows hold: kvjax.advance(cache, {pending.new}) "
+                "first, so that they hold what was appended"
+            )
         at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)
     # A window of the model's own may be narrower than the ring.
     cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED

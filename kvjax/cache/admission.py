@@ -7,18 +7,49 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.state import KVCache
-from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OVERFLOW
+from kvjax.cache.state import KVCache, Pending
+from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OUT_OF_STEP, OVERFLOW
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
 
 
-def accepted(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
-    """int32[batch]: how many of a call's tokens each row takes: all, or none when they would not
-    fit."""
-    asked = _real(cache, new, lengths)
-    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
+def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
+    """The cache in a call of ``new`` tokens a row: that of an earlier layer's ``append``, or one
+    that begins. Rows that are given other ``lengths`` than before get the status ``OUT_OF_STEP``.
+
+    Raises:
+      ValueError: if the call has begun with another number of tokens; as ``admit``.
+    """
+    pending = cache.pending
+    if pending is None:
+        cache, count = admit(cache, new, lengths)
+        return replace(cache, pending=Pending(count, new, ()))
+    if new != pending.new:
+        raise ValueError(
+            f"{new} token(s), and the call began with {pending.new}: all layers of a call are "
+            "given the same tokens"
+        )
+    return in_step(cache, lengths)
+
+
+def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
+    """A cache whose call has begun; rows whose ``lengths`` are not those that it began with get the
+    status ``OUT_OF_STEP``. None goes by those.
+
+    Raises:
+      ValueError: if that can be seen.
+    """
+    pending = cache.pending
+    if lengths is None or pending is None:
+        return cache
+    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.count
+    if not is_traced(other) and np.any(rows := fetch(other)):
+        raise ValueError(
+            f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "
+            "call was given, by which it goes; kvjax.rewind takes tokens back"
+        )
+    return replace(cache, status=cache.status | jnp.where(other, OUT_OF_STEP, 0))
 
 
 def positions_from(length: Rows, new: int) -> Positions:
@@ -33,7 +64,8 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
     Raises:
       ValueError: if ``lengths`` is wrong and not traced, naming the row.
     """
-    count, asked = accepted(cache, new, lengths), _real(cache, new, lengths)
+    asked = _real(cache, new, lengths)
+    count = _taken(cache, asked)
     status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
     if lengths is not None:
         status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
@@ -66,6 +98,11 @@ def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> Non
             f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
             "parts (a model's apply does so), or give the ring more slack"
         )
+
+
+def _taken(cache: KVCache, asked: Rows) -> Rows:
+    """int32[batch]: all of the tokens that a row is to take, or none when they would not fit."""
+    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
 
 
 def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:

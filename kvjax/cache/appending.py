@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.cache.admission import accepted, admit, check_new, note_numbers
+from kvjax.cache.admission import begun, check_new, in_step, note_numbers
 from kvjax.cache.fetching import fetched_ahead
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.storing import store_tokens
+from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable
@@ -47,27 +48,39 @@ def append(
       layer: which layer.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       rotary: the layer's table, to rotate keys by, or None.
-      lengths: int32[batch], how many of ``new`` are real tokens; by default all. What stands
-        after them is not written.
+      lengths: int32[batch], how many of ``new`` are real tokens; by default those of the layer
+        before, and of the first layer all. What stands after them is not written.
 
     Returns:
-      The cache. A row that can't hold its tokens is left as it was.
+      The cache. A row that can't hold its tokens is left as it was, and gets the status
+      ``OVERFLOW``; one whose layers are given other ``lengths``, ``OUT_OF_STEP``.
 
     Raises:
-      ValueError: if the shapes do not fit the cache, the numbers are not floating-point, or there
-        is no such layer.
+      ValueError: if the shapes do not fit the cache, the numbers are not floating-point, there is
+        no such layer, or it has been appended to since the last ``advance``; if ``lengths`` has not
+        one whole number a row, or one is negative or above ``new`` (where traced: the status
+        ``BAD_LENGTHS``).
     """
+    cache = usable("kvjax.append", cache, layer=layer, between=False)
     entry = cache.entry(layer)
     old = cache.layers[entry]
     if cache.sources is not None and entry in cache.sources[:layer]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
+    if cache.pending is not None and entry in cache.pending.entries:
+        raise ValueError(
+            f"layer {layer} has been appended to in this call: kvjax.advance(cache, "
+            f"{cache.pending.new}) ends it, before the next one"
+        )
     if cache.spread is not None:
         cache.spread.check_context()
     check_new(cache, old, keys, "keys")
     check_new(cache, old, values, "values")
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
-    count = accepted(cache, keys.shape[2], lengths)
+    cache = begun(cache, keys.shape[2], lengths)
+    pending = cache.pending
+    assert pending is not None
+    count = pending.count
     layers = fetched_ahead(cache.layers, entry, cache.sources, layer, (keys, cache.length))
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
@@ -75,7 +88,9 @@ def append(
     new = with_tokens(platform, old, keys, values, cache.length, count, rotary)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
-    return replace(cache, layers=(*layers[:entry], new, *layers[entry + 1 :]))
+    layers = (*layers[:entry], new, *layers[entry + 1 :])
+    pending = replace(pending, entries=(*pending.entries, entry))
+    return replace(cache, layers=layers, pending=pending)
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -84,25 +99,33 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     Args:
       cache: the cache after ``append`` on every layer.
       new: tokens a row in this call.
-      lengths: int32[batch], the real ones among them; by default all.
+      lengths: int32[batch], the real ones among them; by default those that ``append`` was given.
 
     Returns:
-      The cache with its cursors moved. Rows that could not hold their tokens stay where they
-      were and get the status ``OVERFLOW``.
+      The cache with its cursors moved. Rows that could not hold their tokens stay where they were;
+      those whose ``lengths`` are not those of ``append`` get the status ``OUT_OF_STEP``.
 
     Raises:
-      ValueError: if ``new`` is negative, no whole number or more than ``append`` takes;
-        ``lengths`` has not one whole number a row, or one is negative or above ``new`` (where
-        traced: the status ``BAD_LENGTHS``).
+      ValueError: if ``new`` is no whole number or not that of ``append``, a layer has not been
+        appended to, or ``lengths`` is wrong, as of ``append``.
     """
-    new = whole_number("new", new, 0)
-    if cache.chunk is not None and new > cache.chunk:
-        raise ValueError(f"{new} tokens in a call, but the ring has slack for {cache.chunk}")
-    cache, count = admit(cache, new, lengths)
-    length = cache.length + count
+    cache = usable("kvjax.advance", cache, between=False)
+    new, pending = whole_number("new", new, 0), cache.pending
+    if pending is None:
+        raise ValueError("advance counts what was appended, and nothing was since the last advance")
+    if new != pending.new:
+        raise ValueError(f"advance by {new}, but {pending.new} token(s) a row were appended")
+    missing = [n for n in range(len(cache.layers)) if n not in pending.entries]
+    if missing:
+        raise ValueError(
+            f"advance, but {len(missing)} of {len(cache.layers)} layers that have keys and values "
+            f"of their own were not appended to, number {missing[0]} the first of them"
+        )
+    cache = in_step(cache, lengths)
+    length = cache.length + pending.count
     layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
     written = jnp.maximum(cache.written, length[:, None])
-    return with_rows(cache, layers=layers, length=length, written=written)
+    return with_rows(cache, layers=layers, length=length, written=written, pending=None)
 
 
 @functools.partial(jax.jit, static_argnames="platform")

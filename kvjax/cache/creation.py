@@ -67,6 +67,10 @@ def allocate(
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
     batch = whole_number("batch", batch, 1)
+    if not hasattr(config, "num_hidden_layers") and hasattr(config, "config"):
+        raise ValueError(
+            f"init_cache takes a model's config, not a {type(config).__name__}: give its .config"
+        )
     limit = getattr(config, "position_limit", None)
     max_len = whole_or_none("max_len", max_len, 1)
     if limit is not None and (max_len or 0) > limit:

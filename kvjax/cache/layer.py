@@ -1,11 +1,13 @@
 """A layer's arrays, where they are, and an empty one."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.codecs import Store
 from kvjax.core.trees import state, static_field
@@ -62,6 +64,20 @@ class LayerCache:
     low: Rows | None = None
     fetched: Body | None = None
 
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """From a pickle, which knows no kinds of memory: the body goes to where the policy says."""
+        self.__dict__.update(fields)
+        arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self))
+        if arrays and not self.in_place:
+            self.__dict__.update(vars(self.placed()))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all arrays are JAX's, and the body is in its kind of memory."""
+        space, body = self.policy.placement.space, jax.tree.leaves((self.keys, self.values))
+        arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self))
+        return arrays and all(jax.typeof(x).memory_space == space for x in body)
+
     @property
     def batch(self) -> int:
         """Rows."""
@@ -117,6 +133,12 @@ class LayerCache:
             tail=each(self.tail, spread.of_tokens), strip=each(self.strip, spread.of_tokens),
             low=each(self.low, spread.of_rows), fetched=each(self.fetched, spread.of_body),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_shapes(policy: CachePolicy, batch: int, kv_heads: int, head_dim: int) -> LayerCache:
+    """An empty layer's arrays, as shapes."""
+    return jax.eval_shape(functools.partial(empty_layer, policy, batch, kv_heads, head_dim, None))
 
 
 def empty_layer(

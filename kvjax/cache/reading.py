@@ -1,13 +1,12 @@
 """What a layer holds, as numbers: all of it, or the tokens at some positions."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache
+from kvjax.cache.usable import usable
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
 
@@ -18,7 +17,8 @@ def read(
     """A layer's decoded content, for attention of one's own.
 
     Behind a tail, the slots of the body come first, then those of the tail, and every position
-    stands in one of them, as the query at the row's newest token sees it.
+    stands in one of them, as the query at the row's newest token sees it. Between ``append`` and
+    ``advance`` that is the newest of the call, whose tokens are there as ``attend`` finds them.
 
     Args:
       cache: the cache.
@@ -29,14 +29,22 @@ def read(
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
-    entry = cache.entry(layer)
-    held, length = replace(cache.layers[entry], strip=None), cache.length
+    cache = usable("kvjax.read", cache, layer=layer, between=False)
+    entry, pending = cache.entry(layer), cache.pending
+    held = cache.layers[entry]
+    before = length = cache.length
+    if pending is not None and entry in pending.entries:
+        length = length + pending.count
+    raw_from = held.policy.split.raw_from(length - 1) if held.policy.has_tail else length
+    if held.policy.prefill == "exact":
+        raw_from = jnp.minimum(raw_from, before)
     keys, values, positions = [], [], []
-    view = View(held, length, length, cache.written[:, entry])
-    for section in sections(view, together=True):
+    view = View(held, before, length, cache.written[:, entry])
+    # A long call's own sinks have been written, its other tokens stand in a section of their own.
+    for section in sections(view, together=held.strip is None):
         some_keys, some_values, at = section.numbers()
         if section.split is not None:
-            raw = section.split.is_raw(at, section.split.raw_from(length - 1)[:, None])
+            raw = section.split.is_raw(at, raw_from[:, None])
             at = jnp.where(_there(held, at) & (raw == section.raw), at, -1)
         keys.append(some_keys)
         values.append(some_values)

@@ -89,13 +89,15 @@ class Section:
         return self.placement.near(part)
 
     def numbers(self) -> tuple[Array, Array, Array]:
-        """Keys, rotated or not as they are stored, and values of a whole store, [batch, kv_heads,
-        tokens, head_dim], and the positions of its slots, int32[batch, tokens]."""
+        """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,
+        tokens, head_dim], and the positions of their slots, int32[batch, tokens]."""
         stores = self.placement.near((self.keys, self.values))
+        end = self.first + self.size
+        stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
             tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
         )
-        return keys, values, self.positions_of(jnp.arange(self.size, dtype=jnp.int32))
+        return keys, values, self.positions_of(jnp.arange(self.first, end, dtype=jnp.int32))
 
 
 @state

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.layer import LayerCache, empty_layer
+from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
+from kvjax.cache.usable import check_cache
 from kvjax.core.trees import tree_bytes
 from kvjax.placement.budget import Budget, Sizes
 from kvjax.placement.device import Device
@@ -23,7 +24,11 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
       cache: the cache, on one device or on a mesh.
       spread: counts what one device would have of it, were it spread so; ``cache.spread`` is what
         one has of a cache on a mesh.
+
+    Raises:
+      ValueError: if it is no cache.
     """
+    check_cache("kvjax.nbytes", cache)
     totals: dict[str, int] = {}
     for layer in cache.layers:
         if spread is not None:
@@ -38,8 +43,7 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
 def share_of(held: LayerCache, spread: Spread) -> LayerCache:
     """What a device has of an empty layer like this one, as shapes."""
     policy = replace(held.policy, placement=held.policy.placement.over(spread))
-    shape = policy, held.batch, held.kv_heads, held.head_dim, held.window
-    whole = jax.eval_shape(functools.partial(empty_layer, *shape))
+    whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim)
 
     def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
@@ -55,8 +59,7 @@ def layer_sizes(
     of its devices."""
 
     def parts(placement: Device) -> tuple[int, int]:
-        shape = policy.elsewhere(placement), batch, kv_heads, head_dim, None
-        layer = jax.eval_shape(functools.partial(empty_layer, *shape))
+        layer = layer_shapes(policy.elsewhere(placement), batch, kv_heads, head_dim)
         spread = policy.placement.spread
         layer = layer if spread is None else share_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)

@@ -4,12 +4,25 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.cache.layer import LayerCache
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import LayerRows, Rows
 from kvjax.layouts import UNLIMITED
 from kvjax.placement.budget import Budget
 from kvjax.placement.spread import Spread
+
+
+@state
+class Pending:
+    """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
+
+    ``count``: int32[batch], tokens that each row takes. ``new``: tokens a row, with padding.
+    ``entries``: which of ``KVCache.layers`` have them.
+    """
+
+    count: Rows
+    new: int = static_field()
+    entries: tuple[int, ...] = static_field()
 
 
 @state
@@ -21,6 +34,7 @@ class KVCache:
     ``written``: int32[batch, layers], the most that each row has ever held, for each of ``layers``:
     after a rewind it tells which slots hold tokens that are no longer part of the text.
     ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
+    ``pending``: the call whose tokens are being appended, None between calls.
     ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
     has its own.
     ``positions``: how many the model has, None where they do not end.
@@ -37,6 +51,7 @@ class KVCache:
     positions: int | None = static_field(default=None)
     turned_for: int | None = static_field(default=None)
     budget: Budget | None = static_field(default=None)
+    pending: Pending | None = None
 
     @property
     def batch(self) -> int:
@@ -89,6 +104,11 @@ class KVCache:
         Raises:
           ValueError: if there is no such layer.
         """
+        if is_traced(number):
+            raise ValueError(
+                "the number of a layer is traced: layers have policies of their own, so loop over "
+                "them in Python, not by scan or fori_loop"
+            )
         number = whole_number("layer", number, 0)
         count = len(self.layers if self.sources is None else self.sources)
         if number >= count:
@@ -111,6 +131,5 @@ def with_rows(cache: KVCache, **changes: Any) -> KVCache:
     changed = replace(cache, **changes)
     if changed.spread is None:
         return changed
-    put = changed.layers[0].policy.placement.put
-    length, written, status = put((changed.length, changed.written, changed.status))
-    return replace(changed, length=length, written=written, status=status)
+    rows = {name: getattr(changed, name) for name in ("length", "written", "status", "pending")}
+    return replace(changed, **changed.layers[0].policy.placement.put(rows))

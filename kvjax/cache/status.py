@@ -6,14 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.state import KVCache
+from kvjax.cache.usable import check_arrays
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
 from kvjax.core.errors import CacheOverflowError, NonFiniteError
 from kvjax.core.typing import Array
 
-OVERFLOW, NON_FINITE, REWOUND_TOO_FAR, BAD_LENGTHS, LOST, NO_SUCH_ROW, BAD_NUMBERS = (
-    1 << bit for bit in range(7)
-)
+(
+    OVERFLOW,
+    NON_FINITE,
+    REWOUND_TOO_FAR,
+    BAD_LENGTHS,
+    LOST,
+    NO_SUCH_ROW,
+    BAD_NUMBERS,
+    OUT_OF_STEP,
+    NO_SUCH_TOKEN,
+) = (1 << bit for bit in range(9))
 """Bits of ``KVCache.status``; ``LOST``: the cache was converted to a layout that keeps tokens that
 it did not hold."""
 
@@ -23,15 +32,20 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
             "the cache holds {cache.max_len} tokens a row, and row(s) {rows} were given more than "
             "there was room for: those calls' tokens were dropped; {way}"
         ),
+    },
+    ValueError: {
         REWOUND_TOO_FAR: (
             "row(s) {rows} were to forget more tokens than kvjax.rewindable says they can, and "
             "were left as they are"
         ),
         LOST: "row(s) {rows} had forgotten tokens that the layout they were converted to keeps",
-    },
-    ValueError: {
         NO_SUCH_ROW: "row(s) {rows} were selected by a number that is no row's",
         BAD_LENGTHS: "lengths of row(s) {rows} was negative or above the tokens of its call",
+        NO_SUCH_TOKEN: "row(s) {rows} were given a token id that is not in the vocabulary",
+        OUT_OF_STEP: (
+            "append or advance was given other lengths of row(s) {rows} than the first append of "
+            "its call, by which they went"
+        ),
     },
     NonFiniteError: {
         BAD_NUMBERS: (
@@ -49,17 +63,22 @@ def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
 
 
+def note_tokens(cache: KVCache, rows: Array) -> KVCache:
+    """Record that ``rows``, bool[batch], were given tokens that the vocabulary has not."""
+    return replace(cache, status=cache.status | jnp.where(rows, NO_SUCH_TOKEN, 0))
+
+
 def check(cache: KVCache) -> None:
     """Raise what traced steps could only record.
 
     Raises:
-      CacheOverflowError: if a row was given more tokens than it can hold, or was to be rewound
-        by more than it could.
+      CacheOverflowError: if a row was given more tokens than it can hold.
       NonFiniteError: if the model gave logits that are not finite, or keys or values that are
         not to a quantized cache.
-      ValueError: if ``lengths`` was negative or more than the tokens of its call, or ``select``
-        was given a number that is no row's; inside ``jit``.
+      ValueError: if what was traced was wrong: ``lengths``, a token, a row's number, tokens to
+        forget, what a conversion was to keep; inside ``jit``.
     """
+    check_arrays("kvjax.check", cache)
     refuse_traced("kvjax.check", cache.status)
     status = fetch(cache.status)
     grows = cache.grows_to is not None and cache.max_len < cache.grows_to
@@ -73,6 +92,7 @@ def check(cache: KVCache) -> None:
 
 def clear_status(cache: KVCache) -> KVCache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
+    check_arrays("kvjax.clear_status", cache)
     status = jnp.zeros_like(cache.status)
     if cache.spread is not None:
         status = cache.spread.put(status, cache.spread.of_rows)

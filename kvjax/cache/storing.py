@@ -51,8 +51,6 @@ def _behind_tail(
     old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows
 ) -> Arrays:
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
-    if old.strip is not None:
-        tail = old.strip.tail
     split, raw = replace(policy.split, share=policy.placement.share()), policy.raw
     assert raw is not None
     new, batch = keys.shape[2], count.shape[0]

@@ -16,6 +16,7 @@ from kvjax.core.sizes import readable_bytes
 from kvjax.memory.limits import device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.placement.device import Device
+from kvjax.policies.words import parse_policy
 
 if TYPE_CHECKING:
     from kvjax.models.language_model import LanguageModel
@@ -38,6 +39,8 @@ def bench(
     key_bits: options.KeyBits = None,
     value_bits: options.ValueBits = None,
     group_size: options.Group = None,
+    window: options.Window = None,
+    sinks: options.Sinks = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -56,9 +59,10 @@ def bench(
 
     if shape is not None and (model is not None or revision is not None):
         raise ValueError("give one of --model (with its --revision) and --shape")
-    bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size}
+    bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size,
+            "window": window, "sinks": sinks}  # fmt: skip
     given = "".join(f",{name}={n}" for name, n in bits.items() if n is not None)
-    named = {words + given: reports.parse_policy(words + given) for words in _policies(cache)}
+    named = {words + given: parse_policy(words + given) for words in _policies(cache)}
     if plot is not None:
         reports.pyplot()  # if it is missing, that is told before anything is measured
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)

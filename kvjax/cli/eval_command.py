@@ -8,6 +8,7 @@ import typer
 from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
 from kvjax.cli.figures import to_json
+from kvjax.policies.words import parse_policy
 
 
 def evaluate(
@@ -49,7 +50,7 @@ def evaluate(
     from kvjax.quality.evaluation import evaluate
 
     chosen = policies or [*(["static"] if recall else []), *reports.DEFAULT_POLICIES]
-    named = {words: reports.parse_policy(words) for words in chosen}
+    named = {words: parse_policy(words) for words in chosen}
     if recall:
         unused = {"--file": file, "--model": model, "--revision": revision, "--dtype": dtype,
                   "--context": context, "--windows": windows, "--time-steps": time_steps or None,

@@ -11,6 +11,7 @@ from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.figures import figures, one_line, to_json
 from kvjax.cli.processes import joined
 from kvjax.generation.settings import Settings
+from kvjax.policies.words import parse_policy
 
 
 def generate(
@@ -45,6 +46,8 @@ def generate(
     key_bits: options.KeyBits = None,
     value_bits: options.ValueBits = None,
     group_size: options.Group = None,
+    window: options.Window = None,
+    sinks: options.Sinks = None,
     prefetch: options.Prefetch = None,
     cache_memory: options.CacheMemory = None,
     mesh: options.Mesh = "auto",
@@ -68,9 +71,9 @@ def generate(
     import kvjax
     from kvjax import models
 
-    policy = kvjax.policy(
+    policy = parse_policy(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
-        prefetch=prefetch, memory=cache_memory,
+        window=window, sinks=sinks, prefetch=prefetch, memory=cache_memory,
     )  # fmt: skip
     settings: Settings = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,

@@ -7,6 +7,7 @@ import kvjax
 from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
 from kvjax.memory.sizes import bytes_a_token
+from kvjax.policies.words import parse_policy
 
 
 def info(
@@ -18,6 +19,8 @@ def info(
     key_bits: options.KeyBits = None,
     value_bits: options.ValueBits = None,
     group_size: options.Group = None,
+    window: options.Window = None,
+    sinks: options.Sinks = None,
     as_json: options.Json = False,
 ) -> None:
     """Show a model, the bytes its cache takes a token, and the devices."""
@@ -25,9 +28,10 @@ def info(
 
     lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)
-    policy = kvjax.policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
-    )
+    policy = parse_policy(
+        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
+        window=window, sinks=sinks,
+    )  # fmt: skip
     report = {
         "model": model or "the embedded model",
         "type": config.model_type,

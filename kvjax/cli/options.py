@@ -20,8 +20,8 @@ Dtype = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        help="The cache policy, by name: static, dynamic, sliding_window, hybrid, quantized, "
-        "offloaded, offloaded_static, auto."
+        help="The cache policy: static, dynamic, sliding_window, hybrid, quantized, offloaded, "
+        "offloaded_static or auto, with settings where wanted: NAME,SETTING=VALUE,..."
     ),
 ]
 Bits = Annotated[
@@ -30,6 +30,10 @@ Bits = Annotated[
 KeyBits = Annotated[int | None, typer.Option(help="The same for keys alone.")]
 ValueBits = Annotated[int | None, typer.Option(help="The same for values alone.")]
 Group = Annotated[int | None, typer.Option(help="Numbers that share a scale; by default 64.")]
+Window = Annotated[int | None, typer.Option(help="Of sliding_window: tokens that a layer keeps.")]
+Sinks = Annotated[
+    int | None, typer.Option(help="Of sliding_window: first tokens that are kept for ever.")
+]
 Prefetch = Annotated[
     int | None,
     typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),

@@ -13,7 +13,9 @@ from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import by_place, to_json
 from kvjax.core.sizes import parse_bytes, readable_bytes
 from kvjax.memory.shapes import ModelShape
+from kvjax.placement.device import Device
 from kvjax.placement.mesh import AXES, parse_mesh
+from kvjax.policies.words import parse_policy
 
 
 def plan(
@@ -24,7 +26,13 @@ def plan(
         typer.Option(help="A config.json of any decoder, instead of a model that kvjax runs."),
     ] = None,
     shape: options.KnownShape = None,
-    dtype: options.Dtype = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16; by default what --model is loaded in here, and "
+            "with --config, --memory or --mesh the config's own."
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Rows.")] = 1,
     max_len: Annotated[
         int | None, typer.Option(help="Tokens a row; by default what the model was trained for.")
@@ -34,6 +42,8 @@ def plan(
     key_bits: options.KeyBits = None,
     value_bits: options.ValueBits = None,
     group_size: options.Group = None,
+    window: options.Window = None,
+    sinks: options.Sinks = None,
     memory: Annotated[
         str | None, typer.Option(help="Of a device: 80GiB, 40GB. Shows what fits into it.")
     ] = None,
@@ -57,7 +67,10 @@ def plan(
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
-    planned, trained = _planned(model, revision, config, shape, dtype)
+    # A memory or a mesh is of devices that need not be here: weights are what the checkpoint has.
+    here = memory is None and mesh is None and config is None
+    platform = Device().platform() if here else "elsewhere"
+    planned, trained = _planned(model, revision, config, shape, dtype, platform)
     name = str(model or config or shape or "the embedded model")
     max_len = trained if max_len is None else max_len
     if max_len is None:
@@ -67,22 +80,30 @@ def plan(
         memory=None if memory is None else parse_bytes(memory), devices=devices,
     )  # fmt: skip
     room = None
-    if cache == "auto":
+    automatic = cache.split(",")[0].strip() == "auto"
+    if automatic:
         if memory is None:
             raise ValueError("--cache auto keeps to a memory: give --memory, that of the device")
         room = devices * fits()[0].allowed
-    chosen = kvjax.policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size, memory=room
-    )
+    settings = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits,
+                "group": group_size, "window": window, "sinks": sinks}  # fmt: skip
+    chosen = parse_policy(cache, **settings, memory=room)
     shared = None if mesh is None else _abstract(mesh)
     if shared is not None and (memory is not None or devices != 1):
         raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
-    found = plan(planned, chosen, batch=batch, max_len=max_len, compiled=not estimate, mesh=shared)
-    special = cache != "static" or any(x is not None for x in (kv_bits, key_bits, value_bits))
+    found = plan(
+        planned,
+        chosen,
+        batch=batch,
+        max_len=max_len,
+        compiled=not (estimate or config),
+        mesh=shared,
+    )
+    special = cache != "static" or any(x is not None for x in settings.values())
     rooms = None
     if memory is not None:
         # An automatic cache fits whatever it is given.
-        rooms = fits(choices={"this one": chosen} if special and cache != "auto" else None)
+        rooms = fits(choices={"this one": chosen} if special and not automatic else None)
     elif devices != 1 or memory_fraction != 1.0:
         raise ValueError("--devices and --memory-fraction are for --memory: give it")
     if as_json:
@@ -126,18 +147,27 @@ def _planned(
     config: Path | None,
     shape: str | None,
     dtype: str | None,
+    platform: str,
 ) -> tuple[Any, int | None]:
-    """What is planned for, and the length that it was trained for."""
+    """What is planned for, and the length that it was trained for. A config that kvjax runs is read
+    as ``load`` reads it."""
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config_json import read_config
+    from kvjax.models.config_json import is_read, read_config, read_config_file
     from kvjax.models.fields import read_json
     from kvjax.models.hub import locate
+    from kvjax.models.loading import compute_dtype
 
     check_dtype(dtype)
-    if config is None and shape is None:
+    found = None
+    if config is not None and is_read(config):
+        found = read_config_file(config)
+    elif config is None and shape is None:
         found = read_config(locate(model, revision, weights=False))
-        found = dataclasses.replace(found, dtype=dtype or found.dtype or "bfloat16")
-        return Architecture(found), found.max_position_embeddings
+    if found is not None:
+        computed = compute_dtype(found, dtype, platform) or "bfloat16"
+        return Architecture(dataclasses.replace(found, dtype=computed)), (
+            found.max_position_embeddings
+        )
     alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
     alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
     return alone, alone.context

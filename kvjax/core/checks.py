@@ -7,8 +7,8 @@ import numpy as np
 from jax.core import Tracer
 
 USED_UP = (
-    "the cache given was used up by an earlier call: go on with that call's result.cache, or give "
-    "a kvjax.fork of it next time"
+    "the cache given was used up by an earlier call: go on with the one that it gave back, or give "
+    "it a kvjax.fork next time"
 )
 UNLIMITED = 2**30
 """Positions of a text that nothing else limits, and those that rotary tables reach."""
@@ -39,5 +39,7 @@ def refuse_traced(what: str, *arrays: Any) -> None:
 
 def refuse_used_up(cache: Any) -> None:
     """A ``ValueError`` for a cache whose arrays were donated or deleted."""
-    if any(x.is_deleted() for x in jax.tree.leaves(cache)):
+    leaves = jax.tree.leaves(cache)
+    arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if any(x.is_deleted() for x in arrays):
         raise ValueError(USED_UP)

@@ -19,12 +19,14 @@ def readable_bytes(count: float) -> str:
 
 
 def parse_bytes(words: str) -> int:
-    """Bytes from ``80GiB``, ``40 GB`` or a plain number.
+    """Bytes from ``80GiB``, ``40 GB`` or ``123B``.
 
     Raises:
-      ValueError: if it is neither.
+      ValueError: if it is none, or has no unit.
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", words.lower())
     if not found or found[2] not in _UNITS:
-        raise ValueError(f"{words!r} is no size: give bytes, or a number with MB, GB, MiB or GiB")
+        raise ValueError(f"{words!r} is no size: give a number with B, MB, GB, MiB or GiB")
+    if not found[2]:
+        raise ValueError(f"{words!r} is a size without a unit: {words}GB, perhaps, or {words}B")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -6,13 +6,13 @@
 
 import numpy as np
 from jaxtyping import Array as Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
 Mixed = Float[Array, "batch heads new head_dim"]
 KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]
 CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
-Tokens = Int[Array | np.ndarray, "batch new"]
+Tokens = Integer[Array | np.ndarray, "batch new"]
 Counts = Int[Array | np.ndarray, " batch"]
 Rows = Int[Array, " batch"]
 LayerRows = Int[Array, "batch layers"]

@@ -2,9 +2,11 @@
 
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
+from kvjax.core.checks import refuse_traced
 from kvjax.core.typing import Array, Tokens
 from kvjax.generation.text import Tokenizer
 from kvjax.memory.weights import Loaded
@@ -54,3 +56,28 @@ class LanguageModel(Loaded, Protocol):
     @property
     def architecture(self) -> Model: ...
     def on(self, mesh: Mesh) -> "LanguageModel": ...
+
+
+def check_model(lm: Any) -> None:
+    """Raise ``ValueError`` for what is no model to generate with, or inside ``jit``."""
+    parts = ("config", "params", "mesh", "tokenizer", "generation", "architecture")
+    if missing := [part for part in parts if not hasattr(lm, part)]:
+        raise ValueError(
+            f"a model is needed, as of kvjax.models.load, not a {type(lm).__name__}: it has no "
+            f"{missing[0]}"
+        )
+    asked = ("vocab_size", "position_limit", "num_hidden_layers", "num_key_value_heads", "head_dim")
+    if missing := [name for name in asked if not hasattr(lm.config, name)]:
+        raise ValueError(
+            f"the model's config has no {missing[0]}: generation asks for {', '.join(asked)} "
+            "(position_limit None where positions do not end)"
+        )
+    try:
+        hash(lm.architecture)
+    except TypeError:
+        raise ValueError(
+            "lm.architecture has no hash, and is a static argument of compiled programs: make it "
+            "a frozen dataclass of what can be hashed"
+        ) from None
+    # Inside ``jit`` what is made is traced.
+    refuse_traced("generation", jnp.zeros(()))

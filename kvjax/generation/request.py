@@ -6,9 +6,10 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
-from kvjax.core.checks import refuse_used_up, whole_number
+from kvjax.cache.usable import usable
+from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.model import LanguageModel, ModelConfig
+from kvjax.generation.model import LanguageModel, ModelConfig, check_model
 from kvjax.generation.sampling import Filters, Sampling, make_settings
 from kvjax.generation.settings import Options
 from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
@@ -65,6 +66,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     Raises:
       ValueError: naming what can't be, and its limit.
     """
+    check_model(lm)
     limit = whole_number("max_new_tokens", options.max_new_tokens, 1)
     least = whole_number("min_new_tokens", options.min_new_tokens, 0)
     chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
@@ -74,7 +76,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
     held: list[int] = []
     if given is not None:
-        refuse_used_up(given)
+        given = usable("kvjax.generate", given, outside=True)
         if given.spread != spread:
             raise ValueError(
                 "the cache is not spread over the devices that the model is on: "
@@ -200,6 +202,10 @@ def _capacity(
         holds = most_tokens(given)
         if max_len not in (None, holds):
             raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
+        if need > holds:
+            raise ValueError(
+                f"{asked}, but the cache given holds {holds}: kvjax.grow(cache, {need}) makes room"
+            )
         max_len = holds
     if max_len is None:
         bucket = capacity_bucket(need)

@@ -18,7 +18,7 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
-from kvjax.memory.weights import Plannable, multiplied, weight_bytes
+from kvjax.memory.weights import Plannable, multiplied, weight_bytes, weight_bytes_read
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.presets import PolicyChoice
 
@@ -106,9 +106,10 @@ def plan(
         if None not in found:
             temporaries = max(found)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
-    weights = weight_bytes(model, mesh)
+    params, weights = model.abstract_params(), weight_bytes(model, mesh)
+    share = weights / weight_bytes(model)  # of a device, where a mesh divides them
     held = [seen(layer, length) for layer in cache.layers]
-    matrices = 2 * multiplied(model.abstract_params())
+    matrices = 2 * share * multiplied(params)
     scores = 4 * model.config.num_attention_heads * model.config.head_dim
     # A layer that reads another's has queries of its own.
     read = cache.sources if cache.sources is not None else range(len(cache.layers))
@@ -121,14 +122,13 @@ def plan(
         parts = spread.parts * spread.heads
         shares = parts * (spread.copies if spread.divides(model.config.num_attention_heads) else 1)
         token = {place: size / parts for place, size in token.items()}
-        matrices = matrices * weights / weight_bytes(model)
     return Plan(
         cache.batch, max_len, length, devices, weights, nbytes(cache, spread), token,
         temporaries, source,
         operations=rows * (matrices + scores * sum(tokens) / shares),
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
-        moved=weights + rows * sum(size for _, size in held) / parts,
-        moved_uncached=weights,
+        moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held) / parts,
+        moved_uncached=share * weight_bytes_read(params, rows * length),
     )  # fmt: skip
 
 

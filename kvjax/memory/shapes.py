@@ -10,6 +10,11 @@ import jax.numpy as jnp
 from kvjax.core.checks import whole_number
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_PLAIN = (
+    "gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "falcon",
+    "mpt", "phi", "starcoder2", "xglm",
+)  # fmt: skip
+"""Families whose feed-forward part has two matrices, where a config does not say what it does."""
 _OTHER_KINDS = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
 
 
@@ -63,7 +68,8 @@ class ModelShape:
         hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
         family = str(config.get("model_type", ""))
         names = ("hidden_activation", "hidden_act", "activation_function")
-        activation = next((str(config[name]) for name in names if config.get(name)), "gelu")
+        plain = "gelu" if family in _PLAIN else "silu"
+        activation = next((str(config[name]) for name in names if config.get(name)), plain)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
         if dtype == "auto":

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import nbytes, share_of
 from kvjax.cache.state import KVCache, LayerCache
+from kvjax.cache.usable import check_cache
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Growing
 from kvjax.placement.budget import ahead_bytes
@@ -73,10 +74,16 @@ def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, 
 
 def memory_report(cache: KVCache) -> list[dict[str, Any]]:
     """What is where, a row a layer: its layout, its codecs, its place, the kind of memory that the
-    arrays are in, bytes of body and tail, and how many tokens fit."""
+    arrays are in, bytes of body and tail, and how many tokens fit.
+
+    Raises:
+      ValueError: if it is no cache.
+    """
+    check_cache("kvjax.memory_report", cache)
     rows = []
     for number, layer in enumerate(cache.layers):
-        arrays = [x for x in jax.tree.leaves((layer.keys, layer.values)) if hasattr(x, "sharding")]
+        leaves = jax.tree.leaves((layer.keys, layer.values))
+        arrays = [x for x in leaves if getattr(x, "sharding", None) is not None]
         held = layer.policy
         rows.append(
             {

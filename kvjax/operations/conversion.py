@@ -13,6 +13,7 @@ from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
+from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
@@ -37,6 +38,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
       ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
         layout keeps (where traced: the status ``LOST``).
     """
+    cache = usable("kvjax.convert", cache)
     max_len = whole_or_none("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
@@ -69,27 +71,36 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
         resolved = kept_within(budget, resolved, some)
-    layers, status, written = [], cache.status, []
-    for entry, new in enumerate(resolved):
-        old, marks = cache.layers[entry], cache.written[:, entry]
-        layer, mark, long, lost = converted(old, cache.length, marks, new)
-        if not is_traced(long) and np.any(fetch(long)):
-            row = int(np.argmax(fetch(long)))
-            raise ValueError(
-                f"row {row} has {int(fetch(cache.length)[row])} tokens, {new.layout} of layer "
-                f"{entry} holds {new.layout.limit}"
-            )
-        if not is_traced(lost) and np.any(fetch(lost)):
-            raise ValueError(
-                f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
-                f"{new.layout} is to keep"
-            )
-        layers.append(layer.each(lambda x: x))
-        written.append(mark)
-        status |= jnp.where(long | lost, LOST, 0)
+    anew = [laid_out_anew(cache, entry, new) for entry, new in enumerate(resolved)]
+    layers, written, lost = zip(*anew, strict=True)
+    status = functools.reduce(jnp.bitwise_or, lost, cache.status)
     return with_rows(
-        cache, layers=tuple(layers), written=jnp.stack(written, 1), status=status, budget=budget
+        cache, layers=layers, written=jnp.stack(written, 1), status=status, budget=budget
     )
+
+
+def laid_out_anew(cache: KVCache, entry: int, policy: CachePolicy) -> tuple[LayerCache, Rows, Rows]:
+    """One of ``KVCache.layers`` under another policy, in its place; the ``written`` that tells what
+    it lacks, and the status of rows that it can't be had for.
+
+    Raises:
+      ValueError: if a row can be seen to have more tokens than the policy holds, or to lack some
+        that it keeps.
+    """
+    old, marks = cache.layers[entry], cache.written[:, entry]
+    layer, written, long, lost = converted(old, cache.length, marks, policy)
+    if not is_traced(long) and np.any(fetch(long)):
+        row = int(np.argmax(fetch(long)))
+        raise ValueError(
+            f"row {row} has {int(fetch(cache.length)[row])} tokens, {policy.layout} of layer "
+            f"{entry} holds {policy.layout.limit}"
+        )
+    if not is_traced(lost) and np.any(fetch(lost)):
+        raise ValueError(
+            f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
+            f"{policy.layout} is to keep"
+        )
+    return layer.each(lambda x: x), written, jnp.where(long | lost, LOST, 0)
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.core.checks import is_traced, refuse_traced, whole_number
+from kvjax.cache.usable import usable
+from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
@@ -31,7 +32,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
       ValueError: if ``to`` is fewer than it holds already, more than it may grow to or than the
         model has positions, or no layer has a capacity that could grow; inside ``jit``.
     """
-    refuse_traced("kvjax.grow", cache.length)
+    cache = usable("kvjax.grow", cache, outside=True)
     to = whole_number("to", to, 1)
     layouts = [layer.policy.layout for layer in cache.layers]
     if all(layout.limit is None for layout in layouts):

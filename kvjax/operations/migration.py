@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import LOST
-from kvjax.core.checks import refuse_traced, refuse_used_up, whole_number
+from kvjax.cache.usable import usable
+from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.typing import Array
 from kvjax.operations.conversion import converted
@@ -50,7 +51,7 @@ def migrate(
         mesh does not divide the rows, or some layers alone are to be on another mesh; inside
         ``jit``.
     """
-    refuse("kvjax.migrate", cache)
+    cache = usable("kvjax.migrate", cache, outside=True)
     if mesh is not KEEP:
         if layers is not None:
             raise ValueError("all layers are on the same devices: give layers or mesh, not both")
@@ -65,14 +66,6 @@ def migrate(
             raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
         entries = sorted({cache.entry(whole_number("layer", number, 0)) for number in layers})
     return moved(cache, placement, entries)
-
-
-def refuse(what: str, cache: KVCache) -> None:
-    """Raise ``ValueError`` for what is no cache, is traced, or has been used up."""
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"{what} takes a KVCache, got {cache!r:.80}")
-    refuse_traced(what, cache.length)
-    refuse_used_up(cache)
 
 
 def moved(

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import REWOUND_TOO_FAR
+from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Counts, Rows
 from kvjax.layouts import UNLIMITED
@@ -17,6 +18,7 @@ def rewindable(cache: KVCache) -> Rows:
 
     A ring has overwritten what lies further back than its slack.
     """
+    cache = usable("kvjax.rewindable", cache)
     each = [
         _rewindable(layer, cache.length, cache.written[:, entry])
         for entry, layer in enumerate(cache.layers)
@@ -39,6 +41,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
         not one number a row.
     """
+    cache = usable("kvjax.rewind", cache)
     back = whole_numbers("rewind takes a whole number, or one a row", tokens)
     if back.shape not in ((), (cache.batch,)):
         raise ValueError(

@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 
 from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache
+from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.trees import tree_bytes
 from kvjax.operations.growth import enlarged, grow
-from kvjax.operations.migration import moved, refuse
+from kvjax.operations.migration import moved
 from kvjax.placement.device import Device
 
 
@@ -40,7 +41,7 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
       ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
         tokens, takes more than the memory.
     """
-    refuse("kvjax.make_room", cache)
+    cache = usable("kvjax.make_room", cache, outside=True)
     tokens = whole_number("tokens", tokens, 1)
     grows = cache.grows_to is not None and tokens > cache.max_len
     moves = []

@@ -36,6 +36,9 @@ class Device:
     memory_kind: ClassVar[str | None] = None
     """The kind of memory that a body is kept in, as JAX calls it; None for the device's own."""
 
+    space: ClassVar[Any] = jax.memory.Space.Device
+    """The same as traced arrays tell it."""
+
     @property
     def ahead(self) -> int:
         """How many layers before its turn a layer's body is fetched, whole; 0 for never."""

@@ -32,6 +32,7 @@ class Host(Device):
     place: ClassVar[str] = "host"
     behind_tail: ClassVar[bool] = True
     memory_kind: ClassVar[str | None] = "pinned_host"
+    space: ClassVar[Any] = jax.memory.Space.Host
 
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, 0)

@@ -37,6 +37,18 @@ class Spread:
 
     mesh: Any
 
+    def __reduce__(self) -> Any:
+        raise ValueError(
+            "what is spread over a mesh can't be pickled, for a mesh is of this process: "
+            "kvjax.migrate(cache, mesh=None) brings it to one device first"
+        )
+
+    def __copy__(self) -> "Spread":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Spread":
+        return self
+
     @property
     def rows(self) -> int:
         """Shares of the batch."""

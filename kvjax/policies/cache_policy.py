@@ -76,6 +76,14 @@ class CachePolicy:
         return self.split.body if self.has_tail else self.layout.rounded(self.placement.parts)
 
     @property
+    def stores_as(self) -> Any:
+        """What tells whether rows of two policies go on alike, their layouts aside: the codecs,
+        and, where they encode blocks, what queries see through them."""
+        blockwise = self.keys.blockwise or self.values.blockwise
+        sight = (self.block, self.recent, self.prefill) if blockwise else None
+        return self.keys, self.values, sight
+
+    @property
     def revocable(self) -> int | None:
         """How many of its newest tokens a row can forget at any time; None for all."""
         own = None if self.layout.chunk is None else self.layout.chunk - 1

@@ -28,7 +28,7 @@ def transformers_policy(
       q_group_size: numbers that share a scale. Along tokens, no more than a block of 64, nor than
         ``residual_length``.
       residual_length: the most tokens that stay raw, rounded down to whole blocks of 64, or of 8
-        where it is less.
+        where it is less; 8 at least.
 
     Raises:
       ValueError: if a setting is none of the backend's.
@@ -42,7 +42,7 @@ def transformers_policy(
     for name, given, has in (("nbits", nbits, widths), *of_axes):
         if given not in has:
             raise ValueError(f"{name}={given!r}: {backend} has {', '.join(map(str, has))}")
-    residual = whole_number("residual_length", residual_length, MULTIPLE)
+    residual = max(whole_number("residual_length", residual_length, 1), MULTIPLE)
     block = min(64, residual // MULTIPLE * MULTIPLE)
 
     def codec(axis: int) -> Codec:

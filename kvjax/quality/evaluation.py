@@ -26,7 +26,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import PolicyChoice
-from kvjax.quality.figures import Quality, cache_bytes, quality_of
+from kvjax.quality.figures import Quality, cache_bytes, quality_of, seen_encoded
 
 CHUNK = 256
 """Tokens of a pass's calls."""
@@ -58,7 +58,8 @@ def evaluate(
       time_steps: how many decode steps to time at the end of a window; 0 for none.
 
     Raises:
-      ValueError: if the text has fewer than two tokens, or a number is out of range.
+      ValueError: if the text has fewer than two tokens, a number is out of range, or no
+        prediction sees what a policy encodes.
     """
     tokens = _tokens(lm, text)
     limit = lm.config.position_limit
@@ -75,10 +76,15 @@ def evaluate(
         raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
     empty = functools.partial(init_cache, lm.config, max_len=context, mesh=lm.mesh)
     found: dict[str, list[Array]] = {name: [] for name in policies}
-    caches: dict[str, KVCache] = {}
-    for window in cut:
-        full = empty(CachePolicy())
-        caches = {name: empty(policy) for name, policy in policies.items()}
+    caches = {name: empty(policy) for name, policy in policies.items()}
+    for name, cache in caches.items():
+        _check_encodes(name, cache, context, chunk)
+    full = empty(CachePolicy())
+    of_full = cache_bytes(full, context)
+    for number, window in enumerate(cut):
+        if number:
+            full = empty(CachePolicy())
+            caches = {name: empty(policy) for name, policy in policies.items()}
         following = np.roll(window, -1)  # what follows the last token does not count
         # Logits are larger than caches: they are compared chunk by chunk.
         for start in range(0, context, chunk):
@@ -94,11 +100,31 @@ def evaluate(
     return {
         name: quality_of(
             np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
-            cache_bytes(caches[name]),
+            cache_bytes(caches[name], context),
             _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
+            of_full,
         )
         for name in policies
     }
+
+
+def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
+    """Raise ``ValueError`` for a lossy policy of which no prediction sees anything: it would look
+    exact."""
+    lossy = [x for x in cache.layers if x.policy.keys.blockwise or x.policy.values.blockwise]
+    narrow = any((layer.policy.layout.window or context) < context for layer in cache.layers)
+    seen = [
+        seen_encoded(held, at, at // chunk * chunk if held.policy.prefill == "exact" else at)
+        for held in lossy
+        for at in range(context - 1)  # the last one's prediction does not count
+    ]
+    if lossy and not narrow and not any(seen):
+        policy = lossy[0].policy
+        raise ValueError(
+            f"{name}: in {context} tokens no prediction looks at one that was encoded, for all "
+            f"stand raw in its own block of {policy.block}, the {policy.recent} before it, or its "
+            "call: take a longer context or smaller blocks"
+        )
 
 
 def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:

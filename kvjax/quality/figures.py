@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.state import KVCache
+from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.sizes import token_bytes
+from kvjax.policies.cache_policy import CachePolicy
 
 FIRST_RANGE = 512
 """Positions of the first range that figures are given for; each further one ends twice as far."""
@@ -38,26 +40,40 @@ class Figures:
 class CacheBytes:
     """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
     points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
-    bytes to those of the same numbers in bfloat16."""
+    bytes to those of the same numbers in bfloat16. Of a text of ``tokens``: ``encoded``, how many
+    of them its last query sees as a codec gives them back, in the layer that has the most;
+    ``row``: bytes of its tail and of what it fills of the body; ``row_of_bfloat16``: to those of
+    all its tokens in bfloat16."""
 
     body: float
     scales: float
     tail: float
     of_bfloat16: float
+    tokens: int
+    encoded: int
+    row: float
+    row_of_bfloat16: float
 
 
 @dataclass(frozen=True)
 class Quality:
     """A policy's figures: over all tokens, by range of positions (the keys are where ranges end),
-    its bytes, and the median milliseconds of a decode step at the end of a window, if asked."""
+    its bytes, the median milliseconds of a decode step at the end of a window, if asked, and the
+    bytes of the full-precision cache of the same text, where that is one of kvjax."""
 
     overall: Figures
     by_position: dict[int, Figures]
     bytes: CacheBytes
     step_ms: float | None = None
+    full: CacheBytes | None = None
 
 
-def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None) -> Quality:
+def quality_of(
+    each: np.ndarray,
+    size: CacheBytes,
+    step_ms: float | None = None,
+    full: CacheBytes | None = None,
+) -> Quality:
     """Figures from those of single tokens.
 
     ``each``: float[4, windows, tokens]: nats of the token that came, with full precision and with
@@ -68,22 +84,44 @@ def quality_of(each: np.ndarray, size: CacheBytes, step_ms: float | None = None)
         end = min(max(FIRST_RANGE, 2 * start), context)
         by_position[end] = _figures(each[:, :, start:end].reshape(4, -1))
         start = end
-    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms)
+    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms, full)
 
 
-def cache_bytes(cache: KVCache) -> CacheBytes:
-    """Bytes of a cache, a token and a row."""
-    body = scales = tail = raw = 0.0
+def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
+    """Bytes of a cache, a token and a row, and of a row's text of so many tokens."""
+    body = scales = tail = raw = row = 0.0
+    encoded = 0
     for layer in cache.layers:
-        policy = layer.policy
-        body += token_bytes(layer, (layer.keys, layer.values))
-        tail += tree_bytes(layer.tail) / cache.batch
+        policy, stored = layer.policy, token_bytes(layer, (layer.keys, layer.values))
+        own, filled = tree_bytes(layer.tail) / cache.batch, _in_body(policy, tokens)
+        body, tail, row = body + stored, tail + own, row + own + filled * stored
+        if policy.keys.blockwise or policy.values.blockwise:
+            encoded = max(encoded, seen_encoded(layer, tokens - 1, tokens))
         raw += 2 * 2 * layer.kv_heads * layer.head_dim
         for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
             if codec.blockwise:
                 wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
                 scales += token_bytes(layer, wide)
-    return CacheBytes(body, scales, tail, body / raw)
+    share = row / (raw * tokens)
+    return CacheBytes(body, scales, tail, body / raw, tokens, encoded, row, share)
+
+
+def seen_encoded(held: LayerCache, at: int, call: int) -> int:
+    """Tokens that the query at a position sees through a layer's codecs; all from ``call`` on,
+    where its call begins, are raw."""
+    policy, layout = held.policy, held.policy.layout
+    raw = min(max(at // policy.block - policy.recent, 0) * policy.block, call)
+    window = min(layout.window or at + 1, held.window or at + 1)
+    return max(raw - max(at - window + 1, layout.sinks), 0)
+
+
+def _in_body(policy: CachePolicy, tokens: int) -> int:
+    """Tokens of a text that stand in a layer's body."""
+    if not policy.has_tail:
+        return min(tokens, policy.stored.slots)
+    split = policy.split
+    blocks = int(split.flushed(jnp.full(1, tokens, jnp.int32))[0])
+    return policy.block * min(blocks, split.body.slots)
 
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:

@@ -1,57 +1,40 @@
-"""Qualities of caches as a table and as a plot, and policies from words."""
+"""Qualities of caches as a table and as a plot."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvjax.policies.presets import PolicyChoice, policy
-from kvjax.quality.figures import Quality, pareto_front
+from kvjax.quality.figures import CacheBytes, Quality, pareto_front
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
 )  # fmt: skip
 
 
-def parse_policy(words: str) -> PolicyChoice:
-    """A policy from ``name,setting=value,...``: ``bits=4``, ``sliding_window,window=128,bits=8``.
-
-    Raises:
-      ValueError: if a setting is not one of ``kvjax.policy``.
-    """
-    name, settings = "static", {}
-    for part in words.split(","):
-        setting, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            name = setting
-        else:
-            settings[setting] = int(value) if value.lstrip("-").isdigit() else value
-    try:
-        return policy(name, **settings)
-    except TypeError:
-        known = ", ".join(name for name in inspect.signature(policy).parameters if name != "name")
-        raise ValueError(f"the policy {words!r}: settings are {known}") from None
-
-
 def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
-    """A heading, and a row a policy."""
-    head = ["policy", "bytes a token", "of bfloat16", "tail", "perplexity", "change", "mean KL",
-            "median KL", "99.9 % KL", "top-1", "ms a step"]  # fmt: skip
-    rows = [head]
-    for name, quality in qualities.items():
-        f, b = quality.overall, quality.bytes
-        rows.append(
-            [
-                name, f"{b.body:,.0f}", f"{100 * b.of_bfloat16:.1f} %", f"{b.tail / 1000:,.0f} kB",
-                f"{f.perplexity:.3f}", f"{100 * (f.perplexity_ratio - 1):+.3f} %",
-                f"{f.mean_kl:.2g}", f"{f.median_kl:.2g}", f"{f.high_kl:.2g}",
-                f"{100 * f.top1:.2f} %",
-                "" if quality.step_ms is None else f"{quality.step_ms:.1f}",
-            ]
-        )  # fmt: skip
+    """A heading, a row of full precision, and a row a policy: bytes of a row's text in all, and to
+    those in bfloat16, how many of its tokens were encoded, and what that did."""
+    first = next(iter(qualities.values()))
+    plain, timed = first.overall, any(each.step_ms is not None for each in qualities.values())
+    head = ["policy", "kB a row", "of bf16", "encoded", "perplexity", "mean KL", "top-1"]
+    exact = [f"{plain.perplexity / plain.perplexity_ratio:.3f}", "0", "100.00 %"]
+    rows = [head, ["full precision", *_size_row(first.full), *exact]]
+    for name, each in qualities.items():
+        f = each.overall
+        figures = [f"{f.perplexity:.3f}", f"{f.mean_kl:.2g}", f"{100 * f.top1:.2f} %"]
+        rows.append([name, *_size_row(each.bytes), *figures])
+    if timed:
+        times = ["" if q.step_ms is None else f"{q.step_ms:.1f}" for q in qualities.values()]
+        rows = [[*row, more] for row, more in zip(rows, ["ms a step", "", *times], strict=True)]
     return rows
+
+
+def _size_row(b: CacheBytes | None) -> list[str]:
+    if b is None:
+        return ["", "", ""]
+    return [f"{b.row / 1000:,.0f}", f"{100 * b.row_of_bfloat16:.1f} %", f"{b.encoded:,}"]
 
 
 def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
@@ -113,21 +96,24 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
         "-", color="tab:blue", linewidth=1, label="no other is better in both",
     )  # fmt: skip
     axes.set(
-        xlabel="bytes of the body, % of bfloat16", yscale="log",
+        xlabel="bytes of a token behind the tail, % of bfloat16", yscale="log",
         ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
     )  # fmt: skip
     axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
-    _move_apart(figure, labels)
+    _move_apart(figure, labels, [axes.transData.transform(at) for at in points.values()])
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _move_apart(figure: Any, labels: list[Any]) -> None:
-    """Move labels upwards, the lowest first, until none covers another."""
+def _move_apart(figure: Any, labels: list[Any], points: list[Any]) -> None:
+    """Move labels upwards, the lowest first, until none covers another or a point (in pixels)."""
+    from matplotlib.transforms import Bbox
+
     figure.canvas.draw()
-    taken: list[Any] = []
+    size = figure.dpi * 7 / 72 / 2  # of a marker, half
+    taken: list[Any] = [Bbox.from_extents(*(at - size), *(at + size)) for at in points]
     for label in sorted(labels, key=lambda each: each.get_window_extent().y0):
         while any(label.get_window_extent().overlaps(other) for other in taken):
             right, up = label.get_position()

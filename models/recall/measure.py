@@ -101,8 +101,9 @@ def recall(
         answers = np.concatenate(said, axis=1)[:, 2 * facts :: 2]
         right = answers == tokens[:, 2 * facts + 1 :: 2]
         found[name] = Recall(
-            right.size, float(right.mean()), _by_distance(right, distance), cache_bytes(cache)
-        )
+            right.size, float(right.mean()), _by_distance(right, distance),
+            cache_bytes(cache, 4 * facts),
+        )  # fmt: skip
     return found
 
 

@@ -1,0 +1,125 @@
+"""A cache as an operation is given it: whole, in its places, and between two calls."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.layer import LayerCache, layer_shapes
+from kvjax.cache.state import KVCache
+from kvjax.core.checks import is_traced, refuse_traced, refuse_used_up
+from kvjax.placement.device import beside
+
+
+def usable(
+    what: str,
+    cache: Any,
+    *,
+    layer: int | None = None,
+    between: bool = True,
+    outside: bool = False,
+) -> KVCache:
+    """The cache that ``what`` was given, with every array where its policies say: NumPy's, and
+    those that came back from a file in another kind of memory, are put there.
+
+    Args:
+      what: the function's name, for its errors.
+      cache: what it was given.
+      layer: the only layer of the model that it looks at; None for all.
+      between: whether no call may have begun.
+      outside: whether the function must look at the numbers.
+
+    Raises:
+      ValueError: if it is no cache, its arrays were used up or are not those of its policies, a
+        call has begun, or it is traced where it must not be.
+    """
+    check_arrays(what, cache)
+    if outside:
+        refuse_traced(what, *jax.tree.leaves(cache))
+    entries = range(len(cache.layers)) if layer is None else [cache.entry(layer)]
+    _check_shapes(what, cache, entries)
+    if between and (pending := cache.pending) is not None:
+        raise ValueError(
+            f"{what}: a call has begun, and its {pending.new} token(s) a row do not count yet: "
+            f"kvjax.advance(cache, {pending.new}) first, when all layers have them"
+        )
+    return _in_place(what, cache, entries)
+
+
+def check_cache(what: str, cache: Any) -> None:
+    """Raise ``ValueError`` for what is none."""
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{what} takes a KVCache, as of init_cache, not a {type(cache).__name__}")
+
+
+def check_arrays(what: str, cache: Any) -> None:
+    """``check_cache``, and a ``ValueError`` where its arrays are none, or are used up."""
+    check_cache(what, cache)
+    for x in jax.tree.leaves(cache):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{what}: the cache is of shapes alone: jax.eval_shape({what}, ...) goes on with it"
+            )
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise ValueError(f"{what}: the cache has a {type(x).__name__} in place of an array")
+    refuse_used_up(cache)
+
+
+def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
+    """Raise ``ValueError`` for arrays that are not those of a cache."""
+    rows, layers = cache.length.shape, len(cache.layers)
+    if len(rows) != 1:
+        raise ValueError(
+            f"{what}: length is {list(rows)}, not [batch]: jax.vmap is over whole caches that were "
+            "stacked, each with its rows"
+        )
+    shapes = {"length": rows, "written": (*rows, layers), "status": rows}
+    for name, wanted in shapes.items():
+        found = getattr(cache, name)
+        if found.shape != wanted or found.dtype != jnp.int32:
+            raise ValueError(
+                f"{what}: {name} is {found.dtype}{list(found.shape)}, and must be "
+                f"int32{list(wanted)}"
+            )
+    for entry in entries:
+        held = cache.layers[entry]
+        wanted = layer_shapes(held.policy, cache.batch, held.kv_heads, held.head_dim)
+        for part in ("keys", "values", "tail", "low"):
+            found, expected = _shapes(held, part), _shapes(wanted, part)
+            if found != expected:
+                raise ValueError(
+                    f"{what}: {part} of layer {entry} are {found}, and its policy says {expected}"
+                )
+
+
+def _shapes(held: LayerCache, part: str) -> str:
+    """The arrays of a part of a layer, in words."""
+    arrays = jax.tree.leaves(getattr(held, part))
+    return " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays) or "none"
+
+
+def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
+    """With NumPy's arrays, and those of another kind of memory, where they belong."""
+    rows, layers = (cache.length, cache.written, cache.status), list(cache.layers)
+    away = [entry for entry in entries if not layers[entry].in_place]
+    if not away and all(isinstance(x, jax.Array) for x in rows):
+        return cache
+    arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array)]
+    traced = any(is_traced(x) for x in arrays)
+    if traced and not away:
+        length, written, status = map(jnp.asarray, rows)
+        return replace(cache, length=length, written=written, status=status)
+    if traced:
+        raise ValueError(
+            f"{what}: not all arrays of the cache are in the memory that its policies say: "
+            "kvjax.fork(cache), outside jit, brings them there"
+        )
+    with beside(arrays[0]) if arrays else nullcontext():
+        length, written, status = layers[0].policy.placement.put(rows)
+        for entry in away:
+            layers[entry] = layers[entry].placed()
+    return replace(cache, layers=tuple(layers), length=length, written=written, status=status)
