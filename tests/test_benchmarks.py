@@ -58,6 +58,7 @@ def check_engine(found: dict, repeats: int) -> None:
     assert found["prefill_peak_bytes"] > 0
 
 
+@pytest.mark.rare
 def test_quick_run_without_a_peer(tmp_path, capsys):
     arguments = ["--quick", "--peers", "none", "--cells", "2x150", "--dtypes", "float32,bfloat16"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0

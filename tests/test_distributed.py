@@ -138,6 +138,7 @@ print("as one device")
 """
 
 
+@pytest.mark.rare
 def test_a_script_in_two_processes(start, tiny_llama_dir):
     port = free_port()
     both = [
@@ -191,7 +192,7 @@ def endless_llama_dir(tmp_path_factory):
     return write_llama(folder, max_position_embeddings=10**6, eos_token_id=10**6)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_a_killed_process_ends_the_others(start, endless_llama_dir, killed):
     port = free_port()
     both = [
@@ -211,6 +212,7 @@ def test_a_killed_process_ends_the_others(start, endless_llama_dir, killed):
     assert "another process of this run has ended" in error or "another task died" in error
 
 
+@pytest.mark.rare
 def test_a_wrong_number_of_processes_is_an_error(start):
     port = free_port()
     few = ["--start-timeout", "8"]

@@ -322,8 +322,8 @@ def test_generation_grows_with_the_text(tiny_llama):
 @pytest.mark.parametrize(
     "policy",
     [
-        "dynamic",
-        kvjax.policy("sliding_window", window=64),
+        pytest.param("dynamic", marks=pytest.mark.rare),
+        pytest.param(kvjax.policy("sliding_window", window=64), marks=pytest.mark.rare),
         kvjax.policy("sliding_window", window=200, sinks=3),
         [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
     ],

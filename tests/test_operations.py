@@ -57,7 +57,14 @@ def windowed():
     return tiny_model(windows=(8, 64))[0], None
 
 
-@pytest.mark.parametrize(("old", "new"), [("static", "int8"), ("int8", "host"), ("host", "static")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("int8", "host"),
+        pytest.param("static", "int8", marks=pytest.mark.rare),
+        pytest.param("host", "static", marks=pytest.mark.rare),
+    ],
+)
 def test_a_converted_cache_stays_on_its_device(old, new):
     """Though that is not the default one; its arrays are where ``init_cache`` would put them."""
     policies = {

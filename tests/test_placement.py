@@ -265,8 +265,8 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     [
         ("dense-raw", 1, "step"),
         ("dense-raw", 2, "step"),
-        ("dense-raw", 2, "while_loop"),
-        ("dense-int4", 1, "step"),
+        pytest.param("dense-raw", 2, "while_loop", marks=pytest.mark.rare),
+        pytest.param("dense-int4", 1, "step", marks=pytest.mark.rare),
         ("ring-int4", 1, "while_loop"),
     ],
 )

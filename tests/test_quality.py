@@ -60,6 +60,7 @@ def test_large_key_biases_do_not_collapse(biased, tokens):
     )
 
 
+@pytest.mark.rare
 def test_edges_at_more_bits_are_better_than_without(embedded, tokens):
     low, high = kvjax.policy(bits=1), kvjax.policy(bits=8)
     found = evaluate(embedded, tokens, {"low": low, "edges": kvjax.Edges(low, high), "high": high})

@@ -224,7 +224,16 @@ def test_policies_by_name_and_by_layer():
             kvjax.policy(**arguments)
 
 
-@pytest.mark.parametrize("name", ["static", "dynamic", "sliding_window", "hybrid", "quantized"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamic",
+        "sliding_window",
+        "quantized",
+        pytest.param("static", marks=pytest.mark.rare),
+        pytest.param("hybrid", marks=pytest.mark.rare),
+    ],
+)
 def test_generation_in_a_quantized_cache(name, tiny_llama):
     settings = {"window": 24} if name == "sliding_window" else {}
     policy = kvjax.policy(name, bits=8, block=8, **settings)
