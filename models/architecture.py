@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
@@ -16,9 +15,9 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import note_non_finite, note_tokens
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
-from kvjax.core.device import fetch
 from kvjax.core.typing import Counts, Tokens
 
+from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .decoder import Decoder
 from .frame import Frame
@@ -93,15 +92,14 @@ class Architecture:
             raise ValueError(
                 f"lengths must be [batch={tokens.shape[0]}], got {list(jnp.shape(lengths))}"
             )
-        wrong = self._unknown(tokens, lengths)
-        if cache is not None:
-            cache = note_tokens(cache, jnp.any(wrong, axis=1))
-            self._check_cache(cache, tokens.shape[0])
-            _check_devices(params, cache)
+        wrong = unknown_tokens(tokens, lengths, self.config.vocab_size)
         if cache is None:
             logits = self._run(params, tokens, None, lengths, last_only, max_len)
-            behind = jnp.cumsum(wrong, axis=1)[:, -1:] if last_only else jnp.cumsum(wrong, axis=1)
-            return jnp.where(behind[:, :, None] > 0, jnp.nan, logits)
+            return logits if wrong is None else without_unknown(logits, wrong)
+        check_cache_of(self.config, cache, tokens.shape[0])
+        check_devices(params, cache)
+        if wrong is not None:
+            cache = note_tokens(cache, jnp.any(wrong, axis=1))
         if tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
             return self._run(params, tokens, cache, lengths, last_only, max_len)
         return self._in_pieces(params, tokens, cache, lengths, last_only, size)
@@ -158,39 +156,6 @@ class Architecture:
         logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)
         return logits[:, :new], cache
 
-    def _unknown(self, tokens: Array, lengths: Counts | None) -> Array:
-        """bool[batch, new]: real tokens that are not in the vocabulary; a ``ValueError`` where that
-        can be seen."""
-        seen = not any(is_traced(x) for x in (tokens, lengths)) and tokens.is_fully_addressable
-        numbers = np if seen else jnp
-        ids, size = fetch(tokens) if seen else tokens, self.config.vocab_size
-        wrong = (ids < 0) | (ids >= size)
-        if lengths is not None:
-            wrong &= numbers.arange(ids.shape[1]) < numbers.asarray(lengths)[:, None]
-        if seen and np.any(wrong):
-            row = int(np.argmax(np.any(wrong, axis=1)))
-            raise ValueError(
-                f"token id {ids[row][wrong[row]][0]} in row {row}: the vocabulary has {size}, 0 to "
-                f"{size - 1} (what stands behind a row's lengths may be anything)"
-            )
-        return jnp.asarray(wrong)
-
-    def _check_cache(self, cache: KVCache, batch: int) -> None:
-        config = self.config
-        if cache.batch != batch:
-            raise ValueError(f"tokens have {batch} rows, the cache has {cache.batch}")
-        count = len(cache.layers if cache.sources is None else cache.sources)
-        if count != config.num_hidden_layers:
-            raise ValueError(f"the cache has {count} layers, the model {config.num_hidden_layers}")
-        wanted = (config.num_key_value_heads, config.head_dim)
-        for number, layer in enumerate(cache.layers):
-            if (layer.kv_heads, layer.head_dim) != wanted:
-                raise ValueError(
-                    f"layer {number} of the cache has kv_heads={layer.kv_heads}, head_dim="
-                    f"{layer.head_dim}, the model {wanted[0]} and {wanted[1]}: make it with "
-                    "init_cache(lm.config, ...)"
-                )
-
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
         return _plain(_split(self.config)[1])
@@ -214,20 +179,6 @@ class Architecture:
             return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
 
         return jax.jit(make)(jax.random.key(seed))
-
-
-def _check_devices(params: Params, cache: KVCache) -> None:
-    """Raise ``ValueError`` for a cache elsewhere, where that can be seen: not inside ``jit``."""
-    leaf = next(iter(jax.tree.leaves(params)), None)
-    if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
-        if not leaf.committed:  # JAX puts it where the rest is
-            return
-        ours, theirs = leaf.sharding.device_set, cache.length.sharding.device_set
-        if ours != theirs:
-            raise ValueError(
-                f"the parameters are on {len(ours)} device(s), the cache on {len(theirs)}, not the "
-                "same ones: lm.on(mesh) and init_cache(..., mesh=mesh) put both on one mesh"
-            )
 
 
 def _piece(cache: KVCache, last_only: bool, new: int) -> int:

@@ -66,7 +66,7 @@ def read_config(folder: Path) -> Config:
     """Read ``config.json`` of a checkpoint.
 
     Args:
-      folder: the checkpoint's folder.
+      folder: the checkpoint's folder, or the file itself.
 
     Returns:
       The configuration; its ``dtype`` is the file's, or "" where the file has none.
@@ -76,20 +76,11 @@ def read_config(folder: Path) -> Config:
         would change the result and is not understood; it names the file, the field, its value
         and what was expected.
     """
-    return read_config_file(Path(folder) / "config.json")
-
-
-def is_read(file: Path) -> bool:
-    """Whether a ``config.json`` is of a family that kvjax runs."""
-    return read_json(file).get("model_type") in _READERS
-
-
-def read_config_file(file: Path) -> Config:
-    """``read_config`` of a file, whatever its name."""
+    file = folder if (folder := Path(folder)).is_file() else folder / "config.json"
     config = Fields(file, read_json(file))
     if config.raw("model_type") == "gemma3":
         raise config.wrong("model_type", "gemma3_text: a model that takes images too is not read")
-    model_type = config.choice("model_type", "", _READERS)
+    model_type = config.choice("model_type", "", READERS)
     if config.raw("quantization_config"):
         raise config.wrong(
             "quantization_config", "none: quantized weights are not read, only float ones"
@@ -98,7 +89,7 @@ def read_config_file(file: Path) -> Config:
         raise config.wrong("per_layer_config", "none: all layers have the same shape")
     if not config.values.get("is_causal", True):
         raise config.wrong("is_causal", "true: attention is causal")
-    return _READERS[model_type](config)
+    return READERS[model_type](config)
 
 
 def _llama(config: Fields) -> LlamaConfig:
@@ -250,7 +241,7 @@ def _dtype(config: Fields) -> str:
     return "" if value == "auto" else value
 
 
-_READERS: dict[str, Callable[[Fields], Config]] = {
+READERS: dict[str, Callable[[Fields], Config]] = {
     **dict.fromkeys(_LLAMAS, _llama),
     **dict.fromkeys(_GEMMAS, _gemma),
     "gpt2": _gpt2,

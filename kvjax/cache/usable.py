@@ -37,10 +37,14 @@ def usable(
       ValueError: if it is no cache, its arrays were used up or are not those of its policies, a
         call has begun, or it is traced where it must not be.
     """
-    check_arrays(what, cache)
+    check_cache(what, cache)
+    entries, seen = range(len(cache.layers)), cache
+    if layer is not None:
+        entries = [cache.entry(layer)]
+        seen = replace(cache, layers=(cache.layers[entries[0]],))
+    check_arrays(what, seen)
     if outside:
-        refuse_traced(what, *jax.tree.leaves(cache))
-    entries = range(len(cache.layers)) if layer is None else [cache.entry(layer)]
+        refuse_traced(what, *jax.tree.leaves(seen))
     _check_shapes(what, cache, entries)
     if between and (pending := cache.pending) is not None:
         raise ValueError(

@@ -113,11 +113,12 @@ def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
     exact."""
     lossy = [x for x in cache.layers if x.policy.keys.blockwise or x.policy.values.blockwise]
     narrow = any((layer.policy.layout.window or context) < context for layer in cache.layers)
-    seen = [
+    alike = {(held.policy, held.window): held for held in lossy}
+    seen = (
         seen_encoded(held, at, at // chunk * chunk if held.policy.prefill == "exact" else at)
-        for held in lossy
-        for at in range(context - 1)  # the last one's prediction does not count
-    ]
+        for held in alike.values()
+        for at in reversed(range(context - 1))  # the last one's prediction does not count
+    )
     if lossy and not narrow and not any(seen):
         policy = lossy[0].policy
         raise ValueError(
