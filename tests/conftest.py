@@ -97,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("oracle")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for garbage less often: tracing makes many objects, and next to none in circles."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``oracle`` where the oracle is not installed."""
     if item.get_closest_marker("oracle"):

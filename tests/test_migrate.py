@@ -107,9 +107,9 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     store = kvjax.Host.store
 
     def watched(self, body):
-        seen.append(sum(x.nbytes for x in alive()) - before)
+        seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         found = store(self, body)
-        seen.append(sum(x.nbytes for x in alive()) - before)
+        seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return found
 
     monkeypatch.setattr(kvjax.Host, "store", watched)
