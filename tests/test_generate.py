@@ -566,7 +566,7 @@ def test_what_is_no_model_is_told(tiny_llama):
         kvjax.generate(other, [[1]], max_new_tokens=1)
     with pytest.raises(ValueError, match="generation can't stand inside jit"):
         jax.jit(lambda: kvjax.generate(tiny_llama, [[1]], max_new_tokens=1).tokens)()
-    with pytest.raises(ValueError, match=r"takes a model's config.*: give its \.config"):
+    with pytest.raises(ValueError, match=r"a model's config is needed.*: give its \.config"):
         kvjax.init_cache(tiny_llama, max_len=8)
     assert len(repr(tiny_llama)) < 200 and "2 layers" in repr(tiny_llama)
 

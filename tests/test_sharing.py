@@ -101,17 +101,53 @@ def test_configs_with_the_names_of_transformers(special, windows, sources):
     ("special", "message"),
     [
         ({"windows": (3, None)}, "tells of 2 layers, and has 4"),
-        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention': no such kind of layer"),
+        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention': a cache holds layers of"),
         ({"layer_types": ["chunked_attention"] * 4}, "config does not say how long"),
         ({"num_kv_shared_layers": 4}, "layer 0 has no layer of its kind before layer 0"),
         ({"cache_sources": (0, 0, 1, 3)}, "each of 4 layers needs itself or an earlier"),
         ({"cache_sources": (0, 1, 9, 3)}, "each of 4 layers needs itself or an earlier"),
         ({"cache_sources": (0, 0)}, "each of 4 layers needs itself or an earlier"),
+        ({"v_head_dim": 4}, "keys have other channels than its values"),
+        ({"kv_lora_rank": 4}, "keys have other channels than its values"),
+        ({"head_dim": None}, "has neither head_dim nor hidden_size"),
+        ({"num_key_value_heads": None}, "neither num_key_value_heads nor num_attention_heads"),
+        ({"num_key_value_heads": 2.5}, "num_key_value_heads must be a whole number"),
     ],
 )
 def test_configs_that_say_nothing_sensible(special, message):
     with pytest.raises(ValueError, match=message):
         kvjax.init_cache(peers(**special), "hybrid", max_len=64)
+
+
+@pytest.mark.parametrize(
+    ("special", "heads"),
+    [
+        ({"head_dim": None, "hidden_size": 48, "num_attention_heads": 4}, (2, 12)),
+        ({"num_key_value_heads": None, "num_attention_heads": 4}, (4, 8)),
+        ({"num_key_value_heads": None, "multi_query": True}, (1, 8)),
+        ({"num_key_value_heads": None, "multi_query": True, "new_decoder_architecture": True,
+          "num_kv_heads": 4}, (4, 8)),
+    ],
+)  # fmt: skip
+def test_heads_by_the_names_of_transformers(special, heads):
+    cache = kvjax.init_cache(peers(**special), max_len=64)
+    assert {(layer.kv_heads, layer.head_dim) for layer in cache.layers} == {heads}
+
+
+def test_layers_of_other_heads():
+    """As of Gemma 4, alone and divided over a mesh, where each layer's heads must be divided."""
+    own = [peers(head_dim=8 * (n % 2 + 1), num_key_value_heads=4 - n % 2 * 2) for n in range(4)]
+    config = peers(per_layer_config=own, num_key_value_heads=None, head_dim=None)
+    for mesh in (None, kvjax.make_mesh(tensor=4)):
+        cache = kvjax.init_cache(config, max_len=64, mesh=mesh)
+        for n, layer in enumerate(cache.layers):
+            assert layer.keys.shape == (1, 4 - n % 2 * 2, 64, 8 * (n % 2 + 1))
+            numbers = random(1, 4 - n % 2 * 2, 3, 8 * (n % 2 + 1))
+            cache = kvjax.append(cache, n, numbers, numbers)
+            mixed = kvjax.attend(random(1, 4, 3, 8 * (n % 2 + 1), seed=1), cache, n)
+            if mesh is None:
+                own[n].mixed = np.asarray(mixed)
+            np.testing.assert_allclose(mixed, own[n].mixed, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", ["blocks", "reference"])

@@ -17,6 +17,9 @@ from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
     CacheShape,
+    common_heads,
+    decoder_config,
+    layer_heads,
     layer_sources,
     layer_windows,
     model_dtype,
@@ -36,10 +39,10 @@ def init_cache(
     """Allocate an empty cache.
 
     Args:
-      config: the model's config; its ``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``
-        and ``dtype`` are read; ``position_limit`` (how many positions the model has), and what
-        ``layer_windows`` and ``layer_sources`` go by, where it has them. ``dtype`` may be missing
-        where the policy names one.
+      config: the model's config, kvjax's, Transformers' or one's own; its ``num_hidden_layers``,
+        ``num_key_value_heads``, ``head_dim`` and ``dtype`` are read; ``position_limit`` (how many
+        positions the model has), and what ``layer_heads``, ``layer_windows`` and ``layer_sources``
+        go by, where it has them. ``dtype`` may be missing where the policy names one.
       policy: one for all layers, a preset's name, or a list with one a layer; by default
         ``policy("static")``.
       batch: rows.
@@ -67,10 +70,7 @@ def allocate(
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
     batch = whole_number("batch", batch, 1)
-    if not hasattr(config, "num_hidden_layers") and hasattr(config, "config"):
-        raise ValueError(
-            f"init_cache takes a model's config, not a {type(config).__name__}: give its .config"
-        )
+    config = decoder_config(config)
     limit = getattr(config, "position_limit", None)
     max_len = whole_or_none("max_len", max_len, 1)
     if limit is not None and (max_len or 0) > limit:
@@ -78,8 +78,8 @@ def allocate(
     max_len = limit if max_len is None and room is None else max_len
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
-    kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-    spread = None if mesh is None else spread_over(mesh, kv_heads)
+    heads = layer_heads(config)
+    spread = None if mesh is None else spread_over(mesh, common_heads(config))
     if spread is not None:
         spread.check_rows(batch)
     # The platform that computes is this one, whatever it was of a cache that a policy comes from.
@@ -94,10 +94,9 @@ def allocate(
     ]
     budget = budget_of(policy)
     if budget is not None:
-        resolved = kept_within(budget, resolved, [(batch, kv_heads, head_dim)] * len(own))
+        resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
     layers = [
-        new_layer(each, batch, kv_heads, head_dim, windows[n])
-        for n, each in zip(own, resolved, strict=True)
+        new_layer(each, batch, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)
     ]
     shapes = (batch,), (batch, len(layers)), (batch,)
     rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])

@@ -18,7 +18,7 @@ from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import abstract_cache
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import same_rotary
+from kvjax.policies.model_config import common_heads, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 
 _SMALLEST_CAPACITY = 64
@@ -73,7 +73,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = _cache_choice(options)
-    spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
+    spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
         given = usable("kvjax.generate", given, outside=True)

@@ -13,6 +13,7 @@ from kvjax.memory.sizes import device_bytes
 from kvjax.memory.weights import Loaded, Plannable, weight_bytes
 from kvjax.placement.mesh import TENSOR, make_mesh
 from kvjax.placement.spread import spread_over
+from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -133,7 +134,7 @@ def memory_left(lm: Loaded, *, batch: int, capacity: int, memory: int | None = N
     """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
-    spread = None if lm.mesh is None else spread_over(lm.mesh, lm.config.num_key_value_heads)
+    spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL, capacity), spread)
     weights = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

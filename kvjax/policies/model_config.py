@@ -2,9 +2,12 @@
 
 A config is any object with the attributes of ``CacheShape``. ``windows`` and ``cache_sources`` are
 read where it has them; the names that Transformers uses serve as well, so that a model of one's
-own can go by the config it was loaded with.
+own can go by the config it was loaded with: what is missing or None there has the value that it has
+in Transformers.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvjax.core.checks import UNLIMITED, whole_number
@@ -21,6 +24,42 @@ class CacheShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+
+
+def decoder_config(config: Any) -> Any:
+    """The part of a config that tells of the decoder of text, where it is one of several.
+
+    Raises:
+      ValueError: if it does not say how many layers there are.
+    """
+    find = getattr(config, "get_text_config", None)
+    found = config if find is None else find(decoder=True)
+    if hasattr(found, "num_hidden_layers"):
+        return found
+    name = type(config).__name__
+    if hasattr(config, "config"):
+        raise ValueError(f"a model's config is needed, not a {name}: give its .config")
+    raise ValueError(f"the config, a {name}, has no num_hidden_layers")
+
+
+def layer_heads(config: Any) -> tuple[tuple[int, int], ...]:
+    """Of each layer, how many heads its keys and values have, and of how many channels.
+
+    By ``num_key_value_heads`` and ``head_dim``, or what Transformers' models go by where a config
+    has none: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers differ where
+    Transformers' ``per_layer_config`` does (Gemma 4).
+
+    Raises:
+      ValueError: if the config does not say, or a layer's keys have other channels than its values
+        (latent attention).
+    """
+    config = decoder_config(config)
+    return tuple((_kv_heads(each), _head_dim(each)) for each in _configs(config))
+
+
+def common_heads(config: Any) -> int:
+    """The greatest number of key-value heads that divides those of each layer."""
+    return math.gcd(*(heads for heads, _ in layer_heads(config)))
 
 
 def model_dtype(config: Any) -> Any:
@@ -66,6 +105,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
       ValueError: if there is not one window a layer, or a kind of layer is not known or has no
         size.
     """
+    config = decoder_config(config)
     windows = getattr(config, "windows", None)
     if windows is None:
         windows = _windows_by_type(config)
@@ -86,6 +126,7 @@ def layer_sources(config: Any) -> tuple[int, ...] | None:
       ValueError: if there is not one source a layer, a source is not an earlier layer with keys of
         its own, or there is no layer to share with.
     """
+    config = decoder_config(config)
     count = config.num_hidden_layers
     sources = getattr(config, "cache_sources", None)
     shared = getattr(config, "num_kv_shared_layers", None)
@@ -101,10 +142,63 @@ def layer_sources(config: Any) -> tuple[int, ...] | None:
     return sources
 
 
+def _configs(config: Any) -> Sequence[Any]:
+    """One a layer."""
+    own = getattr(config, "per_layer_config", None)
+    return own if isinstance(own, Sequence) else (config,) * config.num_hidden_layers
+
+
+def _told(config: Any, *names: str) -> int | None:
+    """The first of these that a config has."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return whole_number(name, value, 1)
+    return None
+
+
+def _query_heads(config: Any, asked: str) -> int:
+    heads = _told(config, "num_attention_heads")
+    if heads is None:
+        raise ValueError(f"the config has neither {asked} nor num_attention_heads")
+    return heads
+
+
+def _kv_heads(config: Any) -> int:
+    told = _told(config, "num_key_value_heads")
+    if told is not None:
+        return told
+    # Falcon's and GPT-BigCode's names.
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        return 1
+    return _told(config, "num_kv_heads") or _query_heads(config, "num_key_value_heads")
+
+
+def _head_dim(config: Any) -> int:
+    head_dim = _told(config, "head_dim")
+    if head_dim is None:
+        hidden = _told(config, "hidden_size")
+        if hidden is None:
+            raise ValueError("the config has neither head_dim nor hidden_size")
+        head_dim = max(hidden // _query_heads(config, "head_dim"), 1)
+    if getattr(config, "kv_lora_rank", None) or _told(config, "v_head_dim") not in (None, head_dim):
+        raise ValueError(
+            "the config is of attention whose keys have other channels than its values "
+            "(kv_lora_rank, v_head_dim): a layer stores both with as many, so give a config whose "
+            "head_dim is the larger, and pad the other"
+        )
+    return head_dim
+
+
 def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     slides = getattr(config, "use_sliding_window", True) is not False
-    window = getattr(config, "sliding_window", None) if slides else None
-    chunk = getattr(config, "attention_chunk_size", None)
+    found = [
+        (getattr(each, "sliding_window", None) if slides else None,
+         getattr(each, "attention_chunk_size", None))
+        for each in _configs(config)
+    ]  # fmt: skip
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # Every so many-th layer sees all, as in Gemma 3; or the first ones do, as in Qwen 2.
@@ -112,15 +206,20 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
         first = getattr(config, "max_window_layers", None) or 0
         return tuple(
             None if (layer + 1) % every == 0 or layer < first else window or chunk
-            for layer in range(config.num_hidden_layers)
+            for layer, (window, chunk) in enumerate(found)
         )
-    sizes = {"sliding_attention": window, "chunked_attention": chunk}
-    for kind in kinds:
+    sized = []
+    for kind, (window, chunk) in zip(kinds, found, strict=False):
+        sizes = {"sliding_attention": window, "chunked_attention": chunk}
         if kind not in sizes and kind not in ("full_attention", "attention"):
-            raise ValueError(f"layer_types has {kind!r}: no such kind of layer is known")
+            raise ValueError(
+                f"layer_types has {kind!r}: a cache holds layers of full_attention, "
+                "sliding_attention and chunked_attention"
+            )
         if kind in sizes and sizes[kind] is None:
             raise ValueError(f"layer_types has {kind!r}, but the config does not say how long")
-    return tuple(sizes.get(kind) for kind in kinds)
+        sized.append(sizes.get(kind))
+    return (*sized, *(None,) * (len(kinds) - len(sized)))
 
 
 def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from kvjax.placement.budget import Budget
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host
 from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
+from kvjax.policies.model_config import decoder_config
 
 PolicyChoice = str | PerLayer | Sequence[CachePolicy]
 
@@ -213,6 +214,7 @@ def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
       ValueError: if it is neither, or a list has not as many policies as the model has layers.
     """
     choice = policy(choice) if isinstance(choice, str) else choice
+    config = decoder_config(config)
     if isinstance(choice, Sequence):
         policies: Any = tuple(policy(each) if isinstance(each, str) else each for each in choice)
         if len(policies) != config.num_hidden_layers:
