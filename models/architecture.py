@@ -14,7 +14,7 @@ from kvjax.cache.admission import admit
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import note_non_finite, note_tokens
 from kvjax.cache.usable import usable
-from kvjax.core.checks import is_traced
+from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.typing import Counts, Tokens
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
@@ -82,6 +82,8 @@ class Architecture:
             if cache.spread is not None:
                 cache.spread.check_context()
         tokens = jnp.asarray(tokens)
+        if cache is not None:
+            refuse_symbolic("tokens", tokens.shape)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):

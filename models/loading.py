@@ -46,9 +46,10 @@ def load(
         default device in any case.
 
     Returns:
-      The model, with every parameter committed to the default device, or to those of the mesh. On
-      one CPU they lie in one stretch of memory, let go with the last of them: a first step that is
-      donated parameters copies them.
+      The model, with every parameter on the default device, uncommitted (so that a training step
+      with an optimizer's fresh state compiles once), or committed to the devices of the mesh. On
+      one CPU they lie in one stretch of memory, let go with the last of them: a first step that
+      is donated parameters copies them.
 
     Raises:
       CheckpointError: naming the file, the field or tensor, and what was expected; for a hub id,

@@ -134,7 +134,7 @@ def load_tensors(
             place = room.take(shape)
             place[...] = values
             values = place
-        _enter(params, name, jax.block_until_ready(device.put(values)))
+        _enter(params, name, jax.block_until_ready(jax.device_put(values)))
         del values  # before the next is read
     return params
 

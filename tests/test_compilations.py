@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import kvjax
@@ -144,3 +145,29 @@ def test_growing_compiles_once_a_capacity(tiny_llama):
         _, cache = step(tiny_llama.params, np.array([[n % 7]], np.int32), cache)
     kvjax.check(cache)
     assert cache.max_len == 256 and step._cache_size() == 5  # 16, 32, 64, 128, 256
+
+
+def test_training_compiles_once(tiny_llama):
+    """What is loaded is where an optimizer's fresh state is; what was trained goes on decoding."""
+    optimizer = optax.adam(1e-3)
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+
+    def loss(params):
+        logits = tiny_llama.apply(params, tokens)[:, :-1]
+        wanted = tokens[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+
+    @jax.jit
+    def train(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = tiny_llama.params, optimizer.init(tiny_llama.params)
+    cache = kvjax.init_cache(tiny_llama.config, batch=2, max_len=16)
+    step = jax.jit(tiny_llama.apply)
+    before = float(loss(params))
+    for _ in range(3):
+        params, state = train(params, state)
+        _, cache = step(params, tokens[:, :1], cache)
+    assert train._cache_size() == step._cache_size() == 1
+    assert loss(params) < before

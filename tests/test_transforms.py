@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import kvjax
@@ -164,3 +165,29 @@ def test_wrong_inputs_are_refused_in_a_sentence():
         kvjax.append(cache, -1, one, one)
     with pytest.raises(ValueError, match="unknown dtype 'int4x'"):
         kvjax.policy(dtype="int4x")
+
+
+def test_an_attribute_of_a_module_of_flax():
+    """A cache and a rotary table are data there: a jitted call goes on with what the last left."""
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.table = kvjax.rotary_table(np.ones(CONFIG.head_dim // 2, np.float32))
+            self.cache = kvjax.init_cache(CONFIG, kvjax.policy(bits=4), batch=2, max_len=32)
+
+        def __call__(self, x):
+            for layer in range(CONFIG.num_hidden_layers):
+                self.cache = kvjax.append(self.cache, layer, x, x, rotary=self.table)
+            mixed = kvjax.attend(x, self.cache, 0, rotary=self.table)
+            self.cache = kvjax.advance(self.cache, x.shape[2])
+            return mixed
+
+    shape = (2, CONFIG.num_key_value_heads, 3, CONFIG.head_dim)
+    numbers = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+    layer, eager = Layer(), Layer()
+    call = nnx.jit(lambda module, x: module(x))
+    for x in numbers:
+        np.testing.assert_allclose(call(layer, x), eager(x), atol=1e-5)
+    assert layer.cache.length.tolist() == [6, 6]
+    graph, state = nnx.split(layer)
+    assert nnx.merge(graph, state).cache.length.tolist() == [6, 6]

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, Pending
 from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OUT_OF_STEP, OVERFLOW
-from kvjax.core.checks import is_traced
+from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
 
@@ -84,6 +84,7 @@ def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> Non
     """Raise ``ValueError`` for new keys or values that do not fit a layer."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
+    refuse_symbolic(name, x.shape)
     expected = (cache.batch, held.kv_heads, held.head_dim)
     if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
         raise ValueError(

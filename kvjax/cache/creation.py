@@ -13,6 +13,7 @@ from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.trees import tell_flax
 from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
@@ -69,6 +70,7 @@ def allocate(
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
+    tell_flax()
     batch = whole_number("batch", batch, 1)
     config = decoder_config(config)
     limit = getattr(config, "position_limit", None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced, refuse_traced, refuse_used_up
+from kvjax.core.checks import is_traced, refuse_symbolic, refuse_traced, refuse_used_up
 from kvjax.placement.device import beside
 
 
@@ -81,6 +81,7 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
             f"{what}: length is {list(rows)}, not [batch]: jax.vmap is over whole caches that were "
             "stacked, each with its rows"
         )
+    refuse_symbolic(f"{what}: the rows of a cache", rows)
     shapes = {"length": rows, "written": (*rows, layers), "status": rows}
     for name, wanted in shapes.items():
         found = getattr(cache, name)

@@ -12,8 +12,10 @@ from kvjax.codecs._scales import in_range, with_dtypes
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
+from kvjax.core.trees import store
 
 
+@store
 class CentredStore(NamedTuple):
     """A store: the ``mean`` of each channel over a block's tokens, in 16 bits, and the rest."""
 

@@ -10,10 +10,12 @@ from jaxtyping import Array
 from kvjax.codecs._groups import finite, rounded
 from kvjax.codecs._scales import WithScales, in_range, undifferentiable
 from kvjax.codecs.raw import Raw
+from kvjax.core.trees import store
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
+@store
 class Scaled(NamedTuple):
     """A store: ``bits`` uint8 in the shape of the numbers, and each group's 16-bit ``scale``."""
 

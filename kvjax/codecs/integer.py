@@ -16,12 +16,14 @@ from jaxtyping import Array
 from kvjax.codecs._groups import finite, mean, rounded
 from kvjax.codecs._scales import WithScales, in_range, undifferentiable
 from kvjax.codecs.raw import Raw
+from kvjax.core.trees import store
 
 BITS = (1, 2, 3, 4, 8)
 MULTIPLE = 8
 """A block's tokens are a multiple of this: then they fill bytes at every number of bits."""
 
 
+@store
 class Packed(NamedTuple):
     """A store: packed ``codes`` uint8[batch, kv_heads, blocks, block * bits / 8, head_dim], and of
     each group its ``scale`` and, if it has one, its ``zero``, in 16 bits."""

@@ -43,3 +43,13 @@ def refuse_used_up(cache: Any) -> None:
     arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     if any(x.is_deleted() for x in arrays):
         raise ValueError(USED_UP)
+
+
+def refuse_symbolic(what: str, shape: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` for sizes that ``jax.export`` has left open."""
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError(
+            f"{what} are {list(map(str, shape))}: slots are given by numbers, so a program with a "
+            "cache is of one size; export it for a chunk, feed a longer text in several and a "
+            "shorter one padded, with lengths"
+        )

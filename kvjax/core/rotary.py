@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.core.checks import UNLIMITED
-from kvjax.core.trees import state
+from kvjax.core.trees import state, tell_flax
 
 STRIDE = 1024
 """The base of the digits."""
@@ -75,6 +75,7 @@ def rotary_table(
         table = factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
         digits.append(table.astype(np.float32))
         base *= STRIDE
+    tell_flax()
     return RotaryTable(tuple(digits))
 
 

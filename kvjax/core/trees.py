@@ -1,11 +1,17 @@
 """Pytree helpers: frozen dataclasses whose fields are arrays or static settings."""
 
 import dataclasses
+import sys
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+from jax import export
+
+from kvjax.core.settings import from_bytes, to_bytes
 
 _T = TypeVar("_T")
+_Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
+_made: list[type] = []
 
 
 def static_field(**kwargs: Any) -> Any:
@@ -15,8 +21,31 @@ def static_field(**kwargs: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
 def state(cls: type[_T]) -> type[_T]:
-    """Make ``cls`` a frozen dataclass and a pytree: its fields are leaves unless static."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    """Make ``cls`` a frozen dataclass and a pytree: its fields are leaves unless static. Programs
+    that take it can be kept (``jax.export``)."""
+    made = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    export.register_pytree_node_serialization(
+        made, serialized_name=_name(cls), serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+    )
+    _made.append(made)
+    return made
+
+
+def tell_flax() -> None:
+    """Let modules of Flax NNX have these as attributes, where it is imported: kvjax alone does
+    without, so whatever makes one for users calls this."""
+    register = getattr(sys.modules.get("flax.nnx"), "register_data_type", None)
+    for each in _made if register else ():
+        register(each)
+
+
+def store(cls: type[_Tuple]) -> type[_Tuple]:
+    """The same of a named tuple of arrays, as codecs store numbers in."""
+    return export.register_namedtuple_serialization(cls, serialized_name=_name(cls))
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def tree_bytes(tree: Any) -> int:
