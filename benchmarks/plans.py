@@ -12,8 +12,16 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- python -m benchmarks.plans -->\n", "<!-- end -->\n"
 BITS = {"16 bits": {}, "8": {"bits": 8}, "4": {"bits": 4}, "2": {"bits": 2}}
 MEMORIES = {
-    "gpt2": (16 * 10**9, 1),
+    "llama-135m": (16 * 10**9, 1),
     "llama-3-8b": (80 * 10**9, 1),
+    "llama-3.1-8b": (80 * 10**9, 1),
+    "llama-3.1-70b": (80 * 10**9, 4),
+    "qwen3-0.6b": (16 * 10**9, 1),
+    "qwen3-8b": (80 * 10**9, 1),
+    "gemma-3-1b": (16 * 10**9, 1),
+    "gemma-3-4b": (16 * 10**9, 1),
+    "mistral-7b": (24 * 10**9, 1),
+    "gpt2": (16 * 10**9, 1),
     "llama-65b": (40 * 10**9, 8),
     "gpt-neox-20b": (80 * 10**9, 1),
     "gpt-3-175b": (80 * 10**9, 8),

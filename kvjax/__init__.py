@@ -11,7 +11,7 @@ from kvjax.cache.appending import advance, append
 from kvjax.cache.creation import init_cache
 from kvjax.cache.reading import read
 from kvjax.cache.sizes import nbytes
-from kvjax.cache.state import KVCache, LayerCache
+from kvjax.cache.state import KVCache
 from kvjax.cache.status import check, clear_status
 from kvjax.codecs import (
     Centred,
@@ -60,7 +60,7 @@ __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError",
     "Compiled", "Dense", "Device", "Edges", "Float8", "GenerationResult", "Growing",
     "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
-    "Int8", "Integer", "KVCache", "KvjaxError", "LayerCache", "ModelShape", "NonFiniteError",
+    "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
     "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
     "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
     "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",

@@ -43,6 +43,12 @@ class RopeConfig:
         """Channels of a head that are rotated, the first ones."""
         return int(head_dim * self.partial_rotary_factor)
 
+    def context(self, max_position_embeddings: int) -> int:
+        """Tokens of the texts that such positions are for: as trained, or as they were scaled."""
+        parameters: Any = dict(self.parameters)
+        trained = parameters.get("original_max_position_embeddings", max_position_embeddings)
+        return max(max_position_embeddings, int(trained * parameters.get("factor", 1.0)))
+
     def same_at(self, max_len: int, other: int, max_position_embeddings: int) -> bool:
         """Whether texts of up to these two lengths have the same frequencies."""
         if self.kind == "longrope":
@@ -104,6 +110,11 @@ class DecoderConfig:
     def position_limit(self) -> int | None:
         """Positions that the model has: rotary ones do not end."""
         return None
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest texts that it was made for."""
+        return max(rope.context(self.max_position_embeddings) for rope in self.ropes)
 
     @property
     def query_scale(self) -> float:
@@ -168,6 +179,11 @@ class GPT2Config:
     @property
     def position_limit(self) -> int | None:
         """Positions that the model has: each is a row of a table."""
+        return self.max_position_embeddings
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest texts that it was made for."""
         return self.max_position_embeddings
 
 

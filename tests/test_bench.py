@@ -16,6 +16,7 @@ from kvjax.bench import measuring, timing
 from kvjax.bench.tables import decode_rows, part_rows
 from kvjax.cli import bench_command
 from kvjax.memory import shapes as model_shape
+from kvjax.memory.weights import weight_bytes
 from tests.checkpoints import write_llama
 
 BANDWIDTH = bench.Bandwidth(1e9, 5e8, {}, 4096)
@@ -210,6 +211,19 @@ def test_a_shape_with_random_weights(run, monkeypatch):
     assert cell["weight_bytes"] == 4 * (2 * layer + 64 + 300 * 64 + 64)
     monkeypatch.setattr(bench_command, "_memory", lambda: 10**5)
     assert "but there are only 100 kB of memory" in run("--shape", "small")[2]
+
+
+def test_shapes_of_models_of_today():
+    """Their weights are as many as their cards say, and windows are where they have them."""
+    billions = {
+        "llama-135m": 0.1345, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-0.6b": 0.596,
+        "qwen3-8b": 8.19, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "mistral-7b": 7.25,
+    }  # fmt: skip
+    for name, count in billions.items():
+        shape = model_shape.SHAPES[name]
+        assert weight_bytes(shape) / 2e9 == pytest.approx(count, rel=0.005), name
+    windows = model_shape.SHAPES["gemma-3-4b"].windows
+    assert windows.count(1024) == 29 and windows.count(None) == 5
 
 
 def test_policies_in_words():

@@ -398,6 +398,14 @@ def test_users_see_the_real_shape_and_dtype(policy):
         assert sorted(row.tolist()) == [*[-1] * (slots - 5), *range(5)]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_users_see_the_dtype_that_they_asked_for(dtype):
+    """However its bits are stored: layers are not part of what is public."""
+    cache = kvjax.init_cache(tiny_config(), kvjax.policy("static", dtype=dtype), max_len=8)
+    assert {x.dtype.name for x in kvjax.read(cache, 0)[:2]} == {dtype}
+    assert "LayerCache" not in kvjax.__all__
+
+
 def test_every_leaf_is_committed():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
     assert all(leaf.committed for leaf in jax.tree.leaves(cache))

@@ -14,6 +14,8 @@ from kvjax import cli, models
 
 STATS = {
     "moves",
+    "stop_reasons",
+    "beyond_context",
     "prompt_tokens",
     "new_tokens",
     "compile_seconds",
@@ -82,7 +84,24 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert found["text"] == expected.text[0] and found["tokens"] == expected.tokens[0]
     assert found["stats"]["prompt_tokens"] == 4 and found["stats"]["new_tokens"] == 7
     assert found["stats"]["cache_bytes"] == expected.stats.cache_bytes
+    assert found["stats"]["stop_reasons"] == ["length"]
     assert set(found["stats"]["cache_bytes"]) == {"device"}
+
+
+def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_llama):
+    """One line of warning, and a field of the figures."""
+    context = tiny_llama.config.context
+    warning = "kvjax: warning: the text goes 3 tokens beyond the length"
+    for more in ((), ("--json",)):
+        arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 4, *more)
+        code, out, err = run("generate", "a" * (context - 1), *arguments)
+        assert code == 0 and err.count(warning) == 1
+    assert json.loads(out)["stats"]["beyond_context"] == 3
+    shape = ("plan", "--shape", "llama-135m", "--estimate", "--json", "--max-len")
+    code, out, err = run(*shape, 8195)
+    assert code == 0 and err.startswith(warning) and err.count("\n") == 1
+    assert json.loads(out)["plan"]["beyond_context"] == 3
+    assert run(*shape, 8192)[2] == ""
 
 
 def test_prompt_from_option_file_and_standard_input(run, tiny_llama_dir, tmp_path):

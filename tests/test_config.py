@@ -197,6 +197,7 @@ def test_gemma3_ropes(tmp_path: Path, fields: dict[str, Any], ropes: tuple) -> N
 def test_gemma2_rope_is_one_for_all_layers(tmp_path: Path) -> None:
     config = gemma(tmp_path, {**GEMMA, "rope_theta": 5e5, "rope_scaling": SCALED})
     assert config.rope == RopeConfig("linear", 5e5, parameters=(("factor", 2.0),))
+    assert config.context == 2 * config.max_position_embeddings
     assert config.local_rope == config.rope
 
 

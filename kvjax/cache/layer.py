@@ -43,7 +43,8 @@ Body = tuple[Store, Store]
 
 @state
 class LayerCache:
-    """Keys and values of one layer, as their codecs store them, and the policy they follow.
+    """Keys and values of one layer, as their codecs store them, and the policy they follow: codes,
+    or, on CPUs before JAX 0.11, the bits of 16-bit floats. Users see numbers by ``kvjax.read``.
 
     With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
     blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has

@@ -16,6 +16,7 @@ from kvjax.core.sizes import readable_bytes
 from kvjax.memory.limits import device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.placement.device import Device
+from kvjax.policies.model_config import layer_windows
 from kvjax.policies.words import parse_policy
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
         num_key_value_heads=shape.num_key_value_heads, head_dim=shape.head_dim,
         max_position_embeddings=shape.context or 2**20, rms_norm_eps=1e-5, hidden_act="silu",
         tie_word_embeddings=shape.tied, qkv_bias=False, output_bias=False, mlp_bias=False,
-        qk_norm=False, rope=RopeConfig(), windows=(None,) * shape.num_hidden_layers,
+        qk_norm=False, rope=RopeConfig(), windows=layer_windows(shape),
         dtype=dtype or ("float32" if Device().platform() == "cpu" else shape.dtype),
     )  # fmt: skip
     architecture = Architecture(config)

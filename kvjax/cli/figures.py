@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from kvjax.core.sizes import readable_bytes
-from kvjax.generation.statistics import GenerationStats
 
 
-def figures(stats: GenerationStats) -> dict[str, Any]:
-    """What the command line shows of a generation's stats, by name."""
-    return {name: each for name, each in asdict(stats).items() if name != "stop_reasons"}
+def beyond(tokens: int) -> str:
+    """A warning of a text that is too long for a model."""
+    return (
+        f"kvjax: warning: the text goes {tokens:,} token{'s' if tokens > 1 else ''} beyond the "
+        "length that the model was trained for: what it says there may be nonsense"
+    )
 
 
 def one_line(found: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """``kvjax generate``: text from a prompt."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,9 +9,10 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
-from kvjax.cli.figures import figures, one_line, to_json
+from kvjax.cli.figures import beyond, one_line, to_json
 from kvjax.cli.processes import joined
 from kvjax.generation.settings import Settings
+from kvjax.generation.statistics import GenerationStats
 from kvjax.policies.words import parse_policy
 
 
@@ -89,9 +91,14 @@ def generate(
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         if as_json:
             result = kvjax.generate(lm, [entry], **settings)
-            found = {"text": result.text[0], "tokens": result.tokens[0]}
+            found = {
+                "text": result.text[0],
+                "tokens": result.tokens[0],
+                "stats": asdict(result.stats),
+            }
             if speaks:
-                typer.echo(to_json(found | {"stats": figures(result.stats)}))
+                typer.echo(to_json(found))
+                _warn(result.stats)
             return
         running = kvjax.stream(lm, [entry], **settings)
         for piece in running:
@@ -99,7 +106,13 @@ def generate(
                 typer.echo(piece.text[0], nl=False)
         if speaks:
             typer.echo()
-            typer.echo(one_line(figures(running.result.stats)), err=True)
+            typer.echo(one_line(asdict(running.result.stats)), err=True)
+            _warn(running.result.stats)
+
+
+def _warn(stats: GenerationStats) -> None:
+    if stats.beyond_context:
+        typer.echo(beyond(stats.beyond_context), err=True)
 
 
 def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:

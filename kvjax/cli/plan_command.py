@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.figures import by_place, to_json
+from kvjax.cli.figures import beyond, by_place, to_json
 from kvjax.core.sizes import parse_bytes, readable_bytes
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
@@ -106,6 +106,8 @@ def plan(
         rooms = fits(choices={"this one": chosen} if special and not automatic else None)
     elif devices != 1 or memory_fraction != 1.0:
         raise ValueError("--devices and --memory-fraction are for --memory: give it")
+    if found.beyond_context:
+        typer.echo(beyond(found.beyond_context), err=True)
     if as_json:
         report: dict[str, Any] = {"model": name, "plan": dataclasses.asdict(found)}
         if rooms is not None:

@@ -26,6 +26,8 @@ class GenerationStats:
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
     ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
+    the length that the model was trained for: what it makes of them is a guess.
     ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 
@@ -38,6 +40,7 @@ class GenerationStats:
     cache_bytes: dict[str, int]
     compilations: int
     stop_reasons: tuple[str | None, ...]
+    beyond_context: int = 0
     moves: tuple[Move, ...] = ()
 
 

@@ -19,6 +19,7 @@ from kvjax.generation.request import Request
 from kvjax.generation.session import Report, Session
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
+from kvjax.policies.model_config import beyond_context
 
 _WATCHED_STEPS = 32
 """The most steps of a dispatch where somebody waits for its text."""
@@ -78,7 +79,7 @@ class Stream(Iterator[Piece]):
     ) -> None:
         self._request, self._chunks = request, chunks
         self._session = Session(lm, request)
-        self._has_text = lm.tokenizer is not None
+        self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
         for row in self._rows[request.rows :]:
             row.finish("padding")
@@ -197,6 +198,9 @@ class Stream(Iterator[Piece]):
         prefill, decode = self._prefill_meter, self._decode_meter
         rows = self._request.rows
         decoded = int(self._counts[:rows].sum()) - rows
+        fed = map(len, self._request.prompts)
+        texts = zip(self._request.start.tolist(), fed, self._rows, strict=True)
+        longest = max(held + new + len(row.tokens) for held, new, row in texts)
         return GenerationStats(
             prompt_tokens=sum(map(len, self._request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
@@ -207,6 +211,7 @@ class Stream(Iterator[Piece]):
             cache_bytes=self._session.cache_bytes,
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
+            beyond_context=beyond_context(self._config, longest),
             moves=tuple(self._session.moves),
         )
 

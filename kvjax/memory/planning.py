@@ -20,6 +20,7 @@ from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
 from kvjax.memory.weights import Plannable, multiplied, weight_bytes, weight_bytes_read
 from kvjax.placement.spread import Spread, spread_over
+from kvjax.policies.model_config import beyond_context, common_heads
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL = 512
@@ -36,6 +37,7 @@ class Plan:
     tokens: ``operations``, multiplications and additions, and ``moved``, bytes that are read (the
     weights, and the cache as far as it is filled), each with a cache and without one, where the
     text is computed anew (weights once; what is kept between layers is not counted).
+    ``beyond_context``: tokens of ``max_len`` beyond the length that the model was trained for.
 
     All of it is a device's part, where ``devices`` share the work.
     """
@@ -53,6 +55,7 @@ class Plan:
     operations_uncached: float
     moved: float
     moved_uncached: float
+    beyond_context: int = 0
 
     @property
     def device(self) -> int:
@@ -93,7 +96,7 @@ def plan(
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
-    spread = None if mesh is None else spread_over(mesh, model.config.num_key_value_heads)
+    spread = None if mesh is None else spread_over(mesh, common_heads(model.config))
     if spread is not None:
         spread.check_rows(batch)
     temporaries = estimated_temporaries(model.config, batch, chunk, spread)
@@ -129,6 +132,7 @@ def plan(
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
         moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held) / parts,
         moved_uncached=share * weight_bytes_read(params, rows * length),
+        beyond_context=beyond_context(model.config, max_len),
     )  # fmt: skip
 
 

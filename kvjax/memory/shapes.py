@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.core.checks import whole_number
+from kvjax.policies.model_config import layer_windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN = (
@@ -24,7 +26,8 @@ class ModelShape:
 
     ``gated``: whether the feed-forward part has three matrices and not two; ``tied``: whether the
     head is the embedding; ``learned_positions``: rows of a position embedding, 0 for none;
-    ``context``: tokens of the texts that it was trained on, where known.
+    ``context``: tokens of the texts that it was trained on, where known; ``windows``: one a layer,
+    None where it sees everything, and None for none.
     """
 
     num_hidden_layers: int
@@ -39,6 +42,7 @@ class ModelShape:
     tied: bool = False
     learned_positions: int = 0
     context: int | None = None
+    windows: tuple[int | None, ...] | None = None
 
     apply = None  # it does not run
 
@@ -78,8 +82,10 @@ class ModelShape:
             raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
         # What a config leaves out is the family's default.
         tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
+        layers = of("num_hidden_layers", "n_layer")
+        windows = layer_windows(SimpleNamespace(**{**config, "num_hidden_layers": layers}))
         return cls(
-            num_hidden_layers=of("num_hidden_layers", "n_layer"),
+            num_hidden_layers=layers,
             hidden_size=hidden,
             intermediate_size=of("intermediate_size", "n_inner", default=4 * hidden),
             num_attention_heads=heads,
@@ -91,6 +97,7 @@ class ModelShape:
             tied=bool(tied),
             learned_positions=of("n_positions", default=0),
             context=of("max_position_embeddings", "n_positions", default=0) or None,
+            windows=windows if any(windows) else None,
         )
 
     @property
@@ -128,12 +135,31 @@ class ModelShape:
         return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
 
 
+def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:
+    """Windows but for every sixth layer."""
+    return tuple(None if (layer + 1) % 6 == 0 else window for layer in range(layers))
+
+
 SHAPES = {
     "gpt2": ModelShape(
         12, 768, 3072, 12, 12, 64, 50257,
         gated=False, tied=True, learned_positions=1024, context=1024,
     ),
+    "llama-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49152, tied=True, context=8192),
     "llama-3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, context=8192),
+    "llama-3.1-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, context=131072),
+    "llama-3.1-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256, context=131072),
+    "qwen3-0.6b": ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, context=40960),
+    "qwen3-8b": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, context=40960),
+    "gemma-3-1b": ModelShape(
+        26, 1152, 6912, 4, 1, 256, 262144,
+        tied=True, context=32768, windows=_every_sixth(26, 512),
+    ),
+    "gemma-3-4b": ModelShape(
+        34, 2560, 10240, 8, 4, 256, 262208,
+        tied=True, context=131072, windows=_every_sixth(34, 1024),
+    ),
+    "mistral-7b": ModelShape(32, 4096, 14336, 32, 8, 128, 32768, context=32768),
     "llama-65b": ModelShape(80, 8192, 22016, 64, 64, 128, 32000, context=2048),
     "gpt-neox-20b": ModelShape(44, 6144, 24576, 64, 64, 96, 50432, gated=False, context=2048),
     "gpt-3-175b": ModelShape(
@@ -141,5 +167,7 @@ SHAPES = {
         gated=False, tied=True, learned_positions=2048, context=2048,
     ),
 }  # fmt: skip
-"""Well-known models (Radford et al., 2019; Grattafiori et al., arXiv:2407.21783; Touvron et al.,
-arXiv:2302.13971; Black et al., arXiv:2204.06745; Brown et al., arXiv:2005.14165), in 16 bits."""
+"""Well-known models, in 16 bits (Grattafiori et al., arXiv:2407.21783; Qwen team, arXiv:2505.09388;
+Gemma team, arXiv:2503.19786; Jiang et al., arXiv:2310.06825; Radford et al., 2019; Touvron et al.,
+arXiv:2302.13971; Black et al., arXiv:2204.06745; Brown et al., arXiv:2005.14165), and the Llama
+that the README's times are of (the shape of SmolLM2, Allal et al., arXiv:2502.02737)."""

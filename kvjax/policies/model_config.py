@@ -68,6 +68,13 @@ def model_dtype(config: Any) -> Any:
     return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
 
 
+def beyond_context(config: Any, tokens: int) -> int:
+    """How many of a text's tokens lie beyond what the model was trained for: the config's
+    ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
+    return max(tokens - context, 0) if context else 0
+
+
 def rotary_length(config: Any, reach: int) -> int | None:
     """The length of text that a cache's keys are turned for, or None if all lengths are alike.
 
