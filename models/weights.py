@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kvjax.core.errors import CheckpointError
+from kvjax.core.progress import tell
 from kvjax.placement.device import Device
 
 from .config import TensorNames
@@ -124,7 +125,8 @@ def load_tensors(
     """Read tensors and put them on a device: a nested dict by the parts of their names."""
     params: dict[str, Any] = {}
     room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
-    for name, shape in shapes.items():
+    for number, (name, shape) in enumerate(shapes.items()):
+        tell("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
@@ -148,7 +150,8 @@ def load_shares(
 ) -> dict[str, Any]:
     """Read tensors, and give every device of a mesh its share of each: a nested dict."""
     params: dict[str, Any] = {}
-    for name, shape in shapes.items():
+    for number, (name, shape) in enumerate(shapes.items()):
+        tell("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T

@@ -1,8 +1,10 @@
 """The command line: what it prints where, and one line and exit code 2 for what a user can mend."""
 
+import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import cli, models
+from kvjax.core.progress import heard_by
 
 STATS = {
     "moves",
@@ -460,3 +463,42 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
     assert_refused(
         run("plan", "--shape", "gpt2", "--mesh", "tensor=2"), "for a model that kvjax runs"
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
+    """Long work says how far it is, on standard error, and ends at once, with the code that shells
+    have for that."""
+    import pty  # not on every system
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvjax", "eval", "--policy", "bits=4"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    seen = b""
+    while b"evaluating" not in seen or b"%" not in seen:
+        seen += os.read(ours, 4096)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate()
+    with contextlib.suppress(OSError):  # the end of what a terminal that is gone had
+        while more := os.read(ours, 4096):
+            seen += more
+    os.close(ours)
+    assert (running.returncode, out) == (130, "")
+    shown, hidden = seen.rindex(b"\x1b[?25h"), seen.rindex(b"\x1b[?25l")
+    assert shown > hidden and b"Traceback" not in seen
+
+
+def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):
+    told = []
+    with heard_by(lambda *words: told.append(words)):
+        lm = models.load(str(tiny_llama_dir), dtype="float32")
+        settings = {"prefill_chunk": 16, "max_new_tokens": 3, "eos_token_ids": ()}
+        kvjax.generate(lm, ["a" * 40], **settings)
+    kvjax.generate(lm, ["a" * 40], **settings)
+    assert [words for words in told if words[0] == "reading the prompt"] == [
+        ("reading the prompt", n, 3) for n in (1, 2, 3)
+    ]
+    loading = [words[1:] for words in told if words[0] == "loading"]
+    assert loading == [(n, len(loading)) for n in range(len(loading))]
+    assert told[-1] == ("generating", 3, 3)

@@ -12,6 +12,7 @@ import typer
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import to_json
+from kvjax.cli.waiting import shown
 from kvjax.core.sizes import readable_bytes
 from kvjax.memory.limits import device_memory
 from kvjax.memory.weights import weight_bytes
@@ -68,9 +69,11 @@ def bench(
         reports.pyplot()  # if it is missing, that is told before anything is measured
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
     if shape is None:
-        lm = models.load(model, dtype=dtype, revision=revision)
+        with shown("loading"):
+            lm = models.load(model, dtype=dtype, revision=revision)
     else:
-        lm = _random(shape, dtype)
+        with shown("making weights"):
+            lm = _random(shape, dtype)
     found = measure(
         lm, named, prompts=prompts, batches=batches, steps=steps, repeats=repeats, prefill=prefill,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

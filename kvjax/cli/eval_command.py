@@ -8,6 +8,7 @@ import typer
 from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
 from kvjax.cli.figures import to_json
+from kvjax.cli.waiting import shown
 from kvjax.policies.words import parse_policy
 
 
@@ -58,16 +59,21 @@ def evaluate(
         for option, value in unused.items():
             if value is not None:
                 raise ValueError(f"{option} is not for --recall, which has a model of its own")
-        found = measure.recall(named)
+        with shown("asking for facts"):
+            found = measure.recall(named)
         tables = [measure.rows(found)]
     else:
         if plot is not None:
             reports.pyplot()  # if it is missing, that is told before anything is measured
         if file is None and model is not None:
             raise ValueError("no text: give a --file")
-        lm = models.load(model, dtype=dtype, revision=revision)
+        with shown("loading"):
+            lm = models.load(model, dtype=dtype, revision=revision)
         text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-        found = evaluate(lm, text, named, context=context, windows=windows, time_steps=time_steps)
+        with shown("evaluating"):
+            found = evaluate(
+                lm, text, named, context=context, windows=windows, time_steps=time_steps
+            )
         if plot is not None:
             reports.plot_quality(found, plot, title=model or "the embedded model")
         tables = [reports.quality_rows(found), reports.range_rows(found)]

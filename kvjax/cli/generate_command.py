@@ -1,5 +1,6 @@
 """``kvjax generate``: text from a prompt."""
 
+import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from kvjax.cli import options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.figures import beyond, one_line, to_json
 from kvjax.cli.processes import joined
+from kvjax.cli.waiting import shown
 from kvjax.generation.settings import Settings
 from kvjax.generation.statistics import GenerationStats
 from kvjax.policies.words import parse_policy
@@ -87,10 +89,12 @@ def generate(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
         (words, chat, dtype, revision, mesh, as_json, settings),
     ) as speaks:  # fmt: skip
-        lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+        with shown("loading"):
+            lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         if as_json:
-            result = kvjax.generate(lm, [entry], **settings)
+            with shown("reading the prompt"):
+                result = kvjax.generate(lm, [entry], **settings)
             found = {
                 "text": result.text[0],
                 "tokens": result.tokens[0],
@@ -101,7 +105,9 @@ def generate(
                 _warn(result.stats)
             return
         running = kvjax.stream(lm, [entry], **settings)
-        for piece in running:
+        with shown("reading the prompt"):
+            first = next(running)
+        for piece in itertools.chain([first], running):
             if speaks:
                 typer.echo(piece.text[0], nl=False)
         if speaks:

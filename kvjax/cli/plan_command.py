@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.figures import beyond, by_place, to_json
+from kvjax.cli.waiting import shown
 from kvjax.core.sizes import parse_bytes, readable_bytes
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
@@ -91,14 +92,15 @@ def plan(
     shared = None if mesh is None else _abstract(mesh)
     if shared is not None and (memory is not None or devices != 1):
         raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
-    found = plan(
-        planned,
-        chosen,
-        batch=batch,
-        max_len=max_len,
-        compiled=not (estimate or config),
-        mesh=shared,
-    )
+    with shown("planning"):
+        found = plan(
+            planned,
+            chosen,
+            batch=batch,
+            max_len=max_len,
+            compiled=not (estimate or config),
+            mesh=shared,
+        )
     special = cache != "static" or any(x is not None for x in settings.values())
     rooms = None
     if memory is not None:

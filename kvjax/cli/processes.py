@@ -14,6 +14,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
+from kvjax.cli.waiting import INTERRUPTED, leave
 from kvjax.core.checks import whole_or_none
 
 NO_MEMORY = "RESOURCE_EXHAUSTED"
@@ -82,7 +83,9 @@ def joined(
     try:
         _agree(told)
         yield jax.process_index() == 0
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except Exception as error:
         words = _short(error)
         # Beside its memory a device fails where what it waits for does not come.
         if getattr(error, "error_code_string", None) not in (None, NO_MEMORY):

@@ -18,6 +18,7 @@ from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
 from kvjax.cli.processes import NO_MEMORY
+from kvjax.cli.waiting import INTERRUPTED, interruptible, leave
 from kvjax.core.errors import KvjaxError
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
@@ -58,7 +59,8 @@ def main() -> None:
         standard error), 130 when interrupted. Errors of kvjax itself keep their traceback.
     """
     try:
-        code = app(standalone_mode=False)
+        with interruptible():
+            code = app(standalone_mode=False)
     except _UsageError as error:
         _leave(error, error.format_message())
     except (KvjaxError, ValueError, OSError) as error:
@@ -68,7 +70,7 @@ def main() -> None:
             raise
         _leave(error, str(error))
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        leave(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

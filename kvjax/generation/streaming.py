@@ -12,6 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
+from kvjax.core.progress import tell
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
@@ -112,9 +113,10 @@ class Stream(Iterator[Piece]):
         with self._prefill_meter.running():
             self._session.start()
             chunks = prompt_chunks(self._request) if self._chunks is None else self._chunks
-            for chunk in chunks:
+            for number, chunk in enumerate(chunks, 1):
                 self._session.make_room(chunk.held)
                 self._session.fill(chunk)
+                tell("reading the prompt", number, len(chunks), self._session.logits)
             self._absorb(self._session.begin())
         dispatched = 1
         longest = self._request.need - self._request.limit
@@ -134,6 +136,7 @@ class Stream(Iterator[Piece]):
                     halt = np.array([row.reason is not None for row in self._rows])
                     flying.append(self._session.decode(np.int32(steps), halt))
                 self._absorb(flying.popleft())
+            tell("generating", int(self._counts.max()), self._request.limit)
             if self._paced:
                 self._pace(self._decode_meter.seconds - before)
         with self._decode_meter.running():

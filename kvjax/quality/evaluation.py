@@ -19,6 +19,7 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
+from kvjax.core.progress import tell
 from kvjax.core.typing import Array
 from kvjax.generation.model import LanguageModel, Model
 from kvjax.operations.growth import grow
@@ -76,6 +77,7 @@ def evaluate(
         raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
     empty = functools.partial(init_cache, lm.config, max_len=context, mesh=lm.mesh)
     found: dict[str, list[Array]] = {name: [] for name in policies}
+    compared = 0
     caches = {name: empty(policy) for name, policy in policies.items()}
     for name, cache in caches.items():
         _check_encodes(name, cache, context, chunk)
@@ -95,6 +97,8 @@ def evaluate(
                 caches[name] = with_room(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(_compared(wanted, logits, target))
+                compared += len(target)
+                tell("evaluating", compared, count * context * len(policies), found[name][-1])
         for name, cache in {"full precision": full, **caches}.items():
             raise_for(name, cache)
     return {

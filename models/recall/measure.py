@@ -16,6 +16,7 @@ import numpy as np
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
+from kvjax.core.progress import tell
 from kvjax.core.typing import Array
 from kvjax.generation.model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
@@ -89,7 +90,8 @@ def recall(
         first[:, None, :] == asked[:, :, None], axis=-1
     )
     found = {}
-    for name, policy in policies.items():
+    for number, (name, policy) in enumerate(policies.items()):
+        tell("asking for facts", number, len(policies))
         cache = init_cache(lm.config, policy, batch=texts, max_len=4 * facts)
         said = []
         for start in range(0, 4 * facts, chunk):

@@ -1,0 +1,104 @@
+"""While a command works: how far it is, on a terminal, and an end on Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from kvjax.core.progress import heard_by
+
+QUIET = 1.5
+"""Seconds that work may take without a word."""
+INTERRUPTED = 130
+"""The exit code of what was interrupted, as shells have it."""
+
+CLEAN = "\r\x1b[2K\x1b[?25h"
+"""Clears a terminal's line and shows the cursor, which a display that is cut off has hidden."""
+
+
+@contextmanager
+def shown(what: str) -> Iterator[None]:
+    """Show on standard error how far the work inside is, if it takes long, and that is a terminal.
+    Nothing else may be written to a terminal meanwhile."""
+    if not sys.stderr.isatty():
+        # Heard nevertheless: what is waited for piece by piece can be interrupted.
+        with heard_by(lambda what, done, total: None):
+            yield
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
+        TaskProgressColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    display = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = display.add_task(what, total=None)
+
+    def listener(what: str, done: int, total: int) -> None:
+        display.update(task, description=what, completed=done, total=total)
+
+    # The display is drawn by a thread of its own, whatever this one waits for.
+    begin = threading.Timer(QUIET, display.start)
+    begin.daemon = True
+    begin.start()
+    try:
+        with heard_by(listener):
+            yield
+    finally:
+        begin.cancel()
+        begin.join()
+        display.stop()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the process on an interrupt, whatever it does.
+
+    Not by ``KeyboardInterrupt``: a compiler, or a program that runs, lets no exception through, JAX
+    swallows some that come out of its callbacks, and at its end Python would wait for what was
+    dispatched. So a thread waits for the signal beside what works.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    mine, other = socket.socketpair()
+    other.setblocking(False)
+    wakeup = signal.set_wakeup_fd(other.fileno(), warn_on_full_buffer=False)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: leave(INTERRUPTED))
+    threading.Thread(target=_end_after, args=(mine,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(wakeup)
+        other.close()
+
+
+def _end_after(signals: socket.socket) -> None:
+    """Wait for an interrupt, and end."""
+    with signals:
+        while numbers := signals.recv(64):
+            if signal.SIGINT in numbers:
+                leave(INTERRUPTED)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process here and now, with what was written so far."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        if os.isatty(2):
+            os.write(2, CLEAN.encode())
+    os._exit(code)
