@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom, and is committed without outputs."""
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -101,3 +102,23 @@ def test_notebook_has_no_outputs(path):
 
     for cell in nbformat.read(path, as_version=4).cells:
         assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", ["", "git+https://example.org/kvjax"])
+def test_the_first_cell_installs_what_is_missing(path, source, tmp_path, monkeypatch):
+    """From the checkout that the notebook is in, or from an address: written there, or asked for."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    first = first.replace('SOURCE = ""', f"SOURCE = {source!r}")
+    asked, run = [], []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: run.append(command))
+    monkeypatch.setattr("builtins.input", lambda words: asked.append(words) or "git+there")
+    for folder in (path.parent, tmp_path):
+        monkeypatch.chdir(folder)
+        exec(first, {})
+    checkout, elsewhere = ([command[5], *command[6:]] for command in run)
+    assert checkout[0] == str(path.parents[1]) and elsewhere[0] == (source or "git+there")
+    assert len(asked) == (not source)
+    assert [held.split("==")[0] for held in elsewhere[1:]] == ["jax", "jaxlib"]
