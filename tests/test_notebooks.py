@@ -107,7 +107,7 @@ def test_notebook_has_no_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 @pytest.mark.parametrize("source", ["", "git+https://example.org/kvjax"])
 def test_the_first_cell_installs_what_is_missing(path, source, tmp_path, monkeypatch):
-    """From the checkout that the notebook is in, or from an address: written there, or asked for."""
+    """From the checkout that the notebook is in, or from an address that is there or asked for."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     first = first.replace('SOURCE = ""', f"SOURCE = {source!r}")
