@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 
-def to_bytes(settings: tuple[Any, ...]) -> bytearray:
+def to_bytes(settings: tuple[Any, ...]) -> bytes:
     """Settings as JSON, with the name of each class.
 
     Raises:
       ValueError: if something is neither a number, a string, a dtype nor a dataclass of such.
     """
-    return bytearray(json.dumps([_plain(each) for each in settings]).encode())
+    return json.dumps([_plain(each) for each in settings]).encode()
 
 
-def from_bytes(written: bytes | bytearray) -> tuple[Any, ...]:
+def from_bytes(written: bytes) -> tuple[Any, ...]:
     """The settings of ``to_bytes``. No code is run but of classes of this process's modules.
 
     Raises:

@@ -35,8 +35,9 @@ def tell_flax() -> None:
     """Let modules of Flax NNX have these as attributes, where it is imported: kvjax alone does
     without, so whatever makes one for users calls this."""
     register = getattr(sys.modules.get("flax.nnx"), "register_data_type", None)
-    for each in _made if register else ():
-        register(each)
+    if register is not None:
+        for each in _made:
+            register(each)
 
 
 def store(cls: type[_Tuple]) -> type[_Tuple]:
