@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import types
 from typing import Any, get_type_hints
 
 import jax
@@ -570,6 +571,23 @@ def test_what_is_no_model_is_told(tiny_llama):
     with pytest.raises(ValueError, match=r"a model's config is needed.*: give its \.config"):
         kvjax.init_cache(tiny_llama, max_len=8)
     assert len(repr(tiny_llama)) < 200 and "2 layers" in repr(tiny_llama)
+
+
+def test_a_config_with_the_names_of_transformers_alone(tiny_llama):
+    """Of a model of one's own: what it leaves out is what it is there."""
+    known = tiny_llama.config
+    config = types.SimpleNamespace(
+        vocab_size=known.vocab_size, position_limit=None, dtype="float32",
+        num_hidden_layers=known.num_hidden_layers, num_attention_heads=known.num_attention_heads,
+        num_key_value_heads=known.num_key_value_heads, head_dim=None,
+        hidden_size=known.head_dim * known.num_attention_heads,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    own = dataclasses.replace(tiny_llama, config=config)
+    settings = {"max_new_tokens": 4, "max_len": 64, **SHARED}
+    found = generate(own, PROMPTS, **settings)
+    assert found.tokens == generate(tiny_llama, PROMPTS, **settings).tokens
+    assert found.stats.beyond_context == max(map(len, PROMPTS)) + 4 - 8
 
 
 def test_a_cache_given_that_is_too_small_can_be_grown(tiny_llama):

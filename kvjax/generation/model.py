@@ -10,7 +10,7 @@ from kvjax.core.checks import refuse_traced
 from kvjax.core.typing import Array, Tokens
 from kvjax.generation.text import Tokenizer
 from kvjax.memory.weights import Loaded
-from kvjax.policies.model_config import CacheShape
+from kvjax.policies.model_config import CacheShape, layer_heads
 
 
 class Model(Protocol):
@@ -66,12 +66,13 @@ def check_model(lm: Any) -> None:
             f"a model is needed, as of kvjax.models.load, not a {type(lm).__name__}: it has no "
             f"{missing[0]}"
         )
-    asked = ("vocab_size", "position_limit", "num_hidden_layers", "num_key_value_heads", "head_dim")
+    asked = ("vocab_size", "position_limit")
     if missing := [name for name in asked if not hasattr(lm.config, name)]:
         raise ValueError(
             f"the model's config has no {missing[0]}: generation asks for {', '.join(asked)} "
             "(position_limit None where positions do not end)"
         )
+    layer_heads(lm.config)
     try:
         hash(lm.architecture)
     except TypeError:

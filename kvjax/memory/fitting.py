@@ -12,6 +12,7 @@ from kvjax.memory.limits import device_memory
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import cache_nbytes, device_bytes
 from kvjax.memory.weights import Plannable, weight_bytes
+from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
 
@@ -70,7 +71,7 @@ def what_fits(
     devices = whole_number("devices", devices, 1)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")
-    heads = model.config.num_key_value_heads
+    heads = common_heads(model.config)
     if heads % devices:
         raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")
     memory = device_memory() if memory is None else whole_number("memory", memory, 1)

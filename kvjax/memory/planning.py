@@ -6,6 +6,7 @@ shapes; figures say which.
 """
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
 from kvjax.memory.weights import Plannable, multiplied, weight_bytes, weight_bytes_read
 from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import beyond_context, common_heads
+from kvjax.policies.model_config import beyond_context, common_heads, layer_heads
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL = 512
@@ -113,11 +114,16 @@ def plan(
     share = weights / weight_bytes(model)  # of a device, where a mesh divides them
     held = [seen(layer, length) for layer in cache.layers]
     matrices = 2 * share * multiplied(params)
-    scores = 4 * model.config.num_attention_heads * model.config.head_dim
+    head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
+    scores = 4 * model.config.num_attention_heads
     # A layer that reads another's has queries of its own.
     read = cache.sources if cache.sources is not None else range(len(cache.layers))
     tokens = [held[source][0] for source in read]
-    uncached = sum(n * (n + 1) / 2 + (length - n) * n for n in tokens)
+    attended = sum(map(operator.mul, head_dims, tokens))
+    uncached = sum(
+        head_dim * (n * (n + 1) / 2 + (length - n) * n)
+        for head_dim, n in zip(head_dims, tokens, strict=True)
+    )
     rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
     token = bytes_a_token(model.config, choice)
     if spread is not None:
@@ -128,7 +134,7 @@ def plan(
     return Plan(
         cache.batch, max_len, length, devices, weights, nbytes(cache, spread), token,
         temporaries, source,
-        operations=rows * (matrices + scores * sum(tokens) / shares),
+        operations=rows * (matrices + scores * attended / shares),
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
         moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held) / parts,
         moved_uncached=share * weight_bytes_read(params, rows * length),
@@ -141,7 +147,8 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
     the widest part of a layer keeps, a block of attention, and the logits of the last token; with
     ``spread`` those of one device."""
     size = jnp.dtype(config.dtype).itemsize
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads = config.num_attention_heads, max(own for own, _ in layer_heads(config))
+    head_dim = max(own for _, own in layer_heads(config))
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     vocabulary = config.vocab_size
     if spread is not None:
@@ -149,11 +156,11 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
         wide, vocabulary = -(-wide // tensor), -(-vocabulary // tensor)
         heads //= tensor if spread.divides(heads) else spread.heads
         kv_heads //= spread.heads
-    attended = (heads + 2 * kv_heads) * config.head_dim
+    attended = (heads + 2 * kv_heads) * head_dim
     activations = batch * new * (2 * config.hidden_size + max(3 * wide, 2 * attended)) * size
-    block = min(COARSE, NUMBERS // (batch * kv_heads * config.head_dim) or 1)
+    block = min(COARSE, NUMBERS // (batch * kv_heads * head_dim) or 1)
     scores = batch * heads * min(new, QUERIES) * block * 4 * 2
-    blocks = batch * kv_heads * block * config.head_dim * 4 * 2
+    blocks = batch * kv_heads * block * head_dim * 4 * 2
     return activations + scores + blocks + batch * vocabulary * 4
 
 
