@@ -66,8 +66,7 @@ def check_devices(params: Any, cache: KVCache) -> None:
     """Raise ``ValueError`` for a cache elsewhere, where that can be seen: not inside ``jit``."""
     leaf = next(iter(jax.tree.leaves(params)), None)
     if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
-        if not leaf.committed:  # JAX puts it where the rest is
-            return
+        # JAX would move what is uncommitted, all of it at every call.
         ours, theirs = leaf.sharding.device_set, cache.length.sharding.device_set
         if ours != theirs:
             raise ValueError(
