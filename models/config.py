@@ -44,8 +44,11 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     def context(self, max_position_embeddings: int) -> int:
-        """Tokens of the texts that such positions are for: as trained, or as they were scaled."""
+        """Tokens of the texts that such positions are for: ``max_position_embeddings``, but where
+        configs keep there what came before the scaling."""
         parameters: Any = dict(self.parameters)
+        if self.kind not in ("yarn", "dynamic"):
+            return max_position_embeddings
         trained = parameters.get("original_max_position_embeddings", max_position_embeddings)
         return max(max_position_embeddings, int(trained * parameters.get("factor", 1.0)))
 

@@ -100,6 +100,9 @@ def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_
         code, out, err = run("generate", "a" * (context - 1), *arguments)
         assert code == 0 and err.count(warning) == 1
     assert json.loads(out)["stats"]["beyond_context"] == 3
+    ring = (*arguments, "--cache", "sliding_window", "--window", 16)
+    code, out, err = run("generate", "a" * (context - 1), *ring)
+    assert (code, err) == (0, "") and json.loads(out)["stats"]["beyond_context"] == 0
     shape = ("plan", "--shape", "llama-135m", "--estimate", "--json", "--max-len")
     code, out, err = run(*shape, 8195)
     assert code == 0 and err.startswith(warning) and err.count("\n") == 1
@@ -477,7 +480,9 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
     os.close(theirs)
     seen = b""
     while b"evaluating" not in seen or b"%" not in seen:
-        seen += os.read(ours, 4096)
+        more = os.read(ours, 4096)
+        assert more, seen
+        seen += more
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate()
     with contextlib.suppress(OSError):  # the end of what a terminal that is gone had

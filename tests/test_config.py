@@ -197,8 +197,22 @@ def test_gemma3_ropes(tmp_path: Path, fields: dict[str, Any], ropes: tuple) -> N
 def test_gemma2_rope_is_one_for_all_layers(tmp_path: Path) -> None:
     config = gemma(tmp_path, {**GEMMA, "rope_theta": 5e5, "rope_scaling": SCALED})
     assert config.rope == RopeConfig("linear", 5e5, parameters=(("factor", 2.0),))
-    assert config.context == 2 * config.max_position_embeddings
     assert config.local_rope == config.rope
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "context"),
+    [
+        ("default", (), 40960),
+        ("llama3", (("factor", 32.0), ("original_max_position_embeddings", 8192)), 40960),
+        ("linear", (("factor", 8.0),), 40960),
+        ("yarn", (("factor", 4.0), ("original_max_position_embeddings", 32768)), 131072),
+        ("dynamic", (("factor", 2.0),), 81920),
+    ],
+)  # fmt: skip
+def test_how_long_texts_may_be(kind: str, parameters: tuple, context: int) -> None:
+    """As the cards of Llama 3.2, Gemma 3 and Qwen 3 have it."""
+    assert RopeConfig(kind, parameters=parameters).context(40960) == context
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])

@@ -83,6 +83,9 @@ def test_open_sizes_are_refused():
     append = jax.jit(lambda cache, x: kvjax.append(cache, 0, x, x))
     with pytest.raises(ValueError, match=r"keys are .*'new'.* export it for a chunk"):
         export.export(append)(cache, numbers)
+    queries = jax.ShapeDtypeStruct((2, 4, new, 8), np.float32)
+    with pytest.raises(ValueError, match=r"queries are .*'new'.* export it for a chunk"):
+        export.export(jax.jit(lambda c, q: kvjax.attend(q, c, 0, causal=False)))(cache, queries)
     rows = dataclasses.replace(cache, length=jax.ShapeDtypeStruct((new,), np.int32))
     with pytest.raises(ValueError, match=r"rows of a cache are \['new'\]"):
         export.export(jax.jit(lambda c: kvjax.rewind(c, 1)))(rows)
@@ -97,3 +100,5 @@ def test_what_can_not_be_written_down():
     assert from_bytes(written) == (kvjax.Ring(4),)
     with pytest.raises(ValueError, match=r"exported with Rong of kvjax\.layouts\.ring: import"):
         from_bytes(written.replace(b'"Ring"', b'"Rong"'))
+    with pytest.raises(ValueError, match=r"in the version that exported it"):
+        from_bytes(written.replace(b'"slack"', b'"slick"'))

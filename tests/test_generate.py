@@ -590,6 +590,20 @@ def test_a_config_with_the_names_of_transformers_alone(tiny_llama):
     assert found.stats.beyond_context == max(map(len, PROMPTS)) + 4 - 8
 
 
+def test_a_model_on_another_device_than_the_default_one(tiny_llama):
+    """Its weights would be moved at every call."""
+    other = jax.devices()[1]
+    away = dataclasses.replace(tiny_llama, params=jax.device_put(tiny_llama.params, other))
+    settings = {"max_new_tokens": 3, **SHARED}
+    with pytest.raises(ValueError, match=r"the model is on .*1.* call it inside jax"):
+        kvjax.generate(away, PROMPTS, **settings)
+    with pytest.raises(ValueError, match=r"call it inside jax\.default_device"):
+        kvjax.evaluate(away, [1, 2, 3], {}, context=2)
+    with jax.default_device(other):
+        found = kvjax.generate(away, PROMPTS, **settings)
+    assert found.tokens == kvjax.generate(tiny_llama, PROMPTS, **settings).tokens
+
+
 def test_a_cache_given_that_is_too_small_can_be_grown(tiny_llama):
     cache = kvjax.generate(tiny_llama, [[1, 2]], max_new_tokens=2, max_len=8).cache
     with pytest.raises(ValueError, match=r"holds 8: kvjax\.grow\(cache, 12\) makes room"):

@@ -378,6 +378,17 @@ def test_the_page_has_the_tables():
     assert all(sum(line.startswith(f"| {name}") for line in found) == 3 for name in SHAPES)
 
 
+def test_windows_of_a_config_by_its_family():
+    """What a file leaves out is what Transformers' class of it has; what is no number is told."""
+    gemma = {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99,
+             "num_hidden_layers": 4, "sliding_window": 16}  # fmt: skip
+    assert ModelShape.from_config(gemma).windows == (16, None, 16, None)
+    assert ModelShape.from_config({**gemma, "model_type": "mistral"}).windows == (16,) * 4
+    for wrong in ({"layer_types": 3}, {"sliding_window_pattern": "LLLG"}, {"sliding_window": "a"}):
+        with pytest.raises(ValueError, match=r"must be a (list|whole number)"):
+            ModelShape.from_config({**gemma, **wrong})
+
+
 def test_the_plan_of_a_config_of_another_family(tmp_path):
     shape = {"num_hidden_layers": 44, "hidden_size": 6144, "intermediate_size": 24576,
              "num_attention_heads": 64, "vocab_size": 50432, "hidden_act": "gelu_fast",

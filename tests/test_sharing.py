@@ -148,6 +148,11 @@ def test_layers_of_other_heads():
             if mesh is None:
                 own[n].mixed = np.asarray(mixed)
             np.testing.assert_allclose(mixed, own[n].mixed, rtol=1e-5, atol=1e-6)
+    there = kvjax.migrate(kvjax.advance(cache, 3), mesh=None)
+    back = kvjax.migrate(kvjax.fork(there), mesh=kvjax.make_mesh(tensor=4))
+    assert back.spread == cache.spread
+    for n in range(4):
+        assert np.array_equal(kvjax.read(there, n)[0], kvjax.read(back, n)[0])
 
 
 @pytest.mark.parametrize("path", ["blocks", "reference"])

@@ -25,6 +25,7 @@ from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.codecs import Raw
+from kvjax.core.checks import refuse_symbolic
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries
@@ -231,6 +232,7 @@ def self_attend(
 
 def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
     shape = jnp.shape(queries)
+    refuse_symbolic("queries", shape)
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == held.head_dim
     if not fits or shape[1] % held.kv_heads or 0 in shape[1:3]:
         raise ValueError(

@@ -1,5 +1,6 @@
 """The state: an immutable pytree of arrays, a layer's and a model's."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,11 @@ class KVCache:
         """How many of its newest tokens a row can forget at any time; None for all."""
         spans = (layer.policy.revocable for layer in self.layers)
         return min((span for span in spans if span is not None), default=None)
+
+    @property
+    def common_heads(self) -> int:
+        """The greatest number of key-value heads that divides those of each layer."""
+        return math.gcd(*(layer.kv_heads for layer in self.layers))
 
     @property
     def reach(self) -> int:

@@ -6,6 +6,7 @@ import typer
 import kvjax
 from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
+from kvjax.cli.waiting import shown
 from kvjax.memory.sizes import bytes_a_token
 from kvjax.policies.words import parse_policy
 
@@ -26,7 +27,8 @@ def info(
     """Show a model, the bytes its cache takes a token, and the devices."""
     from kvjax import models
 
-    lm = models.load(model, dtype=dtype, revision=revision)
+    with shown("loading"):
+        lm = models.load(model, dtype=dtype, revision=revision)
     config, leaves = lm.config, jax.tree.leaves(lm.params)
     policy = parse_policy(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
@@ -43,7 +45,7 @@ def info(
         "key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
-        "context": config.max_position_embeddings,
+        "context": config.context,
         "cache": cache,
         "cache_bytes_a_token": bytes_a_token(config, policy),
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],

@@ -18,7 +18,7 @@ from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
 from kvjax.cli.processes import NO_MEMORY
-from kvjax.cli.waiting import INTERRUPTED, interruptible, leave
+from kvjax.cli.waiting import INTERRUPTED, interruptible
 from kvjax.core.errors import KvjaxError
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
@@ -70,7 +70,7 @@ def main() -> None:
             raise
         _leave(error, str(error))
     except (KeyboardInterrupt, typer.Abort):
-        leave(INTERRUPTED)
+        sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

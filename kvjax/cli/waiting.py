@@ -26,9 +26,7 @@ def shown(what: str) -> Iterator[None]:
     """Show on standard error how far the work inside is, if it takes long, and that is a terminal.
     Nothing else may be written to a terminal meanwhile."""
     if not sys.stderr.isatty():
-        # Heard nevertheless: what is waited for piece by piece can be interrupted.
-        with heard_by(lambda what, done, total: None):
-            yield
+        yield
         return
     from rich.console import Console
     from rich.progress import (
@@ -44,7 +42,11 @@ def shown(what: str) -> Iterator[None]:
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
         TaskProgressColumn(), TimeElapsedColumn(),
     )  # fmt: skip
-    display = Progress(*columns, console=Console(stderr=True), transient=True)
+    # What is written to either stream meanwhile stays where it was written to.
+    display = Progress(
+        *columns, console=Console(stderr=True), transient=True,
+        redirect_stdout=False, redirect_stderr=False,
+    )  # fmt: skip
     task = display.add_task(what, total=None)
 
     def listener(what: str, done: int, total: int) -> None:
@@ -60,7 +62,8 @@ def shown(what: str) -> Iterator[None]:
     finally:
         begin.cancel()
         begin.join()
-        display.stop()
+        if display.live.is_started:
+            display.stop()
 
 
 @contextmanager
@@ -71,7 +74,9 @@ def interruptible() -> Iterator[None]:
     swallows some that come out of its callbacks, and at its end Python would wait for what was
     dispatched. So a thread waits for the signal beside what works.
     """
-    if threading.current_thread() is not threading.main_thread():
+    # A shell may have shielded what it started; and only the main thread hears of signals.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
         yield
         return
     mine, other = socket.socketpair()

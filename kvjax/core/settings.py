@@ -54,11 +54,13 @@ def _whole(written: Any) -> Any:
         return tuple(_whole(each) for each in written["tuple"])
     if "dtype" in written:
         return np.dtype(written["dtype"])
-    kind = getattr(sys.modules.get(written["module"]), written["class"], None)
-    if not dataclasses.is_dataclass(kind):
+    kind: Any = getattr(sys.modules.get(written["module"]), written["class"], None)
+    fields = {name: _whole(value) for name, value in written["fields"].items()}
+    if not dataclasses.is_dataclass(kind) or not fields.keys() <= {
+        field.name for field in dataclasses.fields(kind)
+    }:
         raise ValueError(
             f"the program was exported with {written['class']} of {written['module']}: import that "
             "first, in the version that exported it"
         )
-    fields = {name: _whole(value) for name, value in written["fields"].items()}
     return kind(**fields)  # pyright: ignore[reportCallIssue]  # a class, not an object

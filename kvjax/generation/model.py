@@ -2,11 +2,13 @@
 
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import refuse_traced
+from kvjax.core.checks import is_traced, refuse_traced
+from kvjax.core.device import default_device
 from kvjax.core.typing import Array, Tokens
 from kvjax.generation.text import Tokenizer
 from kvjax.memory.weights import Loaded
@@ -73,6 +75,7 @@ def check_model(lm: Any) -> None:
             "(position_limit None where positions do not end)"
         )
     layer_heads(lm.config)
+    check_device(lm)
     try:
         hash(lm.architecture)
     except TypeError:
@@ -82,3 +85,18 @@ def check_model(lm: Any) -> None:
         ) from None
     # Inside ``jit`` what is made is traced.
     refuse_traced("generation", jnp.zeros(()))
+
+
+def check_device(lm: Any) -> None:
+    """Raise ``ValueError`` for a model on one device, and not the one that caches are made on:
+    what is uncommitted would be moved at every call."""
+    leaf = next(iter(jax.tree.leaves(lm.params)), None)
+    if lm.mesh is not None or not isinstance(leaf, jax.Array) or is_traced(leaf):
+        return
+    ours, here = leaf.sharding.device_set, default_device()
+    if ours != {here}:
+        there = ", ".join(map(str, ours))
+        raise ValueError(
+            f"the model is on {there}, and JAX's default device is {here}: call it inside "
+            "jax.default_device(...) of the model's, or put the model there"
+        )

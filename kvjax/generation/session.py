@@ -88,6 +88,11 @@ class Session:
         )
         return out, self._progress
 
+    def reach(self, tokens: int) -> int:
+        """Of a text of so many tokens, those that distances between them stay below."""
+        cache = self.cache
+        return tokens if cache is None else min(tokens, cache.reach)
+
     def make_room(self, tokens: int) -> None:
         """Let the cache hold so many tokens a row, where it grows."""
         cache = self.cache

@@ -27,7 +27,8 @@ class GenerationStats:
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
     ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
     ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
-    the length that the model was trained for: what it makes of them is a guess.
+    the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
+    no distance is as long, none.
     ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 

@@ -214,7 +214,7 @@ class Stream(Iterator[Piece]):
             cache_bytes=self._session.cache_bytes,
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
-            beyond_context=beyond_context(self._config, longest),
+            beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
         )
 

@@ -21,7 +21,7 @@ from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
 from kvjax.memory.weights import Plannable, multiplied, weight_bytes, weight_bytes_read
 from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import beyond_context, common_heads, layer_heads
+from kvjax.policies.model_config import beyond_context, common_heads, layer_heads, model_dtype
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL = 512
@@ -138,7 +138,7 @@ def plan(
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
         moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held) / parts,
         moved_uncached=share * weight_bytes_read(params, rows * length),
-        beyond_context=beyond_context(model.config, max_len),
+        beyond_context=beyond_context(model.config, min(max_len, cache.reach)),
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | No
     """Bytes that a call of ``new`` tokens needs besides weights and cache, from shapes alone: what
     the widest part of a layer keeps, a block of attention, and the logits of the last token; with
     ``spread`` those of one device."""
-    size = jnp.dtype(config.dtype).itemsize
+    size = jnp.dtype(model_dtype(config)).itemsize
     heads, kv_heads = config.num_attention_heads, max(own for own, _ in layer_heads(config))
     head_dim = max(own for _, own in layer_heads(config))
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.policies.model_config import layer_windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -83,7 +83,7 @@ class ModelShape:
         # What a config leaves out is the family's default.
         tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
         layers = of("num_hidden_layers", "n_layer")
-        windows = layer_windows(SimpleNamespace(**{**config, "num_hidden_layers": layers}))
+        windows = layer_windows(_sights(config, family, layers))
         return cls(
             num_hidden_layers=layers,
             hidden_size=hidden,
@@ -133,6 +133,21 @@ class ModelShape:
         if not self.tied:
             params["lm_head"] = matrix(self.vocab_size, hidden)
         return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
+
+
+def _sights(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:
+    """What a ``config.json`` says of windows, with its family's default: of Gemma 2 every second
+    layer has one."""
+    names = (
+        "layer_types", "sliding_window", "use_sliding_window", "attention_chunk_size",
+        "max_window_layers",
+    )  # fmt: skip
+    told = {name: config.get(name) for name in names if name in config}
+    for name in ("sliding_window", "attention_chunk_size", "max_window_layers"):
+        whole_or_none(name, told.get(name), 0)
+    every = config.get("sliding_window_pattern", 2 if family == "gemma2" else None)
+    every = whole_or_none("sliding_window_pattern", every, 1)
+    return SimpleNamespace(num_hidden_layers=layers, sliding_window_pattern=every, **told)
 
 
 def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from kvjax.policies.model_config import model_dtype
+
 _LOOKUPS = {"embed_tokens", "wte", "embed_in"}
 _POSITIONS = {"wpe"}
 _HEADS = {"lm_head", "embed_out"}
@@ -45,7 +47,7 @@ def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> i
     Raises:
       ValueError: if kvjax does not run the model, and so divides it among no devices.
     """
-    dtype = jnp.dtype(model.config.dtype)
+    dtype = jnp.dtype(model_dtype(model.config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(model.abstract_params())]
     if mesh is not None:
         shardings = jax.tree.leaves(model.param_shardings(mesh))

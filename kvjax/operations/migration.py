@@ -55,7 +55,7 @@ def migrate(
     if mesh is not KEEP:
         if layers is not None:
             raise ValueError("all layers are on the same devices: give layers or mesh, not both")
-        spread = None if mesh is None else spread_over(mesh, cache.layers[0].kv_heads)
+        spread = None if mesh is None else spread_over(mesh, cache.common_heads)
         cache = cache if spread == cache.spread else _respread(cache, spread)
     if placement is None and mesh is not KEEP:
         return cache

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvjax.core.checks import UNLIMITED, whole_number
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
 
 
 class CacheShape(Protocol):
@@ -35,6 +35,7 @@ def decoder_config(config: Any) -> Any:
     find = getattr(config, "get_text_config", None)
     found = config if find is None else find(decoder=True)
     if hasattr(found, "num_hidden_layers"):
+        whole_number("num_hidden_layers", found.num_hidden_layers, 1)
         return found
     name = type(config).__name__
     if hasattr(config, "config"):
@@ -65,12 +66,14 @@ def common_heads(config: Any) -> int:
 def model_dtype(config: Any) -> Any:
     """The config's dtype, None if it has none; PyTorch's by its name."""
     dtype = getattr(config, "dtype", None)
-    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
+    named = isinstance(dtype, str) or type(dtype).__module__ == "torch"
+    return str(dtype).removeprefix("torch.") if named else dtype
 
 
 def beyond_context(config: Any, tokens: int) -> int:
-    """How many of a text's tokens lie beyond what the model was trained for: the config's
-    ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    """By how many tokens a distance between two of them is beyond what the model was trained for:
+    the config's ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     return max(tokens - context, 0) if context else 0
 
@@ -116,10 +119,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     windows = getattr(config, "windows", None)
     if windows is None:
         windows = _windows_by_type(config)
-    if len(windows) != config.num_hidden_layers:
-        raise ValueError(
-            f"the config tells of {len(windows)} layers, and has {config.num_hidden_layers}"
-        )
+    _check_count(config, windows)
     return tuple(w if w is None else whole_number("a layer's window", w, 1) for w in windows)
 
 
@@ -155,13 +155,9 @@ def _configs(config: Any) -> Sequence[Any]:
     return own if isinstance(own, Sequence) else (config,) * config.num_hidden_layers
 
 
-def _told(config: Any, *names: str) -> int | None:
-    """The first of these that a config has."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return whole_number(name, value, 1)
-    return None
+def _told(config: Any, name: str) -> int | None:
+    """What a config says of this, if anything."""
+    return whole_or_none(name, getattr(config, name, None), 1)
 
 
 def _query_heads(config: Any, asked: str) -> int:
@@ -199,6 +195,15 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
+def _check_count(config: Any, told: Any) -> None:
+    if not isinstance(told, list | tuple):
+        raise ValueError(f"the config tells of layers by {told!r:.40}: it must be a list")
+    if len(told) != config.num_hidden_layers:
+        raise ValueError(
+            f"the config tells of {len(told)} layers, and has {config.num_hidden_layers}"
+        )
+
+
 def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     slides = getattr(config, "use_sliding_window", True) is not False
     found = [
@@ -215,8 +220,9 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
             None if (layer + 1) % every == 0 or layer < first else window or chunk
             for layer, (window, chunk) in enumerate(found)
         )
+    _check_count(config, kinds)
     sized = []
-    for kind, (window, chunk) in zip(kinds, found, strict=False):
+    for kind, (window, chunk) in zip(kinds, found, strict=True):
         sizes = {"sliding_attention": window, "chunked_attention": chunk}
         if kind not in sizes and kind not in ("full_attention", "attention"):
             raise ValueError(
@@ -226,7 +232,7 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
         if kind in sizes and sizes[kind] is None:
             raise ValueError(f"layer_types has {kind!r}, but the config does not say how long")
         sized.append(sizes.get(kind))
-    return (*sized, *(None,) * (len(kinds) - len(sized)))
+    return tuple(sized)
 
 
 def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:

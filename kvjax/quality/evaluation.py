@@ -21,7 +21,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.progress import tell
 from kvjax.core.typing import Array
-from kvjax.generation.model import LanguageModel, Model
+from kvjax.generation.model import LanguageModel, Model, check_device
 from kvjax.operations.growth import grow
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.placement.mesh import DATA
@@ -62,6 +62,7 @@ def evaluate(
       ValueError: if the text has fewer than two tokens, a number is out of range, or no
         prediction sees what a policy encodes.
     """
+    check_device(lm)
     tokens = _tokens(lm, text)
     limit = lm.config.position_limit
     own = getattr(lm.config, "max_position_embeddings", None) or limit or 2048

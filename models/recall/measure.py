@@ -91,7 +91,6 @@ def recall(
     )
     found = {}
     for number, (name, policy) in enumerate(policies.items()):
-        tell("asking for facts", number, len(policies))
         cache = init_cache(lm.config, policy, batch=texts, max_len=4 * facts)
         said = []
         for start in range(0, 4 * facts, chunk):
@@ -99,6 +98,8 @@ def recall(
             cache = with_room(cache, start + part.shape[1], 4 * facts)
             best, cache = _first(lm.architecture, lm.params, part, cache)
             said.append(np.asarray(best))
+            told = number * 4 * facts + start + part.shape[1]
+            tell("asking for facts", told, len(policies) * 4 * facts)
         raise_for(name, cache)
         answers = np.concatenate(said, axis=1)[:, 2 * facts :: 2]
         right = answers == tokens[:, 2 * facts + 1 :: 2]
