@@ -102,18 +102,20 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
-    _move_apart(figure, labels, [axes.transData.transform(at) for at in points.values()])
+    _move_apart(axes, labels, [*points.values()])
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _move_apart(figure: Any, labels: list[Any], points: list[Any]) -> None:
-    """Move labels upwards, the lowest first, until none covers another or a point (in pixels)."""
+def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
+    """Move labels upwards, the lowest first, until none covers another or a point."""
     from matplotlib.transforms import Bbox
 
-    figure.canvas.draw()
+    figure = axes.figure
+    figure.canvas.draw()  # lays the axes out, by which pixels go
     size = figure.dpi * 7 / 72 / 2  # of a marker, half
-    taken: list[Any] = [Bbox.from_extents(*(at - size), *(at + size)) for at in points]
+    places = [axes.transData.transform(at) for at in points]
+    taken: list[Any] = [Bbox.from_extents(*(at - size), *(at + size)) for at in places]
     for label in sorted(labels, key=lambda each: each.get_window_extent().y0):
         while any(label.get_window_extent().overlaps(other) for other in taken):
             right, up = label.get_position()
