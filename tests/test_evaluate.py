@@ -114,7 +114,7 @@ def test_the_front_is_what_no_other_beats(found):
     assert front[0] == "bits=2" and front[-1] == "raw" and "window" not in front
 
 
-def test_tables_plots_and_json(found, tmp_path):
+def test_tables_plots_and_json(found, tmp_path, monkeypatch):
     rows = reports.quality_rows(found)
     assert all(len(row) == len(rows[0]) for row in rows)
     table = reports.columns(rows).splitlines()
@@ -123,8 +123,17 @@ def test_tables_plots_and_json(found, tmp_path):
     assert found["window"].bytes.row < found["bits=4"].bytes.row
     assert len(reports.range_rows(found)) == len(found) + 1
     assert json.loads(json.dumps(reports.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
+    kept = []
+    monkeypatch.setattr(reports.pyplot(), "close", kept.append)
     reports.plot_quality(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+    (axes,) = kept[0].axes
+    boxes = [label.get_window_extent() for label in axes.texts]
+    assert len(boxes) == len(found)
+    for number, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:number])
+        for line in axes.lines[: len(found)]:
+            assert not box.contains(*axes.transData.transform(line.get_xydata()[0]))
 
 
 def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):

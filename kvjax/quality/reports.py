@@ -1,5 +1,6 @@
 """Qualities of caches as a table and as a plot."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -83,14 +84,10 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
     points = {n: (100 * q.bytes.of_bfloat16, q.overall.mean_kl) for n, q in qualities.items()}
-    shares = [share for share, _ in points.values()]
-    middle, labels = (min(shares) + max(shares)) / 2, []
+    labels = []
     for name, at in points.items():
         axes.plot(*at, "o", color="tab:blue" if name in front else "tab:gray", markersize=7)
-        side, right = ("right", -7) if at[0] > middle else ("left", 7)
-        labels.append(
-            axes.annotate(name, at, (right, 5), textcoords="offset points", ha=side, fontsize=8)
-        )
+        labels.append(axes.annotate(name, at, (7, -3), textcoords="offset points", fontsize=8))
     axes.plot(
         *zip(*(points[name] for name in front), strict=True),
         "-", color="tab:blue", linewidth=1, label="no other is better in both",
@@ -108,7 +105,7 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
 
 
 def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
-    """Move labels upwards, the lowest first, until none covers another or a point."""
+    """Move each label as near to its point as it covers no other and no point, inside the axes."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure
@@ -116,8 +113,14 @@ def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
     size = figure.dpi * 7 / 72 / 2  # of a marker, half
     places = [axes.transData.transform(at) for at in points]
     taken: list[Any] = [Bbox.from_extents(*(at - size), *(at + size)) for at in places]
-    for label in sorted(labels, key=lambda each: each.get_window_extent().y0):
-        while any(label.get_window_extent().overlaps(other) for other in taken):
-            right, up = label.get_position()
-            label.set_position((right, up + 1))
+    frame = axes.get_window_extent()
+    for label in labels:
+        for up, (right, side) in itertools.product(
+            (-3, 5, -11, 14, -20, 23, -29, 32), ((7, "left"), (-7, "right"))
+        ):
+            label.set(position=(right, up), horizontalalignment=side)
+            box = label.get_window_extent()
+            inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 < frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
         taken.append(label.get_window_extent())
