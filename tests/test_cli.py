@@ -475,7 +475,12 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
     import pty  # not on every system
 
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvjax", "eval", "--policy", "bits=4"]
+    # Whatever started the tests may have had interrupts ignored, which is inherited.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvjax.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "eval", "--policy", "bits=4"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True)
     os.close(theirs)
     seen = b""

@@ -169,7 +169,7 @@ def _planned(
         found = read_config(locate(model, revision, weights=False))
     if found is not None:
         computed = compute_dtype(found, dtype, platform) or "bfloat16"
-        return Architecture(dataclasses.replace(found, dtype=computed)), (found.context)
+        return Architecture(dataclasses.replace(found, dtype=computed)), found.context
     alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
     alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
     return alone, alone.context

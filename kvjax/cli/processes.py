@@ -124,5 +124,4 @@ def _short(error: BaseException) -> str:
 def _leave(message: str) -> None:
     """End at once: what Python does at its end would wait for processes that are gone."""
     print(f"kvjax: error: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2)
+    leave(2)
