@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "what two blocks share is seen twice", "cache/sections.py",
-        "return jnp.where(new, self.positions_of(units), -1)",
-        "return jnp.where(new | True, self.positions_of(units), -1)", ("attention", "recompute"),
+        "return jnp.where(slots >= start * self.unit, ", "return jnp.where(slots >= 0, ",
+        ("attention", "recompute"),
     ),
     Fault(
         "a copy on the device misses a block", "cache/storing.py",

@@ -106,9 +106,9 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     seen = []
     store = kvjax.Host.store
 
-    def watched(self, body):
+    def watched(self, body, orders):
         seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
-        found = store(self, body)
+        found = store(self, body, orders)
         seen.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return found
 
@@ -129,9 +129,9 @@ def test_layers_stay_beside_their_cache():
     store = kvjax.Host.store
 
     class Watched(kvjax.Host):
-        def store(self, body):
+        def store(self, body, orders):
             seen.append(jax.config.values["jax_default_device"])
-            return store(self, body)
+            return store(self, body, orders)
 
     kvjax.migrate(cache, Watched())
     assert set(seen) == {jax.local_devices()[0]}

@@ -11,6 +11,10 @@ from kvjax.cache.sections import Section
 from kvjax.core.typing import Array, Mixed, Rows
 
 
+class Unserved(ValueError):
+    """A path can't serve a call."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Queries, and what they may see of a layer.

@@ -44,14 +44,20 @@ class Mask:
 
     def visible(self, positions: Array, section: Section) -> Visible:
         """Which keys of a section, at ``positions`` int32[batch, n] (-1: none), each query sees."""
-        keys, queries = positions[:, None, :], self.queries[:, :, None]
+        call = None if self.call is None else self.call[:, None, None]
+        return self.sees(self.queries[:, :, None], positions[:, None, :], call, section)
+
+    def sees(self, queries: Array, keys: Array, call: Array | None, section: Section) -> Array:
+        """Whether queries see keys of a section, by their positions, which are broadcast, and by
+        ``call``: made of each element alone, in kernels too."""
         seen = (keys >= 0) & (keys <= queries)
         if self.window is not None:
             seen &= (keys > queries - self.window) | (keys < self.sinks)
         if self.chunk is not None:
             seen &= keys >= queries // self.chunk * self.chunk
         if section.split is not None:
-            raw = section.split.is_raw(keys, self._raw_from(section.split)[:, :, None])
+            raw_from = _raw_from(section.split, queries, call)
+            raw = section.split.is_raw(keys, raw_from)
             seen &= raw if section.raw else ~raw
         return seen
 
@@ -63,7 +69,8 @@ class Mask:
         if self.window is not None:
             reached &= (high > jnp.min(self.queries) - self.window) | (low < self.sinks)
         if section.split is not None:
-            first = self._raw_from(section.split)
+            call = None if self.call is None else self.call[:, None]
+            first = _raw_from(section.split, self.queries, call)
             raw = (high >= jnp.min(first)) | (low < section.split.tail.sinks)
             reached &= raw if section.raw else low < jnp.max(first)
         return reached
@@ -84,7 +91,8 @@ class Mask:
         seen = jnp.broadcast_to(self.visible(positions, section)[:, None, None], shape)
         return scores.reshape(products.shape), seen.reshape(products.shape)
 
-    def _raw_from(self, split: Split) -> Array:
-        """int32[batch, new]: the first position behind the sinks that each query sees raw."""
-        first = split.raw_from(self.queries)
-        return first if self.call is None else jnp.minimum(first, self.call[:, None])
+
+def _raw_from(split: Split, queries: Array, call: Array | None) -> Array:
+    """The first position behind the sinks that queries see raw."""
+    first = split.raw_from(queries)
+    return first if call is None else jnp.minimum(first, call)

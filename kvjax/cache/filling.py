@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer import Body, LayerCache, Tail
+from kvjax.cache.layer import Body, LayerCache, Tail, kept
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, Rows
 from kvjax.policies.cache_policy import CachePolicy
@@ -59,8 +59,9 @@ def _layer(
     like: LayerCache, policy: CachePolicy, body: Body, tail: Tail | None = None,
     low: Rows | None = None,
 ) -> LayerCache:  # fmt: skip
+    keys, values = kept(body, policy.orders(like.head_dim))
     return replace(
-        like, keys=body[0], values=body[1], policy=policy, tail=tail, low=low,
+        like, keys=keys, values=values, policy=policy, tail=tail, low=low,
         strip=None, fetched=None,
     )  # fmt: skip
 
@@ -71,7 +72,8 @@ def _body(
     """The body, the positions of its tokens, and which of them there are."""
     split, batch = policy.split, length.shape[0]
     slots = jnp.arange(split.body.slots, dtype=jnp.int32)
-    wanted = split.body_positions(length, length, slots)
+    every = jnp.arange(split.body.slots * split.block, dtype=jnp.int32)
+    wanted = split.positions(length, length, every)
     keys, values, there = tokens(wanted)
     shape = (batch, like.kv_heads, split.body.slots, split.block, like.head_dim)
     held = there.reshape(batch, 1, split.body.slots, split.block, 1)
@@ -86,12 +88,12 @@ def _body(
     flushed = split.flushed(length)
     encoded, same = blocks(split.body.positions(flushed, flushed, slots))
 
-    def kept(new: Array, old: Array) -> Array:
+    def unless_same(new: Array, old: Array) -> Array:
         return jnp.where(same.reshape(batch, 1, -1, *[1] * (new.ndim - 3)), old, new)
 
     codecs = (policy.keys, like.policy.keys), (policy.values, like.policy.values)
     first, second = (
-        jax.tree.map(kept, new, old) if wants == has else new
+        jax.tree.map(unless_same, new, old) if wants == has else new
         for new, old, (wants, has) in zip(body, encoded, codecs, strict=True)
     )
     return (first, second), wanted, there

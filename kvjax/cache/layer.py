@@ -41,6 +41,16 @@ Body = tuple[Store, Store]
 """What the codecs keep of the body's keys and values."""
 
 
+def kept(body: Body, orders: tuple[Any, Any]) -> Body:
+    """A body's stores as its device keeps them."""
+    return jax.tree.map(lambda x, order: order.keep(x), body, orders)
+
+
+def given(body: Body, orders: tuple[Any, Any]) -> Body:
+    """Undo ``kept``: as the codecs know them."""
+    return jax.tree.map(lambda x, order: order.give(x), body, orders)
+
+
 @state
 class LayerCache:
     """Keys and values of one layer, as their codecs store them, and the policy they follow: codes,
@@ -80,6 +90,11 @@ class LayerCache:
         return arrays and all(jax.typeof(x).memory_space == space for x in body)
 
     @property
+    def orders(self) -> tuple[Any, Any]:
+        """In which order keys and values are kept."""
+        return self.policy.orders(self.head_dim)
+
+    @property
     def batch(self) -> int:
         """Rows."""
         return jax.tree.leaves(self.keys)[0].shape[0]
@@ -116,8 +131,9 @@ class LayerCache:
     def placed(self) -> "LayerCache":
         """With every array where the policy says, committed."""
         placement = self.policy.placement
+        keys, values = placement.store((self.keys, self.values), self.orders)
         return replace(
-            self, keys=placement.store(self.keys), values=placement.store(self.values),
+            self, keys=keys, values=values,
             tail=placement.put_tokens(self.tail), low=placement.put(self.low),
         )  # fmt: skip
 
@@ -129,10 +145,11 @@ class LayerCache:
         def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
             return jax.tree.map(lambda x: spec(x.shape), part)
 
+        bodies = spread.of_bodies((self.keys, self.values), self.orders)
         return replace(
-            self, keys=each(self.keys, spread.of_body), values=each(self.values, spread.of_body),
+            self, keys=bodies[0], values=bodies[1],
             tail=each(self.tail, spread.of_tokens), strip=each(self.strip, spread.of_tokens),
-            low=each(self.low, spread.of_rows), fetched=each(self.fetched, spread.of_body),
+            low=each(self.low, spread.of_rows), fetched=None if self.fetched is None else bodies,
         )  # fmt: skip
 
 
@@ -153,5 +170,6 @@ def empty_layer(
         in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
         tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
     shape = (batch, kv_heads, *slots, head_dim)
-    keys, values = policy.keys.empty(shape), policy.values.empty(shape)
+    body = policy.keys.empty(shape), policy.values.empty(shape)
+    keys, values = kept(body, policy.orders(head_dim))
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer import Body, LayerCache
+from kvjax.cache.layer import Body, LayerCache, given
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
@@ -93,7 +93,7 @@ def blocks_at(held: LayerCache, length: Rows, marks: Rows, ids: Array) -> tuple[
         index = source.reshape(batch, 1, -1, *[1] * (store.ndim - 3))
         return jnp.take_along_axis(store, index, axis=2)
 
-    return jax.tree.map(taken, (held.keys, held.values)), there
+    return jax.tree.map(taken, given((held.keys, held.values), held.orders)), there
 
 
 def _there(held: LayerCache, positions: Array) -> Array:

@@ -4,20 +4,23 @@ Attention, ``read`` and ``convert`` go by sections alone: where the newest token
 encoded, and which axis has the batch is known here, and where a layer is written.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import LayerCache, Strip, Tail
+from kvjax.cache.layer import LayerCache, Strip, Tail, given
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Layout, Part, Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
+from kvjax.placement.order import AS_IS
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,14 @@ class Section:
 
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
-    are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
+    are such. ``capped``: sinks, which queries look at from a capped distance. ``in_order``: a later position stands in no lower slot. ``whole``: these are
     all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
-    stored unrotated. ``placement``: where the stores are kept. ``positions_of(units)`` ->
-    int32[batch, tokens], the positions of some units' tokens, -1 for none; ``span(start, size)``:
-    the lowest and highest of them, over all rows; ``filled(near)``: how many units from the first
-    on may hold anything, where rows have ``near`` tokens; ``slot_of(positions)``: where the store
-    has them, if it does, counted in tokens.
+    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how. ``position_of(slots, *cursors)`` ->
+    int32[batch, slots], the positions of the store's slots of tokens, -1 for none, made of each
+    element alone, so that kernels can make it of a row's ``cursors``, int32[batch] each;
+    ``span(start, size)``: the lowest and highest of them in some units, over all rows;
+    ``filled(near)``: how many units from the first on may hold anything, where rows have ``near``
+    tokens; ``slot_of(positions)``: where the store has them, if it does, counted in tokens.
     """
 
     keys: Store
@@ -40,7 +44,8 @@ class Section:
     codecs: tuple[Codec, Codec]
     first: int
     size: int
-    positions_of: Callable[[Array], Array]
+    position_of: Callable[..., Array]
+    cursors: tuple[Rows, ...]
     span: Callable[[Array, int], tuple[Array, Array]]
     filled: Callable[[Rows], Array]
     slot_of: Callable[[Array], Array]
@@ -51,11 +56,15 @@ class Section:
     whole: bool = False
     table: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
+    in_order: bool = False
+    orders: tuple[Any, Any] = (AS_IS, AS_IS)
 
     def positions(self, units: Array, start: Array | int) -> Array:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
-        new = jnp.repeat(units >= start, self.unit) if self.unit > 1 else units >= start
-        return jnp.where(new, self.positions_of(units), -1)
+        slots = units
+        if self.unit > 1:
+            slots = (units[:, None] * self.unit + jnp.arange(self.unit, dtype=jnp.int32)).ravel()
+        return jnp.where(slots >= start * self.unit, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
@@ -84,20 +93,21 @@ class Section:
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on."""
         part = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), (self.keys, self.values)
+            lambda x, order: order.piece(x, start, size), (self.keys, self.values), self.orders
         )
-        return self.placement.near(part)
+        return given(self.placement.near(part), self.orders)
 
     def numbers(self) -> tuple[Array, Array, Array]:
         """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,
         tokens, head_dim], and the positions of their slots, int32[batch, tokens]."""
-        stores = self.placement.near((self.keys, self.values))
+        stores = given(self.placement.near((self.keys, self.values)), self.orders)
         end = self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
             tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
         )
-        return keys, values, self.positions_of(jnp.arange(self.first, end, dtype=jnp.int32))
+        units = jnp.arange(self.first, end, dtype=jnp.int32)
+        return keys, values, self.positions(units, self.first)
 
 
 @state
@@ -128,9 +138,9 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
     policy, written = held.policy, jnp.maximum(view.marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
+        of = functools.partial(_regions, policy.stored, shared, together)
         return [
-            _region(stores, codecs, layout, region, length, written)
-            for region, layout in _regions(policy.stored, share, shared, together)
+            _region(stores, codecs, of, n, share, length, written) for n in range(len(of(share)))
         ]
     split, raw = replace(policy.split, share=share), policy.raw
     assert raw is not None
@@ -140,30 +150,28 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         stores, placement = held.fetched, Device()
     body = Section(
         *stores, (policy.keys, policy.values), 0, split.body.slots,
-        lambda units: split.body_positions(length, written, units),
-        lambda start, size: split.body_bounds(length, start, size),
-        lambda near: split.body.occupied(split.flushed(near)),
-        split.slot_of, split.block, split, table=table, placement=placement,
+        span=lambda start, size: split.body_bounds(length, start, size),
+        filled=lambda near: split.body.occupied(split.flushed(near)),
+        slot_of=split.slot_of, unit=split.block, split=split, table=table, placement=placement,
+        orders=held.orders, in_order=policy.stored.in_order,
+        **_placed(lambda share: replace(split, share=share), share, length, written),
     )  # fmt: skip
+    of = functools.partial(_regions, split.tail, divided, together)
 
-    def in_tail(
-        tail: Tail, layout: Layout | Part, region: Region, length: Rows, written: Rows
-    ) -> Section:
-        found = _region((tail.keys, tail.values), raw, layout, region, length, written)
+    def in_tail(tail: Tail, number: int, length: Rows, written: Rows) -> Section:
+        found = _region((tail.keys, tail.values), raw, of, number, share, length, written)
         return replace(found, split=split, raw=True, whole=False, table=table)
 
-    regions = _regions(split.tail, share, divided, together)
-    newest = [in_tail(held.tail, layout, each, length, written) for each, layout in regions]
+    newest = [in_tail(held.tail, n, length, written) for n in range(len(of(share)))]
     if held.strip is not None:
-        last, layout = regions[-1]
         marks = jnp.maximum(view.marks, view.before)
-        newest[-1] = in_tail(held.strip.tail, layout, last, view.before, marks)
+        newest[-1] = in_tail(held.strip.tail, len(newest) - 1, view.before, marks)
         newest.append(_own(held.strip, view, split, raw, table))
     return [body, *newest]
 
 
 def _regions(
-    layout: Layout, share: Share | None, of: Callable[[Layout, Share], Part], together: bool
+    layout: Layout, of: Callable[[Layout, Share], Part], together: bool, share: Share | None
 ) -> Sequence[tuple[Region, Layout | Part]]:
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
     if together:
@@ -176,19 +184,38 @@ def _regions(
 def _region(
     stores: tuple[Store, Store],
     codecs: tuple[Codec, Codec],
-    layout: Layout | Part,
-    region: Region,
+    of: Callable[[Share | None], Sequence[tuple[Region, Any]]],
+    number: int,
+    share: Share | None,
     length: Rows,
     written: Rows,
 ) -> Section:
     """One of a layout's regions."""
+    region, layout = of(share)[number]
     return Section(
         *stores, codecs, region.first, region.size,
-        lambda slots: layout.positions(length, written, slots),
-        lambda start, size: layout.bounds(length, start, size),
-        lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
-        layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
+        span=lambda start, size: layout.bounds(length, start, size),
+        filled=lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
+        slot_of=layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
+        in_order=layout.in_order,
+        **_placed(lambda share: of(share)[number][1], share, length, written),
     )  # fmt: skip
+
+
+def _placed(
+    of: Callable[[Share | None], Any], share: Share | None, length: Rows, written: Rows
+) -> dict[str, Any]:
+    """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
+    is a cursor as well."""
+
+    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
+        own = None if share is None else Share(index[0][:, None], share.count)
+        return of(own).positions(length, written, slots)
+
+    cursors = (length, written)
+    if share is not None:
+        cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
+    return {"position_of": position_of, "cursors": cursors}
 
 
 def _own(
@@ -199,12 +226,14 @@ def _own(
     each = count if share is None else -(-count // share.count)
     first = jnp.int32(0) if share is None else share.index * each
 
-    def positions_of(units: Array) -> Array:
-        positions = before[:, None] + units
+    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
+        positions = before[:, None] + slots
         there = (positions >= split.tail.sinks) & (positions < length[:, None])
         if share is not None:
-            there &= (units >= first) & (units < first + each)
+            there &= (slots >= first[:, None]) & (slots < first[:, None] + each)
         return jnp.where(there, positions, -1)
+
+    cursors = before, length, jnp.broadcast_to(first, length.shape)
 
     def span(start: Array, size: int) -> tuple[Array, Array]:
         low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
@@ -212,7 +241,8 @@ def _own(
         return jnp.min(before) + low, jnp.where(low < high, last, -1)
 
     return Section(
-        strip.keys, strip.values, raw, 0, count, positions_of, span,
-        lambda near: jnp.minimum(jnp.max(near - before), first + each),
-        lambda positions: positions - before[:, None], split=split, raw=True, table=table,
+        strip.keys, strip.values, raw, 0, count, position_of, cursors, span,
+        filled=lambda near: jnp.minimum(jnp.max(near - before), first + each),
+        slot_of=lambda positions: positions - before[:, None],
+        split=split, raw=True, table=table,
     )  # fmt: skip

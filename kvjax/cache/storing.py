@@ -1,6 +1,7 @@
 """A call's tokens as a device stores them: encoded in their slots, or raw in the tail, from where
 whole blocks go to the body, encoded once."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -10,12 +11,13 @@ from jax import lax
 from kvjax.cache.admission import positions_from
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail
 from kvjax.codecs import Codec, Store
+from kvjax.core.device import traced_for
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Rows
-from kvjax.layouts import Ring, shared
+from kvjax.layouts import Ring, Run, shared
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import Spread
-from kvjax.placement.writing import write_far, write_rows
+from kvjax.placement.writing import write_far, write_row, write_rows
 
 Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
 """Keys, values, tail, strip and copy of a layer."""
@@ -68,16 +70,17 @@ def _behind_tail(
     positions = ids[:, :, None] * split.block + jnp.arange(split.block, dtype=jnp.int32)
     positions = positions.reshape(batch, -1)
 
-    def encoded() -> Body:
-        slots = split.tail.slot_of(positions)
+    def encoded(some: Callable[[Array], Array] = lambda x: x) -> Body:
+        """The blocks that leave, of all rows or of some."""
+        slots = split.tail.slot_of(some(positions))
         if short:
-            whole = jax.tree.map(lambda x: _taken(x, slots), after)
+            whole = jax.tree.map(lambda x: _taken(some(x), slots), after)
         else:
             before = length[:, None]
             # A call's own tokens stand behind its tail.
             index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
             whole = jax.tree.map(lambda *x: _taken(jnp.concatenate(x, axis=2), index), tail, fresh)
-        shape = (*keys.shape[:2], leaving, split.block, keys.shape[3])
+        shape = (slots.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
         spread = policy.placement.spread
         return (
@@ -85,6 +88,10 @@ def _behind_tail(
             _encoded(policy.values, numbers[1].reshape(shape), spread),
         )
 
+    runs, placement = split.body.runs(start, leaving), policy.placement
+    if short and traced_for() == "tpu":
+        bodies = _row_after_row(old, runs, stop - start, encoded)
+        return *bodies[0], after, None, bodies[1]
     if short:
         # Without the axis of the one block: where it stands among axes of length 1 is open to the
         # compiler, which in a loop would order the whole body so, in a copy.
@@ -96,19 +103,51 @@ def _behind_tail(
         blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
-    runs, placement = split.body.runs(start, leaving), policy.placement
     if placement.behind_tail:
         stores, kind = jax.tree.flatten(body)
         copies = [None] * len(stores) if fetched is None else jax.tree.leaves(fetched)
+        each = zip(
+            stores, copies, jax.tree.leaves(blocks), jax.tree.leaves(old.orders), strict=True
+        )
         both = [
-            write_far(placement, into, near, x, runs, stop - start)
-            for into, near, x in zip(stores, copies, jax.tree.leaves(blocks), strict=True)
+            write_far(placement, into, near, x, runs, stop - start, order)
+            for into, near, x, order in each
         ]
         body = kind.unflatten([into for into, _ in both])
         fetched = None if fetched is None else kind.unflatten([near for _, near in both])
     else:
-        body = jax.tree.map(lambda into, x: write_rows(into, x, runs, stop - start), body, blocks)
+        body = jax.tree.map(
+            lambda into, x, order: write_rows(into, x, runs, stop - start, order),
+            body, blocks, old.orders,
+        )  # fmt: skip
     return *body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
+
+
+def _row_after_row(
+    old: LayerCache, runs: Sequence[Run], count: Rows, encoded: Callable[..., Body]
+) -> tuple[Body, Body | None]:
+    """A body, and its copy on the device, with the block of every row that has one to put away, in
+    a loop: rows are written one by one on a TPU, and so no more than one is there as numbers."""
+    placement, orders = old.policy.placement, jax.tree.leaves(old.orders)
+    body, kind = jax.tree.flatten((old.keys, old.values))
+
+    def one(row: Array, stores: tuple[list[Array], list[Array]]) -> tuple[list[Array], ...]:
+        blocks = encoded(lambda x: lax.dynamic_slice_in_dim(x, row, 1))
+        far, near = stores
+        fresh = [x[0] for x in jax.tree.leaves(blocks)]
+        for run in runs:
+            where = [(row, x, run, count, order) for x, order in zip(fresh, orders, strict=True)]
+            near = [write_row(x, *each) for x, each in zip(near, where, strict=bool(near))]
+            copies = near or [None] * len(far)
+            far = [
+                write_row(x, *each, placement.near, placement.far, copy)
+                for x, each, copy in zip(far, where, copies, strict=True)
+            ]
+        return far, near
+
+    rows = jnp.where(jnp.any(count > 0), count.shape[0], 0)
+    far, near = lax.fori_loop(0, rows, one, (body, jax.tree.leaves(old.fetched)))
+    return kind.unflatten(far), kind.unflatten(near) if near else None
 
 
 def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:

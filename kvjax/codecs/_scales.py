@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
+from kvjax.codecs._tiles import Tile, each_token
 from kvjax.codecs.codec import Codec, Store, plain_scores
 from kvjax.codecs.raw import Raw, without_gradient
 
@@ -55,6 +56,33 @@ class WithScales(Codec):
     def each(self, scale: Array) -> Array:
         """A store's scales, or zero points, in float32, for split numbers."""
         return self.groups.unpack(self._scales.decode(scale).astype(jnp.float32))
+
+    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
+        if self.per not in ("token", "channel"):
+            return False
+        tokens, _ = self.groups.sizes(block, head_dim)
+        return self.per == "token" or tokens * parts >= block
+
+    def scaled(
+        self, numbers: Array, side: int, store: Any, orders: Any, part: int, parts: int
+    ) -> Tile:
+        """A tile of a run's ``numbers`` under a store's ``scale``, and its ``zero``, if it has one.
+        Scales of channels are undone, those of tokens are left to who multiplies."""
+        zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
+        if self.per == "token":
+            factor, offset = (
+                None if x is None else self._scales.decode(order.part(x, part)).astype(jnp.float32)
+                for x, order in ((store.scale, orders.scale), (zero, zero_order))
+            )
+            return Tile(numbers, side, factor, offset)
+        _, tokens, lanes = numbers.shape
+
+        def each(x: Array, order: Any) -> Array:
+            rows = order.of_each(x, part, parts)
+            return each_token(self._scales.decode(rows).astype(jnp.float32), tokens, lanes)
+
+        numbers = numbers * each(store.scale, orders.scale)
+        return Tile(numbers if zero is None else numbers + each(zero, zero_order), side)
 
     @property
     def _scales(self) -> Raw:

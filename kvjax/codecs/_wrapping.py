@@ -32,6 +32,20 @@ class Wrapping(Codec):
     def joins_heads(self) -> bool:
         return self.codec.joins_heads
 
+    @property
+    def parts(self) -> int:
+        return self.codec.parts
+
+    @property
+    def core(self) -> Codec:
+        return self.codec.core
+
+    def turn(self, queries: Array) -> Array:
+        return self.codec.turn(queries)
+
+    def unturn(self, mixed: Array) -> Array:
+        return self.codec.unturn(mixed)
+
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
         return replace(self, codec=self.codec.resolve(model_dtype, platform))
 

@@ -1,7 +1,7 @@
 """The mean of each channel taken out first."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -9,8 +9,9 @@ from jaxtyping import Array
 from kvjax.codecs._groups import finite
 from kvjax.codecs._groups import mean as mean_of
 from kvjax.codecs._scales import in_range, with_dtypes
+from kvjax.codecs._tiles import Tile, each_token
 from kvjax.codecs._wrapping import Wrapping
-from kvjax.codecs.codec import Store, product
+from kvjax.codecs.codec import Codec, Store, product
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store
 
@@ -67,6 +68,27 @@ class Centred(Wrapping):
         mean = self._wide(store)[..., 0, :]
         blocks = weights.reshape(*weights.shape[:-1], mean.shape[2], -1).sum(-1)
         return product("bhqn,bhnd->bhqd", blocks, mean) + self.codec.mix(weights, store.rest)
+
+    @property
+    def core(self) -> Codec:
+        """Itself: means are not turned."""
+        return self
+
+    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
+        return self.codec.core is self.codec and self.codec.tiled(block, parts, head_dim)
+
+    def tiles(self, store: CentredStore, orders: Any, part: int, parts: int) -> list[Tile]:
+        """What is left, and each block's mean."""
+        rest = self.codec.tiles(store.rest, orders.rest, part, parts)
+        _, tokens, lanes = rest[0].numbers.shape
+        mean = self._means.decode(store.mean).astype(jnp.float32)
+        return [*rest, Tile(each_token(mean, tokens, lanes), rest[0].side)]
+
+    def turn(self, queries: Array) -> Array:
+        return queries
+
+    def unturn(self, mixed: Array) -> Array:
+        return mixed
 
     def _wide(self, store: CentredStore) -> Array:
         return self._means.decode(store.mean).astype(jnp.float32)

@@ -1,7 +1,7 @@
 """The codec that stores floats of 8 bits."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,10 +9,13 @@ from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, rounded
 from kvjax.codecs._scales import WithScales, in_range, undifferentiable
+from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+FIELDS = {"e4m3": (3, 7), "e5m2": (2, 15)}
+"""Bits of the fraction, and what is taken off the exponent."""
 
 
 @store
@@ -60,7 +63,23 @@ class Float8(WithScales):
         bits = lax.bitcast_convert_type(self.groups.join(small), jnp.uint8)
         return Scaled(bits, self._scales.encode(self.groups.pack(scale)))
 
+    def tiles(self, store: Scaled, orders: Any, part: int, parts: int) -> list[Tile]:
+        bits, side = orders.bits.run(store.bits.astype(jnp.int32), part, parts)
+        numbers = _floats(bits, *FIELDS[self.kind])
+        return [self.scaled(numbers, side, store, orders, part, parts)]
+
     def wide(self, store: Scaled) -> Array:
         floats = lax.bitcast_convert_type(store.bits, jnp.dtype(KINDS[self.kind]))
         split = self.groups.split(floats.astype(jnp.float32))
         return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)
+
+
+def _floats(bits: Array, fraction: int, bias: int) -> Array:
+    """float32 of 8 bits as whole numbers, by whole numbers alone: not every device can read the
+    bits as floats."""
+    exponent, rest = (bits & 127) >> fraction, bits & (2**fraction - 1)
+    # Where the exponent is 0 there is no leading 1, and it counts as 1.
+    whole = jnp.where(exponent > 0, rest + 2**fraction, rest)
+    power = jnp.maximum(exponent, 1) - bias - fraction + 127
+    size = whole.astype(jnp.float32) * lax.bitcast_convert_type(power << 23, jnp.float32)
+    return jnp.where(bits > 127, -size, size)

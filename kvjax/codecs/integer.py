@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from kvjax.codecs._groups import finite, mean, rounded
 from kvjax.codecs._scales import WithScales, in_range, undifferentiable
+from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store
 
@@ -62,6 +63,10 @@ class Integer(WithScales):
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
         super().__post_init__()
+
+    @property
+    def parts(self) -> int:
+        return 8 if self.bits == 3 else 8 // self.bits
 
     def empty(self, shape: tuple[int, ...]) -> Packed:
         if shape[-2] % MULTIPLE:
@@ -121,6 +126,20 @@ class Integer(WithScales):
         if store.zero is None:
             return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
         return in_range(self.groups.join(split * scale + self.each(store.zero)), self.dtype)
+
+    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
+        return self.bits != 3 and super().tiled(block, parts, head_dim)
+
+    def tiles(self, store: Packed, orders: Any, part: int, parts: int) -> list[Tile]:
+        each = parts // self.parts
+        codes = store.codes.astype(jnp.int32)
+        if self.bits < 8:
+            codes = (codes >> (part // each * self.bits)) & (2**self.bits - 1)
+        codes, side = orders.codes.run(codes, part % each, each)
+        numbers = codes.astype(jnp.float32)
+        if store.zero is None:
+            numbers = numbers - self._middle
+        return [self.scaled(numbers, side, store, orders, part, parts)]
 
     @property
     def _levels(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from kvjax.codecs._tiles import Tile
 from kvjax.codecs.codec import Codec
 
 
@@ -57,6 +58,12 @@ class Raw(Codec):
 
     def decode(self, store: Array) -> Array:
         return lax.bitcast_convert_type(store, jnp.dtype(self.dtype)) if self.as_bits else store
+
+    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
+        return not self.as_bits
+
+    def tiles(self, store: Array, orders: Any, part: int, parts: int) -> list[Tile]:
+        return [Tile(*orders.run(store, part, parts))]
 
     @property
     def _stored_dtype(self) -> Any:

@@ -37,13 +37,19 @@ class Rotated(Wrapping):
         wide = self._unmixed(numbers.astype(jnp.float32))
         return in_range(wide, self.dtype).astype(numbers.dtype)
 
+    def turn(self, queries: Array) -> Array:
+        """Queries, mixed the same way."""
+        return self.codec.turn(_times(queries, self._matrices(queries.shape[-1])[0]))
+
+    def unturn(self, mixed: Array) -> Array:
+        """The mixture of values as they are stored, mixed back."""
+        return self._unmixed(self.codec.unturn(mixed))
+
     def scores(self, queries: Array, store: Store) -> Array:
-        """Queries, mixed the same way, times the keys as they are stored."""
-        return self.codec.scores(_times(queries, self._matrices(queries.shape[-1])[0]), store)
+        return self.core.scores(self.turn(queries), store)
 
     def mix(self, weights: Array, store: Store) -> Array:
-        """The mixture of values as they are stored, mixed back."""
-        return self._unmixed(self.codec.mix(weights, store))
+        return self.unturn(self.core.mix(weights, store))
 
     def _mixed(self, x: Array) -> Array:
         """The transform by sums and differences alone: rounded in one way, however many blocks

@@ -22,6 +22,15 @@ def default_device() -> Any:
     return jax.local_devices(backend=chosen)[0]
 
 
+def own_memory(device: Any) -> str:
+    """The kind of memory that a device computes in, by JAX's name."""
+    try:
+        kind: str = device.default_memory().kind
+    except jax.errors.JaxRuntimeError:  # of a GPU that is not here
+        kind = "device"
+    return kind
+
+
 _computing: ContextVar[str | None] = ContextVar("computing", default=None)
 
 
@@ -35,9 +44,14 @@ def computing_on(platform: str) -> Iterator[None]:
         _computing.reset(token)
 
 
+def traced_for() -> str:
+    """The platform that is traced for here: by ``computing_on``, or else the default device's."""
+    return _computing.get() or str(default_device().platform)
+
+
 def on_cpu() -> bool:
-    """Whether what is traced here is for a CPU: by ``computing_on``, or else the default device."""
-    return (_computing.get() or default_device().platform) == "cpu"
+    """Whether what is traced here is for a CPU."""
+    return traced_for() == "cpu"
 
 
 def fetch(tree: Any) -> Any:

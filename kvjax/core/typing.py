@@ -18,7 +18,11 @@ Rows = Int[Array, " batch"]
 LayerRows = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
 Number = Int[Array, ""]
-Slots = Int[Array, " slots"]
+Cursors = Int[Array, "batch *_"]
+"""``Rows``; a kernel has one row's, with an axis more."""
+Slots = Int[Array, "*_"]
+Held = Int[Array, "batch *_"]
+"""A position for every row and slot."""
 SlotPositions = Int[Array, "batch slots"]
 SomeRows = Bool[Array, " batch"]
 SomeSlots = Bool[Array, "batch slots"]

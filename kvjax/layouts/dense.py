@@ -5,7 +5,17 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
-from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
+from kvjax.core.typing import (
+    Cursors,
+    Held,
+    Number,
+    Positions,
+    Rows,
+    SlotPositions,
+    Slots,
+    SomeRows,
+    SomeSlots,
+)
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
 
@@ -22,6 +32,7 @@ class Dense:
 
     chunk = window = None
     sinks = 0
+    in_order = True
 
     def __post_init__(self) -> None:
         whole_or_none("max_len", self.max_len, 1)
@@ -79,7 +90,7 @@ class Dense:
     def runs(self, length: Rows, new: int) -> list[Run]:
         return [Run(length, 0, self.slots)]
 
-    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         return jnp.where(slots < length[:, None], slots, -1)
 
     def slot_of(self, positions: Positions) -> Positions:

@@ -3,7 +3,17 @@
 from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
-from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
+from kvjax.core.typing import (
+    Cursors,
+    Held,
+    Number,
+    Positions,
+    Rows,
+    SlotPositions,
+    Slots,
+    SomeRows,
+    SomeSlots,
+)
 
 
 class Run(NamedTuple):
@@ -39,10 +49,13 @@ class Layout(Protocol):
     positions before theirs, None for all. ``reach``: positions that the distances between
     queries and keys stay below. ``grows_to``: the limit that the layout may be grown to, or None
     where it does not grow. ``open_ended``: whether ``resolve`` can do without a ``max_len``.
+    ``in_order``: whether a later position never stands in a lower slot.
     """
 
     @property
     def open_ended(self) -> bool: ...
+    @property
+    def in_order(self) -> bool: ...
     @property
     def slots(self) -> int: ...
     @property
@@ -93,7 +106,7 @@ class Layout(Protocol):
         """Where a call's ``new`` tokens go, at most one run a token."""
 
     @abstractmethod
-    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
 
     @abstractmethod

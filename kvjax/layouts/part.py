@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED
-from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots
+from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout, Region, Run
 
 
@@ -29,6 +29,10 @@ class Part:
     low: Number | int = 0
     high: Number | int = UNLIMITED
 
+    @property
+    def in_order(self) -> bool:
+        return self.layout.in_order
+
     def runs(self, length: Rows, new: int) -> list[Run]:
         found = []
         for run in self.layout.runs(length, new):
@@ -38,7 +42,7 @@ class Part:
             found.append(Run(start, 0, self.slots, run.skip, (low, high)))
         return found
 
-    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         there = slots + self.offset
         mine = (there >= self.low) & (there < jnp.minimum(self.high, self.layout.slots))
         return jnp.where(mine, self.layout.positions(length, written, there), -1)

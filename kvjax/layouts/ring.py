@@ -5,7 +5,17 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
-from kvjax.core.typing import Number, Positions, Rows, SlotPositions, Slots, SomeRows, SomeSlots
+from kvjax.core.typing import (
+    Cursors,
+    Held,
+    Number,
+    Positions,
+    Rows,
+    SlotPositions,
+    Slots,
+    SomeRows,
+    SomeSlots,
+)
 from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
@@ -36,6 +46,7 @@ class Ring:
     grows_to: int | None = None
 
     open_ended = True
+    in_order = False
 
     def __post_init__(self) -> None:
         whole_or_none("window", self.window, 1)
@@ -141,7 +152,7 @@ class Ring:
         ]
         return [Run(length, 0, self.sinks), *rounds] if self.sinks else rounds
 
-    def positions(self, length: Rows, written: Rows, slots: Slots) -> SlotPositions:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         """A slot holds the last position that was ever written to it. After a rewind that can be
         one that is no longer part of the text."""
         newest = written[:, None] - 1 - self.sinks

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.core.typing import Number, Positions, Rows
+from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout
 from kvjax.layouts.part import Share, shared
 from kvjax.layouts.ring import Ring
@@ -17,8 +17,9 @@ class Split:
     """The rule of sight: the query at position ``p`` sees its own block and the ``recent`` blocks
     before it raw, and everything older as its codec gives it back.
 
-    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks. ``parts``:
-    devices that have a share of the body each, and ``share``: the one that is looked at, None for
+    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks. ``parts``,
+    ``grain``: of what the body's slots and the tail's are a multiple: the body is divided among
+    devices, and ``share``: the one that is looked at, None for
     the whole.
 
     The first tokens that a ring keeps for ever stay raw as well. A block is encoded when the first
@@ -31,13 +32,15 @@ class Split:
     block: int
     recent: int
     parts: int = 1
+    grain: int = 1
     share: Share | None = None
 
     @property
     def tail(self) -> Ring:
         """Slots of the newest tokens. One block more than queries see, so that a call of a block
         overwrites nothing that its own queries see, and a block can be taken back."""
-        return Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
+        newest = Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
+        return newest.rounded(self.grain)
 
     @property
     def body(self) -> Any:
@@ -45,7 +48,7 @@ class Split:
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
         return whole if self.share is None else shared(whole, self.share)
 
-    def flushed(self, tokens: Rows) -> Rows:
+    def flushed(self, tokens: Cursors) -> Cursors:
         """Blocks that have left the tail, where the text has so many tokens."""
         return jnp.maximum((tokens - 1) // self.block - self.recent, 0)
 
@@ -57,14 +60,12 @@ class Split:
         """Whether queries that see all from ``raw_from`` on raw see ``positions`` so."""
         return (positions >= raw_from) | (positions < self.tail.sinks)
 
-    def body_positions(
-        self, length: Rows, written: Rows, blocks: Int[Array, " blocks"]
-    ) -> Int[Array, "batch tokens"]:
-        """The positions of the tokens in the body's slots ``blocks``, a row; -1 where a slot is
-        empty, or holds what is no longer part of the text."""
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+        """The position that each of the body's slots of tokens holds, a row; -1 where it is empty,
+        or holds what is no longer part of the text."""
+        blocks = slots // self.block
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
-        tokens = ids[:, :, None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        return jnp.where(ids[:, :, None] >= 0, tokens, -1).reshape(ids.shape[0], -1)
+        return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)
 
     def body_bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
         """Lowest and highest position in so many of the body's slots; see ``Layout.bounds``."""

@@ -15,6 +15,7 @@ from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
 from kvjax.placement.device import Device, beside
+from kvjax.placement.order import Order
 
 
 def grow(cache: KVCache, to: int) -> KVCache:
@@ -73,28 +74,29 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
     policy = replace(layer.policy, layout=layout)
     more = policy.stored.slots - layer.policy.stored.slots
 
-    def pad(x: Array) -> Array:
+    def pad(x: Array, order: Order) -> Array:
+        wider = [(0, 0)] * x.ndim
+        wider[order.axis] = (0, more * order.step)
         if policy.placement.behind_tail and not is_traced(x) and policy.placement.spread is None:
             # Where it is: no more than one unit of it is on the device.
-            shape = (*x.shape[:2], x.shape[2] + more, *x.shape[3:])
-            into = policy.placement.store(np.zeros(shape, x.dtype))
-            return _carried_over(into, x, policy.placement)
-        wider = [(0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)]
+            shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
+            into = policy.placement.store(np.zeros(shape, x.dtype), order)
+            return _carried_over(into, x, policy.placement, order)
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
     keys, values = layer.keys, layer.values
     if more:
-        keys, values = jax.tree.map(pad, (keys, values))
+        keys, values = jax.tree.map(pad, (keys, values), layer.orders)
     return replace(layer, keys=keys, values=values, policy=policy)
 
 
-@functools.partial(jax.jit, static_argnames="placement", donate_argnums=0)
-def _carried_over(into: Array, x: Array, placement: Device) -> Array:
+@functools.partial(jax.jit, static_argnames=("placement", "order"), donate_argnums=0)
+def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Array:
     def one(unit: Array, into: Array) -> Array:
-        part = placement.near(lax.dynamic_slice_in_dim(x, unit, 1, axis=2))
-        return lax.dynamic_update_slice_in_dim(into, placement.far(part), unit, axis=2)
+        part = placement.far(placement.near(order.piece(x, unit, 1)))
+        return lax.dynamic_update_slice_in_dim(into, part, unit * order.step, axis=order.axis)
 
-    return lax.fori_loop(0, x.shape[2], one, into)
+    return lax.fori_loop(0, x.shape[order.axis] // order.step, one, into)
 
 
 def mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:

@@ -83,7 +83,7 @@ def moved(
                 continue
             jax.block_until_ready(moving)
             if policy.has_tail == old.policy.has_tail:
-                keys, values = policy.placement.store((old.keys, old.values))
+                keys, values = policy.placement.store((old.keys, old.values), old.orders)
                 moving = replace(old, keys=keys, values=values, policy=policy)
                 if not keep:
                     let_go(old, moving)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.core.device import default_device
+from kvjax.core.device import default_device, own_memory, traced_for
 from kvjax.layouts import Share
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
@@ -71,7 +71,7 @@ class Device:
         """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
         if self.computes is not None:
             return self.computes
-        return default_device().platform if self.spread is None else self.spread.platform
+        return traced_for() if self.spread is None else self.spread.platform
 
     def put(self, tree: _T) -> _T:
         """Move a pytree's arrays [batch, ...] there, committed: an uncommitted array beside a
@@ -80,8 +80,7 @@ class Device:
             return self.spread.put(tree, self.spread.of_rows)
         device = default_device()
         # Named, or what is on the host would stay there.
-        kind = device.default_memory().kind
-        return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=kind))
+        return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=own_memory(device)))
 
     def put_tokens(self, tree: _T) -> _T:
         """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
@@ -89,10 +88,10 @@ class Device:
             return self.put(tree)
         return self.spread.put(tree, self.spread.of_tokens)
 
-    def store(self, body: _T) -> _T:
-        """Move a body's arrays to where they are kept, committed."""
+    def store(self, body: _T, orders: Any) -> _T:
+        """Move a body's arrays, kept in these orders, to where they are kept, committed."""
         if self.spread is not None:
-            return self.spread.put(body, self.spread.of_body)
+            return self.spread.put_bodies(body, orders)
         return self.put(body)
 
     def near(self, part: _T, after: Any = None) -> _T:

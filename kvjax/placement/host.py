@@ -41,9 +41,9 @@ class Host(Device):
     def ahead(self) -> int:
         return self.prefetch
 
-    def store(self, body: _T) -> _T:
+    def store(self, body: _T, orders: Any) -> _T:
         if self.spread is not None:
-            return self.spread.put(body, self.spread.of_body, self.memory_kind)
+            return self.spread.put_bodies(body, orders, self.memory_kind)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 

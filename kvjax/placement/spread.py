@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from kvjax.core.checks import is_traced
 from kvjax.core.context import check_context
-from kvjax.core.device import default_device, put_over
+from kvjax.core.device import default_device, own_memory, put_over
 from kvjax.placement.mesh import DATA, SEQUENCE, TENSOR, refuse_axis
+from kvjax.placement.order import Order
 
 COPIES = "copies"
 """The axis of a ``Spread`` of devices that share their key-value heads with one another."""
@@ -94,7 +95,7 @@ class Spread:
         """The sharding of a spec, in a kind of memory, by default the devices' own."""
         if kind is None and isinstance(self.mesh, Mesh):
             device, *_ = self.mesh.local_devices or self.mesh.devices.flat
-            kind = device.default_memory().kind
+            kind = own_memory(device)
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
     def of_rows(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
@@ -119,10 +120,15 @@ class Spread:
         """Whether every device can have as many queries' heads as every other."""
         return heads % (self.heads * self.copies) == 0
 
-    def of_body(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Of a codec's array [batch, kv_heads, slots, ...]; what heads have in common is
-        everywhere."""
-        return self.spec(DATA, TENSOR if shape[1] > 1 else None, SEQUENCE)
+    def of_bodies(self, body: Any, orders: Any) -> Any:
+        """Of a body's arrays [batch, kv_heads, ...], whose slots are where their orders say; what
+        heads have in common is everywhere."""
+
+        def one(x: Any, order: Order) -> PartitionSpec:
+            between = [None] * (order.axis - 2)
+            return self.spec(DATA, TENSOR if x.shape[1] > 1 else None, *between, SEQUENCE)
+
+        return jax.tree.map(one, body, orders)
 
     def check_context(self) -> None:
         """Raise ``ValueError`` where ``jax.set_mesh`` has set another mesh than the user's."""
@@ -142,15 +148,20 @@ class Spread:
         """A pytree's arrays, spread by their shapes; inside ``jit`` too."""
         self.check_context()
 
-        def one(x: Any) -> Any:
-            found = spec(np.shape(x))
-            near = put_over(x, self.sharding(found)) if kind is None or is_traced(x) else x
-            if is_traced(near) and isinstance(self.mesh, Mesh):
-                # A move to the memory where it is already says nothing to the compiler.
-                near = jax.lax.with_sharding_constraint(near, self.sharding(found))
-            return near if kind is None else put_over(near, self.sharding(found, kind))
+        return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 
-        return jax.tree.map(one, tree)
+    def put_bodies(self, body: _T, orders: Any, kind: Any = None) -> _T:
+        """A body's arrays, spread; inside ``jit`` too."""
+        self.check_context()
+        specs = self.of_bodies(body, orders)
+        return jax.tree.map(lambda x, spec: self._put(x, spec, kind), body, specs)
+
+    def _put(self, x: Any, found: PartitionSpec, kind: Any) -> Any:
+        near = put_over(x, self.sharding(found)) if kind is None or is_traced(x) else x
+        if is_traced(near) and isinstance(self.mesh, Mesh):
+            # A move to the memory where it is already says nothing to the compiler.
+            near = jax.lax.with_sharding_constraint(near, self.sharding(found))
+        return near if kind is None else put_over(near, self.sharding(found, kind))
 
     def run(self, call: Callable[..., _T], given: Any, found: Any, *args: Any) -> _T:
         """``call`` on every device, with what it has of ``args``. ``given``, ``found``: specs of

@@ -1,18 +1,34 @@
 """Write a call's tokens into the slots of each row, in place, and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.core.device import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
+from kvjax.placement.order import AS_IS, Order
 
 
-def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array:
-    """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else."""
+def write_rows(
+    into: Array, x: Array, runs: Sequence[Run], count: Rows, order: Order = AS_IS
+) -> Array:
+    """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else.
+
+    Args:
+      into: an array of a store, as it is kept.
+      x: new units, as codecs make them.
+      runs: where they go.
+      count: int32[batch], how many of them each row takes.
+      order: in which ``into`` is kept.
+    """
+    if traced_for() == "tpu":
+        # What reads all rows at once, to put back what stands there, wants another order of axes on
+        # a TPU, and would copy the whole array for it.
+        return _row_by_row(into, x, runs, count, order, lambda old: old, lambda new: new)
     for run in runs:
 
         def one(
@@ -27,31 +43,69 @@ def write_rows(into: Array, x: Array, runs: Sequence[Run], count: Rows) -> Array
 
 
 def write_far(
-    placement: Device, into: Array, near: Array | None, x: Array, runs: Sequence[Run], count: Rows
+    placement: Device,
+    into: Array,
+    near: Array | None,
+    x: Array,
+    runs: Sequence[Run],
+    count: Rows,
+    order: Order = AS_IS,
 ) -> tuple[Array, Array | None]:
     """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
     there is one: row by row, for such an array takes no scatter, and not at all where no row has
     anything to write."""
     for run in runs:
-        skip = jnp.broadcast_to(run.skip, count.shape)
-        copy = near = None if near is None else write_rows(near, x, [run], count)
-
-        def one(
-            row: Array, into: Array, run: Run = run, skip: Array = skip, copy: Array | None = copy
-        ) -> Array:
-            mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            origin, new, real = _window(run, mine, run.start[row], skip[row], count[row])
-            at, shape = (row, 0, origin, *[0] * (into.ndim - 3)), (1, *new.shape)
-            if copy is None:
-                old = placement.near(lax.dynamic_slice(into, at, shape))
-                merged = jnp.where(real, new, old[0])[None]
-            else:
-                merged = lax.dynamic_slice(copy, at, shape)
-            return lax.dynamic_update_slice(into, placement.far(merged), at)
-
-        rows = jnp.where(jnp.any(count > skip), into.shape[0], 0)
-        into = lax.fori_loop(0, rows, one, into)
+        copy = near = None if near is None else write_rows(near, x, [run], count, order)
+        into = _row_by_row(into, x, [run], count, order, placement.near, placement.far, copy)
     return into, near
+
+
+def _row_by_row(
+    into: Array,
+    x: Array,
+    runs: Sequence[Run],
+    count: Rows,
+    order: Order,
+    near: Callable[[Array], Array],
+    far: Callable[[Array], Array],
+    copy: Array | None = None,
+) -> Array:
+    """``write_rows`` in a loop. ``near`` and ``far``: from and to where ``into`` is; ``copy``: the
+    same numbers where it is computed."""
+    for run in runs:
+
+        def one(row: Array, into: Array, run: Run = run) -> Array:
+            mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
+            return write_row(into, row, mine, run, count, order, near, far, copy)
+
+        rows = jnp.where(jnp.any(count > run.skip), into.shape[0], 0)
+        into = lax.fori_loop(0, rows, one, into)
+    return into
+
+
+def write_row(
+    into: Array,
+    row: Array,
+    x: Array,
+    run: Run,
+    count: Rows,
+    order: Order,
+    near: Callable[[Array], Array] = lambda old: old,
+    far: Callable[[Array], Array] = lambda new: new,
+    copy: Array | None = None,
+) -> Array:
+    """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
+    skip = jnp.broadcast_to(run.skip, count.shape)
+    x = jnp.pad(x, ((0, 0), (0, max(order.least - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
+    origin, new, real = _window(run, x, run.start[row], skip[row], count[row])
+    at = order.at(row, origin, into.ndim)
+    shape = jax.eval_shape(order.keep, new[None]).shape
+    if copy is None:
+        old = near(lax.dynamic_slice(into, at, shape))
+        merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
+    else:
+        merged = lax.dynamic_slice(copy, at, shape)
+    return lax.dynamic_update_slice(into, far(merged), at)
 
 
 def _window(

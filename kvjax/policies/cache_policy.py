@@ -7,6 +7,7 @@ from kvjax.codecs import MULTIPLE, Codec, Raw
 from kvjax.core.checks import whole_number
 from kvjax.layouts import Dense, Layout, Split
 from kvjax.placement.device import Device
+from kvjax.placement.order import folded, grain, orders_of
 from kvjax.policies.model_config import layer_windows
 
 
@@ -64,16 +65,36 @@ class CachePolicy:
         """Tokens of a unit of what the codecs keep, on axis 2."""
         return self.block if self.has_tail else 1
 
+    def parts(self, head_dim: int) -> int:
+        """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
+        return max(self.keys.parts, self.values.parts) * folded(head_dim)
+
+    def orders(self, head_dim: int) -> tuple[Any, Any]:
+        """In which order the arrays of keys and of values are kept, as pytrees like their stores."""
+        settings = self.block if self.has_tail else None, head_dim, self.parts(head_dim)
+        platform = self.placement.platform()
+        first, second = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
+        return first, second
+
+    @property
+    def grain(self) -> int:
+        """Of what the slots are a multiple, where the placement's arrays are."""
+        return grain(self.placement.platform())
+
     @property
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
-        return Split(self.layout, self.block, self.recent, self.placement.parts)
+        grain = self.grain
+        parts = self.placement.parts * max(grain // 2, 1)  # a block has rows of its own
+        return Split(self.layout, self.block, self.recent, parts, grain)
 
     @property
     def stored(self) -> Layout:
         """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
         more where that many devices can't have the same number each."""
-        return self.split.body if self.has_tail else self.layout.rounded(self.placement.parts)
+        if self.has_tail:
+            return self.split.body
+        return self.layout.rounded(self.placement.parts * self.grain)
 
     @property
     def stores_as(self) -> Any:

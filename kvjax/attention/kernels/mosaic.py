@@ -1,0 +1,278 @@
+"""A kernel for TPUs: queries over a long text, read as it is kept.
+
+Every row walks its own tiles, from the first that its queries may see to the last that is filled,
+with the online softmax: how many there are is known when the kernel starts, so one program serves
+every length, and what is not filled is not read. Scales of tokens are folded into scores and
+weights, so no decoded number leaves the kernel, and most are never made. Positions are made in the
+kernel of the row's cursors: no mask is read either.
+
+It is ``pallas_call`` for TPUs (Mosaic). No device has run it: it is compiled for v5e and v6e, and
+interpreted on CPUs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.attention.kernels.common import Reading, compiled, folded_sides
+from kvjax.attention.softmax import LOWEST, Partial
+from kvjax.cache.sections import Section
+from kvjax.codecs._tiles import Tile
+from kvjax.core.typing import Array
+from kvjax.placement.order import LANES, SUBLANES
+
+ROWS = 512
+"""Rows of queries that walk a text together, at most."""
+PLANE = 2**21
+"""Bytes of a run's numbers in float32, at most: some such arrays are in the fast memory at once."""
+GRAIN = 16
+"""Rows of a tile of 16-bit numbers."""
+MIXTURES = 4
+"""Arrays of rows of queries that they are counted with."""
+LONGEST = 1024
+"""Tokens of a run, at most."""
+
+
+def decode(reading: Reading) -> Partial:
+    """The softmax of rows of queries over a section, not yet divided by its total."""
+    section = reading.section
+    batch, kv_heads, rows, head_dim = reading.queries.shape
+    leaves, tree = jax.tree.flatten((section.keys, section.values))
+    orders = jax.tree.leaves(section.orders)
+    capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
+    heads, tile, together = _sizes(reading, capacity)
+    blocks = -(-rows // together)
+    padded = blocks * together
+    queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    queries = _spread_out(queries, blocks, reading.sides, reading.groups[0])
+    at = reading.at(blocks, together)
+    scalars, tiles = reading.scalars(tile, at)
+    at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
+    scalars = scalars.reshape(batch * blocks, -1)
+
+    def of_rows(*block: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, heads, *block), lambda b, h, q, j, s: (b, h, q, 0))
+
+    def of_store(x: Array, order: Any) -> pl.BlockSpec:
+        whole, block = x.shape[1], [1, heads, *x.shape[2:]]
+        own = 1 if whole == 1 and kv_heads > 1 else heads
+        block[1] = own
+        block[order.axis] = min(tile // section.unit * order.step, x.shape[order.axis])
+
+        def index(b: Array, h: Array, q: Array, j: Array, s: Any) -> tuple[Any, ...]:
+            place, n = [b, 0 if own < heads else h, 0, 0], b * blocks + q
+            # Behind their last tile rows read nothing anew.
+            place[order.axis] = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
+            return tuple(place)
+
+        return pl.BlockSpec(tuple(block), index)
+
+    specs = [of_rows(queries.shape[2] // blocks, queries.shape[3])]
+    specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, s: (b, q, 0))]
+    specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
+    lanes = reading.sides * head_dim
+    found = [
+        jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
+        for shape in ((SUBLANES, padded), (padded, lanes))
+    ]
+    stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, s: (b, h, 0, q))
+    scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in (1, 1, lanes)]
+
+    def run(*arrays: Array, interpret: bool) -> Any:
+        return pl.pallas_call(
+            functools.partial(_kernel, reading.bare(), tree, tile, blocks),
+            out_shape=found,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(batch, kv_heads // heads, blocks, arrays[-1]),
+                in_specs=specs,
+                out_specs=[stats_of, of_rows(together, lanes)],
+                scratch_shapes=scratch,
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            ),
+            interpret=interpret,
+        )(*arrays[:-1])
+
+    stats, mixed = compiled(run, scalars, queries, at, *leaves, tiles)
+    mixed = mixed.reshape(*mixed.shape[:3], reading.sides, head_dim).sum(3)
+    mixed = section.codecs[1].unturn(mixed[:, :, :rows])
+    return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed)
+
+
+def _kernel(
+    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, queries_ref: Any,
+    at_ref: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One tile of a row, for some of its heads of keys and some of its queries."""
+    stores = jax.tree.unflatten(tree, refs[:-5])
+    stats_ref, mixed_out, highest_ref, total_ref, mixed_ref = refs[-5:]
+    row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
+
+    @pl.when(number == 0)
+    def _() -> None:
+        highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
+
+    @pl.when(number < scalars_ref[row, 1])
+    def _() -> None:
+        numbers = [jnp.full((1, 1), scalars_ref[row, n]) for n in range(2, scalars_ref.shape[1])]
+        start = (scalars_ref[row, 0] + number) * tile
+        runs, section = range(reading.parts), reading.section
+        keys, values = (jax.tree.map(lambda ref: ref[0], store) for store in stores)
+        found = []
+        for part in runs:
+            slots = start + reading.slots(part, tile, lambda n: _along(n, 1))
+            positions = reading.positions(slots, numbers)
+            seen = reading.sees(at_ref[0, :, :1][None], positions, numbers)
+            tiles = section.codecs[0].core.tiles(keys, section.orders[0], part, reading.parts)
+            products = sum(_scores(each, queries_ref[0], reading) for each in tiles)
+            found.append((jnp.where(seen, reading.scores(products), LOWEST), positions))
+        before = highest_ref[...]
+        above = jnp.maximum(before, LOWEST / 2)  # see Partial.of
+        for scores, _ in found:
+            above = jnp.maximum(above, scores.max(-1, keepdims=True))
+        shrink = jnp.exp(before - above)
+        total, mixed = total_ref[...] * shrink, mixed_ref[...] * shrink
+        for part, (scores, positions) in zip(runs, found, strict=True):
+            weights = jnp.exp(scores - above)
+            total += weights.sum(-1, keepdims=True)
+
+            def there(part: int = part) -> Array:
+                down = start + reading.slots(part, tile, lambda n: _along(n, 0))
+                return reading.positions(down, numbers) >= 0
+
+            tiles = section.codecs[1].core.tiles(values, section.orders[1], part, reading.parts)
+            for each in tiles:
+                mixed += _mixture(each, weights, positions >= 0, there, reading, queries_ref.dtype)
+        highest_ref[...], total_ref[...], mixed_ref[...] = above, total, mixed
+
+    @pl.when(number == pl.num_programs(3) - 1)
+    def _() -> None:
+        # Along the lanes, of which one for each row would be a whole tile.
+        highest, total = (
+            jnp.swapaxes(jnp.broadcast_to(ref[...], (*ref.shape[:2], LANES)), 1, 2)[:, :SUBLANES]
+            for ref in (highest_ref, total_ref)
+        )
+        first = lax.broadcasted_iota(jnp.int32, highest.shape, 1) == 0
+        stats_ref[0] = jnp.where(first, highest, total)
+        mixed_out[0] = mixed_ref[...]
+
+
+def _along(count: int, axis: int) -> Array:
+    """0, 1, 2 … along an axis of two."""
+    return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)
+
+
+def _dot(a: Array, b: Array, axis: int) -> Array:
+    """Products of rows with tokens' lanes (``axis`` 2), or with tokens (1)."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a, b, (((2,), (axis,)), ((0,), (0,))), precision=precision,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _scores(tile: Tile, queries: Array, reading: Reading) -> Array:
+    """Queries [kv_heads, sides * groups * rows, lanes] times a tile's keys: float32[kv_heads,
+    rows, tokens]."""
+    groups = reading.groups[0]
+    each = queries.shape[1] // (reading.sides * groups)
+    own = queries[:, tile.side * groups * each : (tile.side + 1) * groups * each]
+    products = _dot(own, tile.numbers.astype(queries.dtype), 2)
+    total = jnp.float32(0)
+    for group in range(groups):
+        some = slice(group * each, (group + 1) * each)
+        product = products[:, some]
+        if tile.factor is not None:
+            product *= tile.factor[:, group : group + 1]
+        if tile.offset is not None:
+            whole = own[:, some].astype(jnp.float32).sum(-1, keepdims=True)
+            product += whole * tile.offset[:, group : group + 1]
+        total += product
+    return total
+
+
+def _mixture(
+    tile: Tile, weights: Array, along: Array, down: Callable[[], Array], reading: Reading,
+    dtype: Any,
+) -> Array:  # fmt: skip
+    """Weights [kv_heads, rows, tokens] times a tile's values: float32[kv_heads, rows, lanes].
+    ``along``, ``down``: which tokens there are, in the last axis or the one before: no weight makes
+    0 of what is no number, and behind the end of an array there may be anything."""
+    groups, numbers = reading.groups[1], tile.numbers
+    if tile.factor is None:
+        numbers = jnp.where(down(), numbers, jnp.zeros_like(numbers))
+        groups = 1
+    rows, lanes = weights.shape[1], numbers.shape[2]
+    factors = [None] * groups
+    if tile.factor is not None:
+        factors = [jnp.where(along, tile.factor[:, n : n + 1], 0.0) for n in range(groups)]
+    scaled = [weights if factor is None else weights * factor for factor in factors]
+    own = scaled[0] if groups == 1 else jnp.concatenate(scaled, axis=1)
+    mixed = _dot(own.astype(dtype), numbers.astype(dtype), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
+    width = lanes // reading.sides
+    total = jnp.zeros((weights.shape[0], rows, lanes), jnp.float32)
+    for group in range(groups):
+        part = mixed[:, group * rows : (group + 1) * rows]
+        if tile.offset is not None:
+            offset = jnp.where(along, tile.offset[:, group : group + 1], 0.0)
+            part += (weights * offset).sum(-1, keepdims=True)
+        mine = lane % width // (width // groups) == group
+        total += jnp.where(mine & (lane // width == tile.side), part, 0.0)
+    return total
+
+
+def _spread_out(queries: Array, blocks: int, sides: int, groups: int) -> Array:
+    """Queries [batch, kv_heads, blocks * rows, head_dim] once for every side and group, with zeros
+    in the lanes of the others: [batch, kv_heads, blocks * sides * groups * rows, lanes]."""
+    if sides == groups == 1:
+        return queries
+    batch, kv_heads, _, head_dim = queries.shape
+    lane = jnp.arange(sides * head_dim)
+    which = lane // head_dim * groups + lane % head_dim // (head_dim // groups)
+    mine = (which == jnp.arange(sides * groups)[:, None])[:, None].astype(queries.dtype)
+    wide = jnp.tile(queries, (1, 1, 1, sides)).reshape(batch, kv_heads, blocks, 1, -1, lane.size)
+    return (wide * mine).reshape(batch, kv_heads, -1, lane.size)
+
+
+def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
+    """Heads of keys, tokens of so many, and rows of queries that are looked at together."""
+    _, kv_heads, rows, head_dim = reading.queries.shape
+    together = min(-(-rows // GRAIN) * GRAIN, ROWS)
+    # As many numbers of a head's tokens, and scores, as fit with those of its fellows.
+    lanes = reading.sides * head_dim
+    width = max(lanes, together * max(reading.groups)) * 4
+    # And mixtures, of which there are some: what is summed, and the result, twice.
+    each = max(LANES * width, MIXTURES * together * lanes * 4)
+    heads = max(
+        n for n in range(1, kv_heads + 1) if n == 1 or kv_heads % n == 0 and n * each <= PLANE
+    )
+    each = max(PLANE // (heads * width), LANES)
+    each = min(1 << each.bit_length() - 1, LONGEST)
+    section = reading.section
+    # Of sinks, which stand in one array with a ring, no more is read than there is.
+    needed = -(-(section.first + section.size) * section.unit // GRAIN) * GRAIN
+    tile = min(each * reading.parts, capacity, needed if section.unit == 1 else capacity)
+    return heads, tile, together
+
+
+def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
+    """What the kernel can't read, and whether a section is such."""
+    parts = max(codec.parts for codec in section.codecs) * folded_sides(section.orders)
+    readable = all(codec.core.tiled(section.unit, parts, head_dim) for codec in section.codecs)
+    return {
+        f"can't read {section.codecs} tile by tile": not readable,
+        f"takes blocks of {SUBLANES * parts} tokens at least here": (
+            section.unit > 1 and section.unit < SUBLANES * parts
+        ),
+    }

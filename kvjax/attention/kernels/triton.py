@@ -1,0 +1,162 @@
+"""A kernel for a few queries a row over a long text: flash decoding, in Pallas.
+
+The filled part of a row is divided among programs, each of which walks its share with the online
+softmax, and their results are merged by log-sum-exp (Dao, Haziza, Massa and Sizov, "Flash-Decoding
+for long-context inference", 2023). Stores are read as they lie: a codec's own ``decode`` runs in
+the kernel, on a tile, and no decoded tile leaves it.
+
+It is plain ``pallas_call``, for GPUs, where Pallas lowers it by Triton. No device has run it.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kvjax.attention.kernels.common import Reading, compiled
+from kvjax.attention.softmax import LOWEST, Partial
+from kvjax.cache.sections import Section
+from kvjax.codecs import Codec
+from kvjax.core.typing import Array
+
+TILE = 64
+"""Tokens that a program reads together, at least a block."""
+MOST = 64
+"""Rows of queries a head of keys, at most: they all stay in a program's registers."""
+PROGRAMS = 512
+"""Programs of a call, about: some for each of a GPU's multiprocessors."""
+FEWEST = 4
+"""Tiles that a program walks, at least, where a row's text is shared."""
+ROWS = 16
+"""Rows of queries that a matrix unit takes together, at least."""
+
+
+def decode(reading: Reading) -> Partial:
+    """The softmax of rows of queries over a section, not yet divided by its total. Tiles before
+    the first and behind the last that any of a row's queries sees are not read."""
+    section = reading.section
+    batch, kv_heads, rows, head_dim = reading.queries.shape
+    leaves, tree = jax.tree.flatten((section.keys, section.values))
+    units = leaves[0].shape[2]
+    tile = min(max(TILE // section.unit, 1), units)
+    tile = 1 << tile.bit_length() - 1  # a power of two
+    written = pl.next_power_of_2(rows)
+    same = max(ROWS // written, 1)  # a matrix unit takes so many more
+    queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, written - rows), (0, 0)))
+    queries = jnp.repeat(queries, same, axis=2)
+    at = reading.at(1, written)
+    scalars, _ = reading.scalars(tile * section.unit, at)
+    at, scalars = jnp.repeat(at[:, 0], same, axis=1), scalars[:, 0]
+    splits = _splits(batch * kv_heads, units // tile)
+    arrays = [queries, scalars, at]
+    specs = [_spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays)]
+    specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
+    found = [(written,), (written,), (written, head_dim)]
+    kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, splits)
+
+    def run(*arrays: Array, interpret: bool) -> Any:
+        return pl.pallas_call(
+            kernel,
+            grid=(batch, kv_heads, splits),
+            in_specs=specs,
+            out_specs=[_share_of(each) for each in found],
+            out_shape=[
+                jax.ShapeDtypeStruct((batch, kv_heads, splits, *each), jnp.float32)
+                for each in found
+            ],
+            interpret=interpret,
+            compiler_params=triton.CompilerParams(),
+        )(*arrays)
+
+    parts = compiled(run, *arrays, *leaves)
+    found = Partial(*(x[:, :, :, :rows] for x in parts)).joined(2)
+    return found._replace(mixed=section.codecs[1].unturn(found.mixed))
+
+
+def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
+    """What the kernel can't read, and whether a section is such."""
+    stores = section.keys, section.values
+    return {
+        f"takes {MOST} rows of queries a head of keys, not {rows}": rows > MOST,
+        f"takes a head_dim that is a power of two, not {head_dim}": head_dim & head_dim - 1,
+        f"can't decode {section.codecs} in a kernel": not all(map(_plain, section.codecs, stores)),
+    }
+
+
+def _plain(codec: Codec, store: Any) -> bool:
+    """Whether a codec decodes without arrays of its own, which a kernel can't hold."""
+    return not jax.make_jaxpr(codec.core.decode)(store).consts
+
+
+def _splits(programs: int, tiles: int) -> int:
+    """Programs that share a row's text: so many that all units of a GPU have work, but with some
+    tiles each."""
+    wanted = max(PROGRAMS // programs, 1)
+    return min(1 << wanted.bit_length() - 1, 1 << max(tiles // FEWEST, 1).bit_length() - 1)
+
+
+def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *refs: Any) -> None:
+    """One program: a share of a row's tiles, of ``tile`` of its ``units`` each, for the queries of
+    one head of keys."""
+    queries_ref, scalars_ref, at_ref, *stores = refs[:-3]
+    highest_ref, total_ref, mixed_ref = refs[-3:]
+    section, queries, at = reading.section, queries_ref[...], at_ref[...]
+    unit, tokens = section.unit, tile * section.unit
+    share = (scalars_ref[1] + splits - 1) // splits
+    begin = scalars_ref[0] + pl.program_id(2) * share
+    numbers = [scalars_ref[n][None] for n in range(2, scalars_ref.shape[0])]
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+
+    def visit(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, mixed = carry
+        # A last tile that would pass the end is moved down; what it shares is not seen twice.
+        start = jnp.minimum(number * tile, units - tile)
+        block = jax.tree.unflatten(tree, [ref[pl.ds(start, tile)] for ref in stores])
+        keys, values = (
+            codec.core.decode(store).reshape(tokens, -1).astype(queries.dtype)
+            for codec, store in zip(section.codecs, block, strict=True)
+        )
+        slots = start * unit + jnp.arange(tokens, dtype=jnp.int32)
+        # One row of positions, made first: Triton can't turn a reduction over one row into a column.
+        positions = reading.positions(slots, numbers).reshape(tokens)
+        positions = jnp.where(slots >= number * tokens, positions, -1)
+        scores = reading.scores(dot(queries, keys.T))
+        seen = reading.sees(at[:, None], positions[None, :], numbers)
+        scores = jnp.where(seen, scores, LOWEST)
+        above = jnp.maximum(highest, jnp.maximum(scores.max(1), LOWEST / 2))  # see Partial.of
+        weights = jnp.exp(scores - above[:, None])
+        shrink = jnp.exp(highest - above)
+        # No weight makes 0 of what is no number, in slots that hold nothing.
+        values = jnp.where((positions >= 0)[:, None], values, jnp.zeros_like(values))
+        mixed = mixed * shrink[:, None] + dot(weights.astype(values.dtype), values)
+        return above, total * shrink + weights.sum(1), mixed
+
+    nothing = jnp.zeros(queries.shape[0], jnp.float32)
+    end = jnp.minimum(begin + share, scalars_ref[0] + scalars_ref[1])
+    found = lax.fori_loop(
+        begin, end, visit,
+        (nothing + LOWEST, nothing, jnp.zeros(queries.shape, jnp.float32)),
+    )  # fmt: skip
+    for ref, x in zip((highest_ref, total_ref, mixed_ref), found, strict=True):
+        # Of rows that are the same one is written.
+        ref[...] = x.reshape(ref.shape[0], -1, *x.shape[1:]).max(1)
+
+
+def _spec(shape: tuple[int, ...], kv_heads: int, heads: bool) -> pl.BlockSpec:
+    """A row of an array, of one head where it has heads."""
+    rest = (0,) * (len(shape) - (2 if heads else 1))
+    if not heads:
+        return pl.BlockSpec((None, *shape[1:]), lambda b, h, s: (b, *rest))
+    own = int(shape[1] > 1 or kv_heads == 1)
+    return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, s: (b, h * own, *rest))
+
+
+def _share_of(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """What one program finds of a row and a head."""
+    rest = (0,) * len(shape)
+    return pl.BlockSpec((None, None, None, *shape), lambda b, h, s: (b, h, s, *rest))

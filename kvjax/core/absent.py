@@ -1,0 +1,189 @@
+"""Devices that are not here, for which the compilers of TPUs and GPUs compile all the same.
+
+A topology is made from a description alone (``jax.experimental.topologies``): nothing is allocated
+or run, but what is compiled for its devices is the program that they would run.
+"""
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device: its ``platform``, bytes of ``memory``, and the ``bandwidth`` of that in
+    bytes a second, as its maker says. ``topology``: of TPUs, the smallest that is made for it;
+    ``cores``, ``clock``, ``l2`` and ``generation``: of GPUs, streaming multiprocessors, gigahertz,
+    bytes of the second cache, and the compute capability."""
+
+    platform: str
+    memory: int
+    bandwidth: float
+    topology: str = ""
+    name: str = ""
+    cores: int = 0
+    clock: float = 0.0
+    l2: int = 0
+    generation: tuple[int, int] = (0, 0)
+
+
+GIB = 2**30
+KINDS = {
+    # https://cloud.google.com/tpu/docs/v5e, v5p and v6e
+    "v5e": Kind("tpu", 16 * GIB, 819e9, "v5e:2x2"),
+    "v6e": Kind("tpu", 32 * GIB, 1640e9, "v6e:2x2"),
+    "v5p": Kind("tpu", 95 * GIB, 2765e9, "v5p:2x2x1"),
+    # NVIDIA's data sheets
+    "a100": Kind("gpu", 80 * GIB, 2.039e12, "", "NVIDIA A100-SXM4-80GB", 108, 1.41, 40 << 20, (8, 0)),
+    "h100": Kind("gpu", 80 * GIB, 3.35e12, "", "NVIDIA H100 80GB HBM3", 132, 1.98, 50 << 20, (9, 0)),
+    "h200": Kind("gpu", 141 * GIB, 4.8e12, "", "NVIDIA H200", 132, 1.98, 50 << 20, (9, 0)),
+}  # fmt: skip
+"""What a name stands for."""
+
+_PACKAGES = {
+    "tpu": ("libtpu", ("libtpu",), 'pip install "kvjax[aot]"'),
+    "gpu": (
+        "jax-cuda12-plugin and jax-cuda12-pjrt",
+        ("jax_cuda12_plugin", "jax_plugins.xla_cuda12"),
+        "pip install --no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}",
+    ),
+}
+"""Of each platform: the packages that have its compiler, their modules, and how they come here."""
+
+_QUIET = {
+    # A second process would end at the lock file of the first, which holds no device either.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # There is no server of metadata to wait for.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+def absent(name: str, count: int = 1) -> Any:
+    """A device by the name of its kind, ``"v5e"`` or ``"h200"``, that need not be here; with
+    ``count`` so many of them, of which a mesh can be made.
+
+    Raises:
+      ValueError: if no such kind is known, or it has no topology of so many devices.
+      ImportError: if its compiler is not installed.
+    """
+    if name not in KINDS:
+        raise ValueError(f"unknown device {name!r}: there are {', '.join(KINDS)}")
+    found = _topology(name, count)
+    return found[0] if count == 1 else found
+
+
+def device_of(device: Any) -> Any:
+    """A ``jax.Device``, of a topology the first one, and of a kind's name one that need not be
+    here; None is the default device.
+
+    Raises:
+      ValueError: if it is none of these.
+      ImportError: as of ``absent``.
+    """
+    if device is None or isinstance(device, jax.Device):
+        return device
+    if isinstance(device, str):
+        return absent(device)
+    devices = getattr(device, "devices", None)
+    if devices:
+        return devices[0]
+    raise ValueError(
+        f"a device is a jax.Device, a topology or a name ({', '.join(KINDS)}), got {device!r:.80}"
+    )
+
+
+def kind_of(device: jax.Device) -> Kind | None:
+    """What is known of a device's kind; None of one that stands in no list here."""
+    names = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p"}
+    given = device.device_kind
+    if given in names:
+        return KINDS[names[given]]
+    return next((kind for kind in KINDS.values() if kind.name and kind.name in given), None)
+
+
+def is_absent(device: Any) -> bool:
+    """Whether a device is one of a topology alone, on which nothing runs."""
+    try:
+        here = jax.devices(device.platform)
+    except RuntimeError:
+        return True
+    return all(device is not each for each in here)
+
+
+def check_compiler(platform: str) -> None:
+    """Raise ``ImportError`` where the compiler of a platform is not installed."""
+    packages, modules, command = _PACKAGES[platform]
+    try:
+        found = all(importlib.util.find_spec(module) for module in modules)
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ImportError(
+            f"compiling for a {platform} needs {packages}: {command.format(jax.__version__)}"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _topology(name: str, count: int) -> list[Any]:
+    from jax.experimental import topologies
+
+    kind = KINDS[name]
+    check_compiler(kind.platform)
+    for variable, value in _QUIET.items():
+        os.environ.setdefault(variable, value)
+    if kind.platform == "tpu":
+        found = topologies.get_topology_desc(kind.topology, platform="tpu").devices
+    else:
+        found = topologies.get_topology_desc(
+            name, platform="cuda", topology=f"1x1x{count}", target_config=_gpu(kind)
+        ).devices
+    if count > len(found):
+        raise ValueError(f"{name} has a topology of {len(found)} devices here, not of {count}")
+    return found[:count] if count > 1 else found
+
+
+def _gpu(kind: Kind) -> str:
+    """A GPU as XLA's compiler describes it (``stream_executor.GpuTargetConfigProto``)."""
+    major, minor = kind.generation
+    shared = {8: 167936, 9: 233472}[major]
+    accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {shared - 1024}
+  threads_per_core_limit: 2048
+  core_count: {kind.cores}
+  fpus_per_core: {128 if major >= 9 else 64}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {int(kind.bandwidth)}
+  l2_cache_size: {kind.l2}
+  clock_rate_ghz: {kind.clock}
+  device_memory_size: {kind.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  ecc_enabled: true
+  name: "{kind.name}"
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{kind.name}"
+"""

@@ -1,0 +1,178 @@
+"""What a TPU does, interpreted here: its order of what is stored, its writes, and its kernel.
+
+Kernels are interpreted as a TPU runs them: a race, or a read beyond an array, is an error, and
+memory that nobody wrote has NaN in it.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+import kvjax
+from kvjax.attention.kernels import common, mosaic
+from kvjax.core.device import computing_on
+from kvjax.placement.order import orders_of
+from tests.matrix import tiny_config
+
+HEADS, KV, TOKENS = 4, 2, 384
+INT4 = kvjax.Int4("channel", zero_point=True)
+
+POLICIES = {
+    "raw": kvjax.CachePolicy(),
+    "sinks": kvjax.CachePolicy(kvjax.Ring(160, sinks=4, slack=159)),
+    "int8": kvjax.policy(bits=8),
+    "int4": kvjax.policy(bits=4),
+    "int4-int2": kvjax.policy(key_bits=4, value_bits=2),
+    "sinks-int2": kvjax.CachePolicy(
+        kvjax.Ring(160, sinks=4, slack=159), kvjax.Int2(group=32), kvjax.Int2(zero_point=True)
+    ),
+    "float8": kvjax.CachePolicy(keys=kvjax.Float8("e5m2", "channel"), values=kvjax.Float8()),
+    "rotated": kvjax.CachePolicy(
+        keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
+    ),
+    "centred": kvjax.CachePolicy(keys=kvjax.Centred(kvjax.Int4()), values=kvjax.Int8("channel")),
+    "raw-int4": kvjax.CachePolicy(values=kvjax.Int4(zero_point=True)),
+}
+"""The cells of the kernel: each codec that it reads, and each order, once."""
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Kernels of small tiles, so that a text has some, interpreted strictly."""
+    monkeypatch.setattr(mosaic, "LONGEST", 128)
+    monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    ))  # fmt: skip
+    jax.clear_caches()  # traces were made with other settings
+    yield
+    jax.clear_caches()
+
+
+@functools.partial(jax.jit, static_argnames=("path", "settings"))
+def call(cache, queries, keys, values, lengths, path, settings=()):
+    cache = kvjax.append(cache, 0, keys, values, lengths=lengths)
+    mixed = kvjax.attend(queries, cache, 0, path=path, lengths=lengths, **dict(settings))
+    return mixed, kvjax.advance(cache, keys.shape[2], lengths)
+
+
+def run(policy, platform, path, head_dim, calls, dtype="float32", settings=()):
+    """The mixtures of some calls, and the cache behind them."""
+    config = tiny_config(
+        num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=head_dim, dtype=dtype
+    )
+    with computing_on(platform):
+        cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
+    generator, found = np.random.default_rng(0), []
+    for new in calls:
+        some = (
+            jnp.asarray(generator.normal(size=(2, heads, new, head_dim)), dtype)
+            for heads in (HEADS, KV, KV)
+        )
+        lengths = jnp.asarray([new, max(new * 2 // 3, 1)])
+        mixed, cache = call(cache, *some, lengths, path, settings)
+        real = np.arange(new) < np.asarray(lengths)[:, None]
+        found.append(np.where(real[:, None, :, None], np.asarray(mixed, np.float32), 0))
+    return found, cache
+
+
+def by_position(cache):
+    """What a layer holds, a row: keys and values by position."""
+    keys, values, positions = (np.asarray(x, np.float32) for x in kvjax.read(cache, 0))
+    return [
+        {int(p): (keys[row, :, n], values[row, :, n]) for n, p in enumerate(at) if p >= 0}
+        for row, at in enumerate(positions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype"),
+    [
+        *((name, 128, "float32") for name in POLICIES),
+        *((name, 64, "float32") for name in ("raw", "int4-int2")),
+        ("raw", 256, "bfloat16"), ("int4", 128, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict):
+    """Over texts of several tiles, in calls of one token, of some, and of many."""
+    given = POLICIES[name], head_dim, (150, 150, 21, 1), dtype
+    policy, *rest = given
+    wanted, there = run(policy, "cpu", "reference", *rest)
+    found, cache = run(policy, "tpu", "pallas", *rest)
+    tolerance = 2e-2 if dtype == "bfloat16" else 5e-6
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
+    assert interpreter.races is None or not interpreter.races.races_found
+    kvjax.check(cache)
+    for here, wanted in zip(by_position(cache), by_position(there), strict=True):
+        assert wanted.keys() <= here.keys()  # a ring may have room for some more
+        for position, numbers in wanted.items():
+            np.testing.assert_array_equal(here[position], numbers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(("window", 70),), (("chunk", 96), ("soft_cap", 5.0)), (("window", 70), ("sinks", 3))],
+    ids=str,
+)
+def test_the_kernel_and_settings(settings, strict):
+    """What no query sees before a window is not read."""
+    given = POLICIES["raw"], "tpu", 128, (150, 9), "float32", settings
+    policy, platform, *rest = given
+    wanted, _ = run(policy, "cpu", "reference", *rest)
+    found, _ = run(policy, platform, "pallas", *rest)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4", "rotated", "raw"])
+def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
+    """Fork, rows, growth, conversion, rewinding: what is kept in another order goes on alike."""
+    found = []
+    for platform in ("cpu", "tpu"):
+        policy = replace(POLICIES[name], layout=kvjax.Growing(start=256))
+        _, cache = run(policy, platform, None, 64, (200,))
+        with computing_on(platform):
+            cache = kvjax.grow(cache, 384)
+            both = kvjax.concatenate([kvjax.select(cache, jnp.array([1, 0])), kvjax.fork(cache)])
+            both = kvjax.rewind(both, 9)
+            other = kvjax.convert(both, kvjax.policy("static", bits=8), max_len=TOKENS)
+        found.append([by_position(x) for x in (cache, both, other)])
+    for here, there in zip(*found, strict=True):
+        for row, wanted in zip(here, there, strict=True):
+            assert row.keys() == wanted.keys()
+            for position, numbers in wanted.items():
+                np.testing.assert_array_equal(row[position], numbers)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centred", "float8", "raw"])
+def test_orders_keep_every_number(name, head_dim):
+    """What is kept is given back, units may be sliced from it, and no tile is left half empty."""
+    policy = replace(POLICIES[name], block=64)
+    codec = policy.keys.resolve("bfloat16", "tpu")
+    block = 64 if policy.has_tail else None
+    orders = orders_of("tpu", codec, block, head_dim, policy.parts(head_dim))
+    shape = (2, 3, 5, 64, head_dim) if block else (2, 3, 5, head_dim)
+    store = codec.encode(jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32"))
+    for x, order in zip(jax.tree.leaves(store), jax.tree.leaves(orders), strict=True):
+        kept = order.keep(x)
+        assert kept.ndim == 4 and kept.size == x.size
+        np.testing.assert_array_equal(order.give(kept), x)
+        np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
+
+
+def test_calls_that_the_kernel_does_not_serve_go_another_way():
+    """By the table; by its name the path says why."""
+    cell = kvjax.policy(bits=3), "tpu"
+    found, _ = run(*cell, None, 128, (100, 1))
+    wanted, _ = run(kvjax.policy(bits=3), "cpu", "reference", 128, (100, 1))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(ValueError, match="'pallas' can't read .* tile by tile"):
+        run(*cell, "pallas", 128, (1,))
