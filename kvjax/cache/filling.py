@@ -59,7 +59,7 @@ def _layer(
     like: LayerCache, policy: CachePolicy, body: Body, tail: Tail | None = None,
     low: Rows | None = None,
 ) -> LayerCache:  # fmt: skip
-    keys, values = kept(body, policy.orders(like.head_dim))
+    keys, values = kept(body, policy.orders(like.kv_heads, like.head_dim))
     return replace(
         like, keys=keys, values=values, policy=policy, tail=tail, low=low,
         strip=None, fetched=None,

@@ -92,7 +92,7 @@ class LayerCache:
     @property
     def orders(self) -> tuple[Any, Any]:
         """In which order keys and values are kept."""
-        return self.policy.orders(self.head_dim)
+        return self.policy.orders(self.kv_heads, self.head_dim)
 
     @property
     def batch(self) -> int:
@@ -171,5 +171,5 @@ def empty_layer(
         tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
     shape = (batch, kv_heads, *slots, head_dim)
     body = policy.keys.empty(shape), policy.values.empty(shape)
-    keys, values = kept(body, policy.orders(head_dim))
+    keys, values = kept(body, policy.orders(kv_heads, head_dim))
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)

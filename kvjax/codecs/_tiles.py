@@ -9,7 +9,8 @@ from jaxtyping import Array
 class Tile(NamedTuple):
     """Numbers of some tokens of a head of keys: ``numbers`` times ``factor`` plus ``offset``.
 
-    ``numbers``: [kv_heads, tokens, lanes], of which the ``side``-th ``head_dim`` lanes are theirs.
+    ``numbers``: [kv_heads, tokens, lanes], of which the ``side``-th ``head_dim`` lanes are theirs;
+    ``turned``: [kv_heads, head_dim, tokens].
     ``factor``, ``offset``: float32[kv_heads, groups, tokens], a number for each group of channels;
     None is 1, and 0.
     """
@@ -18,6 +19,7 @@ class Tile(NamedTuple):
     side: int = 0
     factor: Array | None = None
     offset: Array | None = None
+    turned: bool = False
 
 
 def each_token(rows: Array, tokens: int, lanes: int) -> Array:

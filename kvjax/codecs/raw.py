@@ -63,7 +63,7 @@ class Raw(Codec):
         return not self.as_bits
 
     def tiles(self, store: Array, orders: Any, part: int, parts: int) -> list[Tile]:
-        return [Tile(*orders.run(store, part, parts))]
+        return [Tile(*orders.run(store, part, parts), turned=orders.turned)]
 
     @property
     def _stored_dtype(self) -> Any:

@@ -8,13 +8,14 @@ lanes.
 """
 
 import functools
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
 
-from kvjax.codecs import Codec
+from kvjax.codecs import MULTIPLE, Codec
 from kvjax.core.typing import Array
 
 SUBLANES = 8
@@ -32,6 +33,11 @@ class Order:
 
     axis: int = 2
     step: int = 1
+
+    turned: ClassVar[bool] = False
+    """Whether rows stand along the last axis."""
+    read_by_tiles: ClassVar[bool] = False
+    """Whether kernels can read some units of it."""
 
     @property
     def fold(self) -> int:
@@ -66,8 +72,19 @@ class Order:
         """Numbers that every token has, where they stand along the lanes; else 1."""
         return 1
 
-    def at(self, row: Array, start: Array, ndim: int) -> tuple[Any, ...]:
-        """Where a row's units from ``start`` on stand in a kept array of so many axes."""
+    def block(self, size: int) -> tuple[int, int]:
+        """Of what a tile of a kernel has a multiple along ``axis``, and so many units there."""
+        return (LANES if self.axis == 3 else SUBLANES), size * self.step
+
+    def of_row(self, kept: Array, row: Array, start: Array, like: Array) -> Array:
+        """A row's units from ``start`` on, so many as ``like`` has, as they are kept."""
+        return lax.dynamic_slice(kept, self._at(row, start, kept.ndim), like.shape)
+
+    def with_row(self, kept: Array, row: Array, start: Array, units: Array) -> Array:
+        """With a row's ``units`` from ``start`` on, in place."""
+        return lax.dynamic_update_slice(kept, units, self._at(row, start, kept.ndim))
+
+    def _at(self, row: Array, start: Array, ndim: int) -> tuple[Any, ...]:
         place: list[Any] = [0] * ndim
         place[0], place[self.axis] = row, start * self.step
         return tuple(place)
@@ -78,6 +95,7 @@ class Rows(Order):
     """[batch, kv_heads, units * rows / fold, fold * width] of [batch, kv_heads, units, rows,
     width]: the ``fold`` runs of a unit's rows stand side by side."""
 
+    read_by_tiles: ClassVar[bool] = True
     rows: int = 1
     width: int = 1
     side_by_side: int = 1
@@ -120,6 +138,7 @@ class Along(Order):
     """[batch, kv_heads, parts * width, units * rows / parts] of [batch, kv_heads, units, rows,
     width]: along the last axis stand the rows of a run of every unit's, one of ``parts``."""
 
+    read_by_tiles: ClassVar[bool] = True
     rows: int = 1
     width: int = 1
     parts: int = 1
@@ -143,6 +162,48 @@ class Along(Order):
         return kept[:, index * self.width : (index + 1) * self.width]
 
 
+@dataclass(frozen=True)
+class Turned(Order):
+    """[batch, kv_heads, width, units] of [batch, kv_heads, units, width], as a kernel sees an array
+    whose rows are narrower than the lanes: so a TPU's compiler keeps it in any case."""
+
+    turned: ClassVar[bool] = True
+
+    def keep(self, x: Array) -> Array:
+        return x.swapaxes(2, 3)
+
+    def give(self, kept: Array) -> Array:
+        return kept.swapaxes(2, 3)
+
+
+@dataclass(frozen=True)
+class Whole(Order):
+    """[batch, units, n, 128] of [batch, kv_heads, units, rows, width]: all that a unit has, of all
+    heads, in one piece, as it is fetched from another memory. ``shape``: of that."""
+
+    shape: tuple[int, ...] = ()
+
+    def keep(self, x: Array) -> Array:
+        x = x.swapaxes(1, 2)
+        numbers = math.prod(self.shape)
+        return x.reshape(*x.shape[:2], -1, numbers if numbers % LANES else LANES)
+
+    def give(self, kept: Array) -> Array:
+        return kept.reshape(*kept.shape[:2], *self.shape).swapaxes(1, 2)
+
+    # Rows and units as one axis: from another memory a TPU takes slices along one alone.
+
+    def of_row(self, kept: Array, row: Array, start: Array, like: Array) -> Array:
+        flat = kept.reshape(-1, *kept.shape[2:])
+        begin = row * kept.shape[1] + start
+        return lax.dynamic_slice_in_dim(flat, begin, like.shape[1])[None]
+
+    def with_row(self, kept: Array, row: Array, start: Array, units: Array) -> Array:
+        flat = kept.reshape(-1, *kept.shape[2:])
+        begin = row * kept.shape[1] + start
+        return lax.dynamic_update_slice_in_dim(flat, units[0], begin, 0).reshape(kept.shape)
+
+
 AS_IS = Order()
 
 
@@ -158,23 +219,33 @@ def grain(platform: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def orders_of(platform: str, codec: Codec, block: int | None, head_dim: int, parts: int) -> Any:
+def orders_of(
+    platform: str,
+    codec: Codec,
+    block: int | None,
+    head_dim: int,
+    parts: int,
+    heads: int | None = None,
+) -> Any:
     """The orders of a codec's arrays, as a pytree like its store.
 
     Args:
-      platform: that keeps them.
+      platform: that computes with them.
       codec: resolved.
       block: tokens of a unit, None where each is one.
       head_dim: channels.
       parts: runs of a block's tokens that a kernel reads one after the other.
+      heads: of keys, where they are in another memory, from which whole units are fetched.
     """
-    shape = (1, 1, 1) if block is None else (1, 1, 1, block)
-    store = jax.eval_shape(functools.partial(codec.empty, (*shape, head_dim)))
+    shape = (1, heads or 1, 1, block or MULTIPLE, head_dim)
+    store = jax.eval_shape(functools.partial(codec.empty, shape))
 
     def order(x: Any) -> Order:
         if platform != "tpu" or block is None:
             return AS_IS
         rows, width = x.shape[3:]
+        if heads is not None:
+            return Whole(1, 1, (x.shape[1], rows, width))
         if width == head_dim:
             fold = folded(head_dim) if rows % folded(head_dim) == 0 else 1
             return Rows(2, rows // fold, rows, width, fold)

@@ -98,14 +98,13 @@ def write_row(
     skip = jnp.broadcast_to(run.skip, count.shape)
     x = jnp.pad(x, ((0, 0), (0, max(order.least - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
     origin, new, real = _window(run, x, run.start[row], skip[row], count[row])
-    at = order.at(row, origin, into.ndim)
-    shape = jax.eval_shape(order.keep, new[None]).shape
+    like = jax.eval_shape(order.keep, new[None])
     if copy is None:
-        old = near(lax.dynamic_slice(into, at, shape))
+        old = near(order.of_row(into, row, origin, like))
         merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
     else:
-        merged = lax.dynamic_slice(copy, at, shape)
-    return lax.dynamic_update_slice(into, far(merged), at)
+        merged = order.of_row(copy, row, origin, like)
+    return order.with_row(into, row, origin, far(merged))
 
 
 def _window(

@@ -69,10 +69,14 @@ class CachePolicy:
         """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
         return max(self.keys.parts, self.values.parts) * folded(head_dim)
 
-    def orders(self, head_dim: int) -> tuple[Any, Any]:
-        """In which order the arrays of keys and of values are kept, as pytrees like their stores."""
-        settings = self.block if self.has_tail else None, head_dim, self.parts(head_dim)
-        platform = self.placement.platform()
+    def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
+        """In which order the arrays of keys and of values are kept: pytrees like their stores."""
+        placement, block = self.placement, self.block if self.has_tail else None
+        far = placement.behind_tail
+        if far and placement.spread is not None:
+            block = None  # heads are divided among devices: no unit is in one piece
+        settings = block, head_dim, self.parts(head_dim), kv_heads if far else None
+        platform = placement.platform()
         first, second = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
         return first, second
 

@@ -12,6 +12,7 @@ interpreted on CPUs.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs._tiles import Tile
 from kvjax.core.typing import Array
-from kvjax.placement.order import LANES, SUBLANES
+from kvjax.placement.order import LANES, SUBLANES, Turned
 
 ROWS = 512
 """Rows of queries that walk a text together, at most."""
@@ -43,6 +44,9 @@ def decode(reading: Reading) -> Partial:
     """The softmax of rows of queries over a section, not yet divided by its total."""
     section = reading.section
     batch, kv_heads, rows, head_dim = reading.queries.shape
+    if head_dim % LANES and section.unit == 1:
+        section = _turned(section)
+        reading = replace(reading, section=section)
     leaves, tree = jax.tree.flatten((section.keys, section.values))
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
@@ -105,6 +109,14 @@ def decode(reading: Reading) -> Partial:
     mixed = mixed.reshape(*mixed.shape[:3], reading.sides, head_dim).sum(3)
     mixed = section.codecs[1].unturn(mixed[:, :, :rows])
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed)
+
+
+def _turned(section: Section) -> Section:
+    """A raw section with its channels before its tokens, which is how they lie in memory."""
+    turn = Turned(axis=3)
+    return replace(
+        section, keys=turn.keep(section.keys), values=turn.keep(section.values), orders=(turn, turn)
+    )
 
 
 def _kernel(
@@ -187,7 +199,7 @@ def _scores(tile: Tile, queries: Array, reading: Reading) -> Array:
     groups = reading.groups[0]
     each = queries.shape[1] // (reading.sides * groups)
     own = queries[:, tile.side * groups * each : (tile.side + 1) * groups * each]
-    products = _dot(own, tile.numbers.astype(queries.dtype), 2)
+    products = _dot(own, tile.numbers.astype(queries.dtype), 1 if tile.turned else 2)
     total = jnp.float32(0)
     for group in range(groups):
         some = slice(group * each, (group + 1) * each)
@@ -210,15 +222,18 @@ def _mixture(
     0 of what is no number, and behind the end of an array there may be anything."""
     groups, numbers = reading.groups[1], tile.numbers
     if tile.factor is None:
-        numbers = jnp.where(down(), numbers, jnp.zeros_like(numbers))
+        there = along if tile.turned else down()
+        numbers = jnp.where(there, numbers, jnp.zeros_like(numbers))
         groups = 1
-    rows, lanes = weights.shape[1], numbers.shape[2]
+    rows, lanes = weights.shape[1], numbers.shape[1 if tile.turned else 2]
     factors = [None] * groups
     if tile.factor is not None:
         factors = [jnp.where(along, tile.factor[:, n : n + 1], 0.0) for n in range(groups)]
     scaled = [weights if factor is None else weights * factor for factor in factors]
     own = scaled[0] if groups == 1 else jnp.concatenate(scaled, axis=1)
-    mixed = _dot(own.astype(dtype), numbers.astype(dtype), 1)
+    mixed = _dot(own.astype(dtype), numbers.astype(dtype), 2 if tile.turned else 1)
+    if groups == reading.sides == 1 and tile.offset is None:
+        return mixed
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
     width = lanes // reading.sides
     total = jnp.zeros((weights.shape[0], rows, lanes), jnp.float32)
@@ -252,14 +267,17 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
     # As many numbers of a head's tokens, and scores, as fit with those of its fellows.
     lanes = reading.sides * head_dim
     width = max(lanes, together * max(reading.groups)) * 4
+    section, least = reading.section, LANES
+    if section.unit > 1:
+        for order in jax.tree.leaves(section.orders):
+            multiple, unit = order.block(1)
+            least = max(least, -(-multiple // unit) * section.unit // reading.parts)
     # And mixtures, of which there are some: what is summed, and the result, twice.
-    each = max(LANES * width, MIXTURES * together * lanes * 4)
-    heads = max(
-        n for n in range(1, kv_heads + 1) if n == 1 or kv_heads % n == 0 and n * each <= PLANE
-    )
-    each = max(PLANE // (heads * width), LANES)
-    each = min(1 << each.bit_length() - 1, LONGEST)
-    section = reading.section
+    one = max(least * width, MIXTURES * together * lanes * 4)
+    fitting = (n for n in range(2, kv_heads + 1) if n * one <= PLANE)
+    heads = max((n for n in fitting if kv_heads % n == 0), default=1)
+    each = max(PLANE // (heads * width), least)
+    each = min(1 << each.bit_length() - 1, max(LONGEST, least))
     # Of sinks, which stand in one array with a ring, no more is read than there is.
     needed = -(-(section.first + section.size) * section.unit // GRAIN) * GRAIN
     tile = min(each * reading.parts, capacity, needed if section.unit == 1 else capacity)
@@ -269,7 +287,10 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
 def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
     """What the kernel can't read, and whether a section is such."""
     parts = max(codec.parts for codec in section.codecs) * folded_sides(section.orders)
-    readable = all(codec.core.tiled(section.unit, parts, head_dim) for codec in section.codecs)
+    ordered = all(order.read_by_tiles for order in jax.tree.leaves(section.orders))
+    readable = (section.unit == 1 or ordered) and all(
+        codec.core.tiled(section.unit, parts, head_dim) for codec in section.codecs
+    )
     return {
         f"can't read {section.codecs} tile by tile": not readable,
         f"takes blocks of {SUBLANES * parts} tokens at least here": (

@@ -27,7 +27,7 @@ TILE = 64
 """Tokens that a program reads together, at least a block."""
 MOST = 64
 """Rows of queries a head of keys, at most: they all stay in a program's registers."""
-PROGRAMS = 512
+PROGRAMS = 256
 """Programs of a call, about: some for each of a GPU's multiprocessors."""
 FEWEST = 4
 """Tiles that a program walks, at least, where a row's text is shared."""
@@ -51,7 +51,7 @@ def decode(reading: Reading) -> Partial:
     at = reading.at(1, written)
     scalars, _ = reading.scalars(tile * section.unit, at)
     at, scalars = jnp.repeat(at[:, 0], same, axis=1), scalars[:, 0]
-    splits = _splits(batch * kv_heads, units // tile)
+    splits = _splits(batch * kv_heads, -(-(section.first + section.size) // tile))
     arrays = [queries, scalars, at]
     specs = [_spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays)]
     specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
