@@ -176,3 +176,20 @@ def test_calls_that_the_kernel_does_not_serve_go_another_way():
         np.testing.assert_allclose(a, b, atol=1e-5)
     with pytest.raises(ValueError, match="'pallas' can't read .* tile by tile"):
         run(*cell, "pallas", 128, (1,))
+
+
+def test_gradients_pass_by_the_kernel():
+    """They are those of the walk."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=64)
+    given = [jnp.asarray(np.random.default_rng(n).normal(size=(2, h, 5, 64)), "float32")
+             for n, h in enumerate((HEADS, KV, KV))]  # fmt: skip
+
+    def mixed(queries, keys, values, path, platform):
+        with computing_on(platform):
+            cache = kvjax.init_cache(config, batch=2, max_len=64)
+        cache = kvjax.append(cache, 0, keys, values)
+        return jnp.sum(jnp.sin(kvjax.attend(queries, cache, 0, path=path)))
+
+    find = jax.jit(jax.grad(mixed, argnums=(0, 1, 2)), static_argnums=(3, 4))
+    for a, b in zip(find(*given, "pallas", "tpu"), find(*given, None, "cpu"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -8,6 +8,7 @@ static length: as cheap as a loop of dynamic length, and differentiable. That is
 one piece, for tests and for reading.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask
-from kvjax.attention.paths import Path, path_of
+from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache, LayerCache
@@ -137,7 +138,23 @@ def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mix
     """
     platform = view.held.policy.placement.platform()
     traced = _traced if mask.bias else _traced_once
-    return traced(platform, way, kinds, view, mask)
+    if way in DIFFERENTIABLE:
+        return traced(platform, way, kinds, view, mask)
+    return _by_kernel(platform, traced, way, kinds, view, mask)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _by_kernel(
+    platform: str, traced: Any, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask
+) -> Mixed:
+    """By a path that has no derivative; that of the walk is the same."""
+    mixed: Mixed = traced(platform, way, kinds, view, mask)
+    return mixed
+
+
+@_by_kernel.defjvp
+def _by_walk(platform: str, traced: Any, way: Path, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(traced, platform, blockwise), primals, tangents)
 
 
 def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:

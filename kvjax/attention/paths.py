@@ -40,6 +40,10 @@ PATHS: dict[str, Path] = {
 }  # fmt: skip
 
 
+DIFFERENTIABLE = blockwise, at_once, bucketed
+"""What has a derivative; where a kernel is taken, its derivative is the walk's."""
+
+
 def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
     """The path of a name, or by the table for calls of so many queries a row.
 

@@ -1,16 +1,18 @@
 """Write a call's tokens into the slots of each row, in place, and nothing else."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.core.device import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS, Order
+from kvjax.placement.order import AS_IS, LANES, Order
 
 
 def write_rows(
@@ -28,7 +30,7 @@ def write_rows(
     if traced_for() == "tpu":
         # What reads all rows at once, to put back what stands there, wants another order of axes on
         # a TPU, and would copy the whole array for it.
-        return _row_by_row(into, x, runs, count, order, lambda old: old, lambda new: new)
+        return _row_by_row(into, x, runs, count, order)
     for run in runs:
 
         def one(
@@ -56,7 +58,7 @@ def write_far(
     anything to write."""
     for run in runs:
         copy = near = None if near is None else write_rows(near, x, [run], count, order)
-        into = _row_by_row(into, x, [run], count, order, placement.near, placement.far, copy)
+        into = _row_by_row(into, x, [run], count, order, placement, copy)
     return into, near
 
 
@@ -66,19 +68,22 @@ def _row_by_row(
     runs: Sequence[Run],
     count: Rows,
     order: Order,
-    near: Callable[[Array], Array],
-    far: Callable[[Array], Array],
+    placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` in a loop. ``near`` and ``far``: from and to where ``into`` is; ``copy``: the
-    same numbers where it is computed."""
+    """``write_rows`` in a loop. ``placement``: of ``into``, if it is elsewhere, and then nothing is
+    moved where no row has anything to write; ``copy``: the same numbers where it is computed."""
+    moved = () if placement is None else (placement.near, placement.far, copy)
     for run in runs:
 
         def one(row: Array, into: Array, run: Run = run) -> Array:
             mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            return write_row(into, row, mine, run, count, order, near, far, copy)
+            return write_row(into, row, mine, run, count, order, *moved)
 
-        rows = jnp.where(jnp.any(count > run.skip), into.shape[0], 0)
+        rows: Any = into.shape[0]
+        if placement is not None:
+            rows = jnp.where(jnp.any(count > run.skip), rows, 0)
+        # With as many turns as rows it is differentiable.
         into = lax.fori_loop(0, rows, one, into)
     return into
 
@@ -104,7 +109,12 @@ def write_row(
         merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
     else:
         merged = order.of_row(copy, row, origin, like)
-    return order.with_row(into, row, origin, far(merged))
+    into = order.with_row(into, row, origin, far(merged))
+    if order.read_by_tiles and into.shape[-1] % LANES == 0:
+        # As it is given, and as kernels want it: in a loop a TPU's compiler would choose what suits
+        # the update, and copy the array for that.
+        return with_layout_constraint(into, Layout(major_to_minor=tuple(range(into.ndim))))
+    return into
 
 
 def _window(
