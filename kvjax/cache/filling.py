@@ -6,9 +6,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer import Body, LayerCache, Tail, kept
+from kvjax.cache.layer import Body, LayerCache, Tail
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, Rows
+from kvjax.placement.order import kept
 from kvjax.policies.cache_policy import CachePolicy
 
 Tokens = Callable[[Array], tuple[Array, Array, Array]]

@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.codecs import Store
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Rows
+from kvjax.placement.order import kept
 from kvjax.policies.cache_policy import CachePolicy
 
 
@@ -39,16 +40,6 @@ class Strip:
 
 Body = tuple[Store, Store]
 """What the codecs keep of the body's keys and values."""
-
-
-def kept(body: Body, orders: tuple[Any, Any]) -> Body:
-    """A body's stores as its device keeps them."""
-    return jax.tree.map(lambda x, order: order.keep(x), body, orders)
-
-
-def given(body: Body, orders: tuple[Any, Any]) -> Body:
-    """Undo ``kept``: as the codecs know them."""
-    return jax.tree.map(lambda x, order: order.give(x), body, orders)
 
 
 @state

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer import Body, LayerCache, given
+from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
+from kvjax.placement.order import given
 
 
 def read(

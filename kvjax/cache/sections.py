@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import LayerCache, Strip, Tail, given
+from kvjax.cache.layer import LayerCache, Strip, Tail
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Layout, Part, Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS
+from kvjax.placement.order import AS_IS, Order, given
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,17 @@ class Section:
 
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
-    are such. ``capped``: sinks, which queries look at from a capped distance. ``in_order``: a later position stands in no lower slot. ``whole``: these are
-    all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
-    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how. ``position_of(slots, *cursors)`` ->
-    int32[batch, slots], the positions of the store's slots of tokens, -1 for none, made of each
-    element alone, so that kernels can make it of a row's ``cursors``, int32[batch] each;
-    ``span(start, size)``: the lowest and highest of them in some units, over all rows;
-    ``filled(near)``: how many units from the first on may hold anything, where rows have ``near``
-    tokens; ``slot_of(positions)``: where the store has them, if it does, counted in tokens.
+    are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
+    all units of arrays that can be multiplied as they are. ``in_order``: a later position stands in
+    no lower slot. ``table``: to turn keys by that are stored unrotated. ``placement``: where the
+    stores are kept, and ``orders``: how.
+
+    ``position_of(slots, *cursors)`` -> int32[batch, slots], the positions of the store's slots of
+    tokens, -1 for none, made of each element alone, so that kernels can make it of a row's
+    ``cursors``, int32[batch] each; ``span(start, size)``: the lowest and highest of them in some
+    units, over all rows; ``filled(near)``: how many units from the first on may hold anything, where
+    rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if it does, counted
+    in tokens.
     """
 
     keys: Store
@@ -91,16 +94,24 @@ class Section:
         return plain_mix(weights, present.astype(dtype))
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
-        """Keys and values of so many units from ``start`` on."""
-        part = jax.tree.map(
-            lambda x, order: order.piece(x, start, size), (self.keys, self.values), self.orders
-        )
-        return given(self.placement.near(part), self.orders)
+        """Keys and values of so many units from ``start`` on, as codecs know them."""
+
+        def sliced(x: Array, order: Order) -> Array:
+            step = order.step
+            return lax.dynamic_slice_in_dim(x, start * step, size * step, axis=order.axis)
+
+        part = jax.tree.map(sliced, (self.keys, self.values), self.orders)
+        return self._known(self.placement.near(part))
+
+    def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
+        """Stores in the order of codecs, in which most devices keep them."""
+        as_is = all(order is AS_IS for order in jax.tree.leaves(self.orders))
+        return stores if as_is else given(stores, self.orders)
 
     def numbers(self) -> tuple[Array, Array, Array]:
         """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,
         tokens, head_dim], and the positions of their slots, int32[batch, tokens]."""
-        stores = given(self.placement.near((self.keys, self.values)), self.orders)
+        stores = self._known(self.placement.near((self.keys, self.values)))
         end = self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (

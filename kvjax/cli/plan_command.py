@@ -55,6 +55,13 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option(help="Plan for devices that share the work: data=2,tensor=4.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask this device's own compiler, whether it is here or not: v5e, v6e, v5p, h200, "
+            "h100, a100."
+        ),
+    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate temporaries instead of compiling a step.")
     ] = False,
@@ -69,7 +76,7 @@ def plan(
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
     # A memory or a mesh is of devices that need not be here: weights are what the checkpoint has.
-    here = memory is None and mesh is None and config is None
+    here = memory is None and mesh is None and config is None and device is None
     platform = Device().platform() if here else "elsewhere"
     planned, trained = _planned(model, revision, config, shape, dtype, platform)
     name = str(model or config or shape or "the embedded model")
@@ -80,6 +87,8 @@ def plan(
         kvjax.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
         memory=None if memory is None else parse_bytes(memory), devices=devices,
     )  # fmt: skip
+    if device is not None and (memory is not None or mesh is not None or devices != 1 or estimate):
+        raise ValueError("--device has a memory and a compiler of its own: give it alone")
     room = None
     automatic = cache.split(",")[0].strip() == "auto"
     if automatic:
@@ -92,6 +101,11 @@ def plan(
     shared = None if mesh is None else _abstract(mesh)
     if shared is not None and (memory is not None or devices != 1):
         raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
+    special = cache != "static" or any(x is not None for x in settings.values())
+    if device is not None:
+        choices = {"this one": chosen} if special else None
+        _on_device(planned, name, device, choices, batch, max_len, as_json)
+        return
     with shown("planning"):
         found = plan(
             planned,
@@ -101,7 +115,6 @@ def plan(
             compiled=not (estimate or config),
             mesh=shared,
         )
-    special = cache != "static" or any(x is not None for x in settings.values())
     rooms = None
     if memory is not None:
         # An automatic cache fits whatever it is given.
@@ -134,6 +147,50 @@ def plan(
         each = f" on each of {devices} devices" if devices > 1 else ""
         typer.echo(f"\n{memory} of memory{each}:\n")
         typer.echo(reports.columns(_room_rows(rooms)))
+
+
+def _on_device(
+    planned: Any, name: str, device: str, choices: Any, batch: int, max_len: int, as_json: bool
+) -> None:
+    """What a device's compiler says of some policies, a row each."""
+    from kvjax.core.progress import tell
+    from kvjax.memory.devices import plan_on
+    from kvjax.memory.fitting import CHOICES
+    from kvjax.policies.presets import policy
+    from kvjax.quality import reports
+
+    if choices is None:
+        # Bodies on the host are compiled for when they are asked for.
+        settings = {name: it for name, it in CHOICES.items() if "offloaded" not in str(it)}
+        choices = {name: policy(**it) for name, it in settings.items()}
+    found = {}
+    with shown("planning"):
+        for number, (each, choice) in enumerate(choices.items()):
+            tell("planning", number, len(choices))
+            found[each] = plan_on(planned, choice, device=device, batch=batch, max_len=max_len)
+    if as_json:
+        plans = {each: dataclasses.asdict(plan) for each, plan in found.items()}
+        typer.echo(to_json({"model": name, "device": device, "plans": plans}))
+        return
+    one = next(iter(found.values()))
+    memory = "" if one.memory is None else f" with {readable_bytes(one.memory)}"
+    typer.echo(
+        f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens, compiled for "
+        f"{one.device}{memory}, of which nothing ran\n"
+    )
+    head = ["cache", "weights", "cache", "temporaries", "code", "in all", "",
+            "a step moves", "ideal", "at least"]  # fmt: skip
+    rows = [
+        [
+            each, readable_bytes(plan.weights), by_place(plan.cache),
+            readable_bytes(plan.temporaries), readable_bytes(plan.code),
+            readable_bytes(plan.whole), {True: "fits", False: "too large", None: ""}[plan.fits],
+            readable_bytes(plan.moved), readable_bytes(plan.ideal),
+            "" if plan.seconds is None else f"{1000 * plan.seconds:.1f} ms",
+        ]
+        for each, plan in found.items()
+    ]  # fmt: skip
+    typer.echo(reports.columns([head, *rows]))
 
 
 def _abstract(words: str) -> Any:

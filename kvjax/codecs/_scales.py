@@ -70,11 +70,12 @@ class WithScales(Codec):
         Scales of channels are undone, those of tokens are left to who multiplies."""
         zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
         if self.per == "token":
-            factor, offset = (
-                None if x is None else self._scales.decode(order.part(x, part)).astype(jnp.float32)
-                for x, order in ((store.scale, orders.scale), (zero, zero_order))
-            )
-            return Tile(numbers, side, factor, offset)
+
+            def some(x: Array, order: Any) -> Array:
+                return self._scales.decode(order.part(x, part)).astype(jnp.float32)
+
+            offset = None if zero is None else some(zero, zero_order)
+            return Tile(numbers, side, some(store.scale, orders.scale), offset)
         _, tokens, lanes = numbers.shape
 
         def each(x: Array, order: Any) -> Array:

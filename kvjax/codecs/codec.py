@@ -109,7 +109,7 @@ class Codec(Protocol):
     def tiles(self, store: Store, orders: Any, part: int, parts: int) -> list[Tile]:
         """Of some blocks of a row, in the order in which a TPU keeps them, the numbers of the
         ``part``-th of ``parts`` runs of every block's tokens: the sum of these tiles."""
-        raise NotImplementedError
+        raise ValueError(f"{self!r} can't be read tile by tile")
 
 
 def tokens_of(numbers: Array) -> Array:

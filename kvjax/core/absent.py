@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from kvjax.core.errors import MissingCompilerError
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -38,8 +40,12 @@ KINDS = {
     "v6e": Kind("tpu", 32 * GIB, 1640e9, "v6e:2x2"),
     "v5p": Kind("tpu", 95 * GIB, 2765e9, "v5p:2x2x1"),
     # NVIDIA's data sheets
-    "a100": Kind("gpu", 80 * GIB, 2.039e12, "", "NVIDIA A100-SXM4-80GB", 108, 1.41, 40 << 20, (8, 0)),
-    "h100": Kind("gpu", 80 * GIB, 3.35e12, "", "NVIDIA H100 80GB HBM3", 132, 1.98, 50 << 20, (9, 0)),
+    "a100": Kind(
+        "gpu", 80 * GIB, 2.039e12, "", "NVIDIA A100-SXM4-80GB", 108, 1.41, 40 << 20, (8, 0)
+    ),
+    "h100": Kind(
+        "gpu", 80 * GIB, 3.35e12, "", "NVIDIA H100 80GB HBM3", 132, 1.98, 50 << 20, (9, 0)
+    ),
     "h200": Kind("gpu", 141 * GIB, 4.8e12, "", "NVIDIA H200", 132, 1.98, 50 << 20, (9, 0)),
 }  # fmt: skip
 """What a name stands for."""
@@ -70,7 +76,7 @@ def absent(name: str, count: int = 1) -> Any:
 
     Raises:
       ValueError: if no such kind is known, or it has no topology of so many devices.
-      ImportError: if its compiler is not installed.
+      MissingCompilerError: if its compiler is not installed.
     """
     if name not in KINDS:
         raise ValueError(f"unknown device {name!r}: there are {', '.join(KINDS)}")
@@ -84,7 +90,7 @@ def device_of(device: Any) -> Any:
 
     Raises:
       ValueError: if it is none of these.
-      ImportError: as of ``absent``.
+      MissingCompilerError: as of ``absent``.
     """
     if device is None or isinstance(device, jax.Device):
         return device
@@ -98,7 +104,7 @@ def device_of(device: Any) -> Any:
     )
 
 
-def kind_of(device: jax.Device) -> Kind | None:
+def kind_of(device: Any) -> Kind | None:
     """What is known of a device's kind; None of one that stands in no list here."""
     names = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p"}
     given = device.device_kind
@@ -117,14 +123,14 @@ def is_absent(device: Any) -> bool:
 
 
 def check_compiler(platform: str) -> None:
-    """Raise ``ImportError`` where the compiler of a platform is not installed."""
+    """Raise ``MissingCompilerError`` where the compiler of a platform is not installed."""
     packages, modules, command = _PACKAGES[platform]
     try:
         found = all(importlib.util.find_spec(module) for module in modules)
     except ModuleNotFoundError:
         found = False
     if not found:
-        raise ImportError(
+        raise MissingCompilerError(
             f"compiling for a {platform} needs {packages}: {command.format(jax.__version__)}"
         )
 

@@ -18,3 +18,7 @@ class CacheOverflowError(KvjaxError, RuntimeError):
 
 class NonFiniteError(KvjaxError, ArithmeticError):
     """A model gave logits that are not finite numbers, so that no token can be chosen."""
+
+
+class MissingCompilerError(KvjaxError, ImportError):
+    """The compiler of a device that is not here is not installed; the message says how it comes."""

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention.attending import attend
+from kvjax.cache.appending import advance, append
+from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.policies.model_config import layer_windows
 
@@ -44,7 +47,7 @@ class ModelShape:
     context: int | None = None
     windows: tuple[int | None, ...] | None = None
 
-    apply = None  # it does not run
+    apply = None  # it has no weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -133,6 +136,51 @@ class ModelShape:
         if not self.tied:
             params["lm_head"] = matrix(self.vocab_size, hidden)
         return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
+
+    def forward(
+        self, params: dict[str, Any], tokens: Any, cache: KVCache, *, last_only: bool = True
+    ) -> tuple[Any, KVCache]:
+        """A decoder of this shape, to be compiled: its products, and a cache with attention over
+        it. What costs less than a thousandth is left out: biases, positions, weights of norms.
+
+        Args:
+          params: as of ``abstract_params``.
+          tokens: int32[batch, new].
+          cache: the cache.
+          last_only: logits of the last token alone, as prompts need them.
+        """
+
+        def normed(x: Any) -> Any:
+            wide = x.astype(jnp.float32)
+            size = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+            return (wide * jax.lax.rsqrt(size + 1e-6)).astype(x.dtype)
+
+        def split(x: Any, heads: int) -> Any:
+            return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)
+
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        ends = heads * self.head_dim, (heads + kv_heads) * self.head_dim
+        x = params["embed_tokens"][tokens]
+        windows = self.windows or (None,) * self.num_hidden_layers
+        for number, window in enumerate(windows):
+            layer = params[f"layer_{number}"]
+            queries, keys, values = jnp.split(_times(normed(x), layer["qkv"]), ends, axis=-1)
+            cache = append(cache, number, split(keys, kv_heads), split(values, kv_heads))
+            mixed = attend(split(queries, heads), cache, number, window=window).swapaxes(1, 2)
+            x = x + _times(mixed.reshape(*x.shape[:2], -1), layer["out"])
+            parts = jnp.split(layer["mlp"], 3 if self.gated else 2)
+            inner = jax.nn.silu(_times(normed(x), parts[0]))
+            if self.gated:
+                inner = inner * _times(normed(x), parts[1])
+            x = x + inner @ parts[-1]
+        x = normed(x[:, -1:] if last_only else x)
+        head = params.get("lm_head", params["embed_tokens"])
+        return _times(x, head).astype(jnp.float32), advance(cache, tokens.shape[1])
+
+
+def _times(x: Any, weight: Any) -> Any:
+    """A product with weights [out, in]."""
+    return jnp.einsum("...i,oi->...o", x, weight)
 
 
 def _sights(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:

@@ -10,13 +10,15 @@ lanes.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax import lax
 
 from kvjax.codecs import MULTIPLE, Codec
 from kvjax.core.typing import Array
+
+_T = TypeVar("_T")
 
 SUBLANES = 8
 """Rows of a TPU's tile of 32-bit numbers."""
@@ -205,6 +207,16 @@ class Whole(Order):
 
 
 AS_IS = Order()
+
+
+def kept(stores: _T, orders: Any) -> _T:
+    """Stores as their device keeps them."""
+    return jax.tree.map(lambda x, order: order.keep(x), stores, orders)
+
+
+def given(stores: _T, orders: Any) -> _T:
+    """Undo ``kept``: as codecs know them."""
+    return jax.tree.map(lambda x, order: order.give(x), stores, orders)
 
 
 def folded(head_dim: int) -> int:

@@ -73,7 +73,7 @@ def _row_by_row(
 ) -> Array:
     """``write_rows`` in a loop. ``placement``: of ``into``, if it is elsewhere, and then nothing is
     moved where no row has anything to write; ``copy``: the same numbers where it is computed."""
-    moved = () if placement is None else (placement.near, placement.far, copy)
+    moved: Any = () if placement is None else (placement.near, placement.far, copy)
     for run in runs:
 
         def one(row: Array, into: Array, run: Run = run) -> Array:

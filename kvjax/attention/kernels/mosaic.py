@@ -146,7 +146,8 @@ def _kernel(
             positions = reading.positions(slots, numbers)
             seen = reading.sees(at_ref[0, :, :1][None], positions, numbers)
             tiles = section.codecs[0].core.tiles(keys, section.orders[0], part, reading.parts)
-            products = sum(_scores(each, queries_ref[0], reading) for each in tiles)
+            every = [_scores(each, queries_ref[0], reading) for each in tiles]
+            products = functools.reduce(jnp.add, every)
             found.append((jnp.where(seen, reading.scores(products), LOWEST), positions))
         before = highest_ref[...]
         above = jnp.maximum(before, LOWEST / 2)  # see Partial.of

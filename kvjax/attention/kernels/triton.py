@@ -55,7 +55,7 @@ def decode(reading: Reading) -> Partial:
     arrays = [queries, scalars, at]
     specs = [_spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays)]
     specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
-    found = [(written,), (written,), (written, head_dim)]
+    shapes: list[tuple[int, ...]] = [(written,), (written,), (written, head_dim)]
     kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, splits)
 
     def run(*arrays: Array, interpret: bool) -> Any:
@@ -63,10 +63,10 @@ def decode(reading: Reading) -> Partial:
             kernel,
             grid=(batch, kv_heads, splits),
             in_specs=specs,
-            out_specs=[_share_of(each) for each in found],
+            out_specs=[_share_of(each) for each in shapes],
             out_shape=[
                 jax.ShapeDtypeStruct((batch, kv_heads, splits, *each), jnp.float32)
-                for each in found
+                for each in shapes
             ],
             interpret=interpret,
             compiler_params=triton.CompilerParams(),
@@ -122,7 +122,7 @@ def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *re
             for codec, store in zip(section.codecs, block, strict=True)
         )
         slots = start * unit + jnp.arange(tokens, dtype=jnp.int32)
-        # One row of positions, made first: Triton can't turn a reduction over one row into a column.
+        # One row of positions: a reduction over one row Triton can't turn into a column.
         positions = reading.positions(slots, numbers).reshape(tokens)
         positions = jnp.where(slots >= number * tokens, positions, -1)
         scores = reading.scores(dot(queries, keys.T))

@@ -1,0 +1,153 @@
+"""Cells of the copy law, compiled for devices that are not here: one layer of a cache."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+import kvjax
+from kvjax.core.absent import device_of
+from kvjax.core.trees import tree_bytes
+from kvjax.memory.devices import arguments, shardings
+from kvjax.memory.shapes import ModelShape
+from kvjax.memory.traffic import large_results
+
+STEP, LOOP, CHUNK = "step", "while_loop", "512 tokens"
+NEW = {STEP: 1, LOOP: 1, CHUNK: 512}
+"""Tokens a row of a call of each form."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layer, and a call: ``policy`` of the cache, ``form`` of the program, ``max_len`` slots,
+    rows, heads of queries and of keys, channels. ``layers``: more than one, where bodies are
+    fetched ahead."""
+
+    policy: Any
+    form: str = STEP
+    max_len: int = 8192
+    batch: int = 8
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    layers: int = 1
+    dtype: str = "bfloat16"
+
+    @property
+    def config(self) -> ModelShape:
+        """The model of that shape."""
+        hidden = self.heads * self.head_dim
+        shape = self.layers, hidden, 4 * hidden, self.heads, self.kv_heads, self.head_dim, 256
+        return ModelShape(*shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a compiler says of a cell: bytes of the cache, by place, of what is aliased on the device
+    and the host, of temporaries there, and of the queries; and results as large as half a layer's
+    body."""
+
+    cache: dict[str, int]
+    aliased: int
+    temporaries: int
+    host_aliased: int
+    host_temporaries: int
+    queries: int
+    large: list[str] = field(default_factory=list)
+    text: str = field(default="", repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the donated cache is updated where it stands."""
+        device, host = self.cache.get("device", 0), self.cache.get("host", 0)
+        return self.aliased >= device and self.host_aliased >= host
+
+
+def compiled(cell: Cell, device: Any) -> Found:
+    """Compile a cell's program for a device: its name, or the device."""
+    device = device_of(device)
+    new = NEW[cell.form]
+    with jax.default_device(device):
+        make = functools.partial(
+            kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len
+        )
+        cache = jax.eval_shape(make)
+        places = shardings(cache, device)
+        near = SingleDeviceSharding(device)
+        queries, keys = (
+            jax.ShapeDtypeStruct((cell.batch, heads, new, cell.head_dim), cell.dtype)
+            for heads in (cell.heads, cell.kv_heads)
+        )
+        program = jax.jit(
+            _PROGRAMS[cell.form], donate_argnums=2,
+            in_shardings=(near, near, places), out_shardings=(near, places),
+        )  # fmt: skip
+        found = program.lower(queries, keys, arguments(cache, places)).compile()
+    memory, text = found.memory_analysis(), found.as_text()
+    body = min(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
+    return Found(
+        kvjax.nbytes(cache),
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.host_alias_size_in_bytes,
+        memory.host_temp_size_in_bytes,
+        queries.size * queries.dtype.itemsize,
+        large_results(text, body // 2),
+        text,
+    )
+
+
+def _step(queries: Any, keys: Any, cache: Any) -> Any:
+    for layer in range(len(cache.layers)):
+        cache = kvjax.append(cache, layer, keys, keys)
+        queries = kvjax.attend(queries, cache, layer)
+        keys = keys + queries[:, : keys.shape[1]]  # each layer goes by what the one before it gave
+    return queries, kvjax.advance(cache, keys.shape[2])
+
+
+def _loop(queries: Any, keys: Any, cache: Any) -> Any:
+    def go_on(carry: Any) -> Any:
+        return jnp.all(carry[1].length < carry[2])
+
+    def one(carry: Any) -> Any:
+        queries, cache, stop = carry
+        return *_step(queries, keys + queries[:, : keys.shape[1]], cache), stop
+
+    return lax.while_loop(go_on, one, (queries, cache, cache.length[0] + 100))[:2]
+
+
+_PROGRAMS: dict[str, Callable[..., Any]] = {STEP: _step, LOOP: _loop, CHUNK: _step}
+
+_SINKS = kvjax.Ring(1024, sinks=4, slack=511)
+POLICIES: dict[str, Any] = {
+    "raw": kvjax.policy("static"),
+    "growing": kvjax.CachePolicy(kvjax.Growing(8192)),
+    "sinks": kvjax.CachePolicy(_SINKS),
+    "8 bits": kvjax.policy(bits=8),
+    "4 bits": kvjax.policy(bits=4),
+    "4 and 2 bits": kvjax.policy(key_bits=4, value_bits=2),
+    "2 bits": kvjax.policy(bits=2),
+    "float8": kvjax.CachePolicy(keys=kvjax.Float8(), values=kvjax.Float8()),
+    "rotated": kvjax.CachePolicy(
+        keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
+    ),
+    "host": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host()),
+    "host, 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
+}  # fmt: skip
+"""What the law is shown for, by name."""
+
+FEATURES: dict[str, dict[str, int]] = {
+    "8,192": {},
+    "32,768": {"max_len": 32768},
+    "8,001 slots": {"max_len": 8001},
+    "one head of keys": {"kv_heads": 1},
+    "as many as queries'": {"kv_heads": 32},
+    "64 channels": {"head_dim": 64},
+    "256 channels": {"head_dim": 256},
+}
+"""Shapes beside the usual one: eight rows, 32 heads of queries, 8 of keys, 128 channels."""

@@ -1,0 +1,219 @@
+"""What a device's own compiler says of a model with a cache, whether the device is here or not.
+
+The programs of a decode step and of a chunk of the prompt are compiled for the device, from shapes
+alone. Layers that are alike are compiled twice, not all of them: what the second adds, each of the
+others does.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.sharding import SingleDeviceSharding
+
+from kvjax.cache.creation import init_cache
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
+from kvjax.core.absent import device_of, kind_of
+from kvjax.core.checks import whole_number
+from kvjax.memory.planning import PREFILL
+from kvjax.memory.sizes import abstract_cache, seen
+from kvjax.memory.traffic import bytes_moved
+from kvjax.memory.weights import Plannable, weight_bytes, weight_bytes_read
+from kvjax.policies.presets import PolicyChoice
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What a model and a cache take on a device, in bytes, by its compiler.
+
+    ``weights``; ``cache``, by place; ``temporaries`` of the larger one of a decode step and of a
+    chunk of the prompt; ``code`` of both, where the compiler says: about. ``moved``: what a step behind
+    full rows reads and writes of the device's memory, counted in its program; ``ideal``: the weights
+    and the cache as its codecs store it, once. ``memory`` and ``bandwidth`` (bytes a second) of the
+    device, as its maker says, None of one that is not known. ``device``: its name; ``layers``: how
+    many of the model's were compiled.
+    """
+
+    device: str
+    memory: int | None
+    bandwidth: float | None
+    weights: int
+    cache: dict[str, int]
+    temporaries: int
+    code: int
+    moved: int
+    ideal: int
+    layers: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes in the device's memory."""
+        return self.weights + self.cache.get("device", 0) + self.temporaries + self.code
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether its memory has room for all that; None where it is not known."""
+        return None if self.memory is None else self.whole <= self.memory
+
+    @property
+    def seconds(self) -> float | None:
+        """The least that a step can take: what it moves, at the memory's bandwidth."""
+        return None if self.bandwidth is None else self.moved / self.bandwidth
+
+
+def plan_on(
+    model: Plannable,
+    choice: PolicyChoice | None = None,
+    *,
+    device: Any,
+    batch: int = 1,
+    max_len: int,
+    prefill_chunk: int = PREFILL,
+) -> DevicePlan:
+    """What a model with a cache takes on a device, by the device's own compiler; nothing is
+    allocated, and the device need not be here.
+
+    Args:
+      model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
+      choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
+      device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or a kind's name:
+        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"h200"``, ``"h100"``, ``"a100"``.
+      prefill_chunk: tokens of a prompt that a call takes.
+
+    Raises:
+      ValueError: as of ``init_cache``; if there is no such device, or it does not compile for
+        bodies on the host.
+      MissingCompilerError: if the device's compiler is not installed.
+    """
+    device = device_of(device)
+    chunk = min(
+        whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
+    )
+    with jax.default_device(device):
+        cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
+        _check_host(cache, device)
+        groups = _alike(cache)
+        first = [members[0] for members in groups]
+        compiled = functools.partial(_compiled, model, cache, max_len)
+        step, prompt = compiled(first, device, 1), compiled(first, device, chunk)
+        base = moved = bytes_moved(str(step.as_text()))
+        memory: list[Any] = [program.memory_analysis() for program in (step, prompt)]
+        code = sum(m.generated_code_size_in_bytes for m in memory)
+        for group in groups:
+            if len(group) > 1:
+                # What one layer more adds to a step.
+                longer = compiled([*first, group[1]], device, 1)
+                added = bytes_moved(str(longer.as_text())) - base
+                moved += (len(group) - 1) * added
+                found: Any = longer.memory_analysis()
+                more = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
+                code += 2 * (len(group) - 1) * max(more, 0)
+    kind = kind_of(device)
+    params = model.abstract_params()
+    rows = sum(seen(layer, min(max_len, cache.reach))[1] for layer in cache.layers)
+    return DevicePlan(
+        device.device_kind or device.platform,
+        None if kind is None else kind.memory,
+        None if kind is None else kind.bandwidth,
+        weight_bytes(model),
+        nbytes(cache),
+        max(int(m.temp_size_in_bytes) for m in memory),
+        code,
+        moved,
+        round(weight_bytes_read(params, batch) + batch * rows),
+        len(first) + sum(len(group) > 1 for group in groups),
+    )  # fmt: skip
+
+
+def _check_host(cache: KVCache, device: Any) -> None:
+    """Raise ``ValueError`` for bodies on the host of a device for which none can be compiled."""
+    far = any(layer.policy.placement.behind_tail for layer in cache.layers)
+    if not far:
+        return
+    try:
+        kinds = {memory.kind for memory in device.addressable_memories()}
+    except jax.errors.JaxRuntimeError:  # of a topology
+        kinds = {"pinned_host"} if device.platform == "tpu" else set()
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"caches on the host can't be compiled for a {device.device_kind or device.platform} "
+            "that is not here: its compiler knows no memory of a host"
+        )
+
+
+def _alike(cache: KVCache) -> list[list[int]]:
+    """Numbers of the model's layers, together where caches, and so programs, are alike; each by
+    itself where some read others' keys and values."""
+    if cache.sources is not None:
+        return [[number] for number in range(len(cache.sources))]
+    found: dict[Any, list[int]] = {}
+    for number, layer in enumerate(cache.layers):
+        kind = layer.policy, layer.kv_heads, layer.head_dim, layer.window
+        found.setdefault(kind, []).append(number)
+    return list(found.values())
+
+
+def _compiled(
+    model: Any, cache: KVCache, max_len: int, layers: list[int], device: Any, new: int
+) -> jax.stages.Compiled:
+    """The program of a call of ``new`` tokens of some of the layers."""
+    part = _of_layers(model, layers)
+    sources = cache.sources or range(len(cache.layers))
+    policies = [cache.layers[sources[number]].policy for number in layers]
+    call: Callable[..., Any] = part.apply or part.forward
+
+    def make() -> KVCache:
+        return init_cache(part.config, policies, batch=cache.batch, max_len=max_len)
+
+    def step(params: Any, tokens: Any, cache: Any) -> Any:
+        logits, cache = call(params, tokens, cache, last_only=True)
+        return jnp.argmax(logits[:, -1], axis=-1), cache
+
+    held = jax.eval_shape(make)
+    near, places = SingleDeviceSharding(device), shardings(held, device)
+    program = jax.jit(
+        step, donate_argnums=2, in_shardings=(near, near, places), out_shardings=(near, places)
+    )
+    tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
+    return program.lower(part.abstract_params(), tokens, arguments(held, places)).compile()
+
+
+def _of_layers(model: Any, layers: list[int]) -> Any:
+    """A model of some of its layers."""
+    config = model.config
+    changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    if getattr(config, "windows", None) is not None:
+        changes["windows"] = tuple(config.windows[number] for number in layers)
+    part = replace(config, **changes)
+    return part if config is model else replace(model, config=part)
+
+
+def shardings(cache: KVCache, device: Any) -> Any:
+    """Where each array of a cache is on a device: a pytree like it."""
+    near = SingleDeviceSharding(device)
+
+    def of(layer: Any) -> Any:
+        kind = layer.policy.placement.memory_kind
+        far = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
+        every = jax.tree.map(lambda _: near, layer)
+        keys, values = jax.tree.map(lambda _: far, (layer.keys, layer.values))
+        return replace(every, keys=keys, values=values)
+
+    every = jax.tree.map(lambda _: near, cache)
+    return replace(every, layers=tuple(of(layer) for layer in cache.layers))
+
+
+def arguments(tree: Any, places: Any) -> Any:
+    """Arrays that are not there, in the kinds of memory that their shardings say."""
+
+    def one(x: Any, place: Any) -> Any:
+        far = place.memory_kind == "pinned_host"
+        space = jax.memory.Space.Host if far else jax.memory.Space.Device
+        return ShapedArray(x.shape, x.dtype, memory_space=space)
+
+    return jax.tree.map(one, tree, places)
