@@ -48,9 +48,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Found:
-    """What a compiler says of a cell: bytes of the cache, by place, of what is aliased on the device
-    and the host, of temporaries there, and of the queries; and results as large as half a layer's
-    body."""
+    """What a compiler says of a cell: bytes of the cache, by place, of what is aliased on device
+    and on the host, of temporaries there, and of the queries; and results as large as half of a
+    layer's body."""
 
     cache: dict[str, int]
     aliased: int

@@ -24,7 +24,7 @@ from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 
 SHARE, LONG = 0.02, 8
-"""Of the cache, what temporaries of a step may take; and how many times the queries, of 512 tokens."""
+"""Of the cache, what temporaries of a step may take; and how often the queries, of 512 tokens."""
 LIMITS = {"raw": 1.10, "8 bits": 1.15, "4 bits": 1.25}
 """Bytes that a step may move, over the ideal."""
 SHAPE, BATCH, FILLED = "llama-3-8b", 8, 8192
@@ -126,15 +126,15 @@ def markdown(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return f"""# Compiled for a {results["device"]}, of which nothing ran
 
-{versions}. A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192 slots
-where the shape says nothing else. Megabytes of temporaries beside the donated cache; bold: above
-{100 * SHARE:.0f} % of the cache, or, of 512 tokens, above {LONG} times the queries. *whole*: the cache is updated
-where it stands. *large*: results of half a layer's body, in all forms.
+{versions}. A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192
+slots where the shape says nothing else. Megabytes of temporaries beside the donated cache; bold:
+above {100 * SHARE:.0f} % of the cache, or, of 512 tokens, above {LONG} times the queries. *whole*:
+the cache is updated where it stands. *large*: results of half a layer's body, in all forms.
 
 {table(rows)}
 
-A decode step of {SHAPE}, {BATCH} rows behind {FILLED:,} tokens: bytes that its program moves through the
-device's memory, beside weights and cache once; and what that takes at the memory's bandwidth.
+A decode step of {SHAPE}, {BATCH} rows behind {FILLED:,} tokens: bytes that its program moves
+through the device's memory, beside weights and cache once; and what that takes at its bandwidth.
 
 {table(steps)}
 """

@@ -35,6 +35,7 @@ from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.streaming import GenerationResult
 from kvjax.layouts import Dense, Growing, Ring
+from kvjax.memory.devices import DevicePlan, plan_on
 from kvjax.memory.fitting import what_fits
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import Plan, plan
@@ -58,14 +59,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError",
-    "Compiled", "Dense", "Device", "Edges", "Float8", "GenerationResult", "Growing",
+    "Compiled", "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
     "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
     "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
     "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
     "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
     "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",
     "generate_batches", "grow", "init_cache", "make_mesh", "make_room", "memory_report",
-    "migrate", "nbytes", "plan", "policy", "quantize_kv", "quantized_codec", "read", "repeat",
+    "migrate", "nbytes", "plan", "plan_on", "policy", "quantize_kv", "quantized_codec", "read",
+    "repeat",
     "reset", "rewind", "rewindable", "rotary_table", "select", "self_attend", "stream",
     "transformers_policy", "what_fits",
 ]  # fmt: skip

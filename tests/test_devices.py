@@ -105,16 +105,16 @@ def test_kinds_of_devices(name):
 
 
 def test_what_is_no_device():
-    with pytest.raises(ValueError, match="unknown device 'v4': there are v5e, v6e"):
+    with pytest.raises(ValueError, match=r"unknown device 'v4': there are v5e"):
         absent("v4")
-    with pytest.raises(ValueError, match="a device is a jax.Device, a topology or a name"):
+    with pytest.raises(ValueError, match="a topology or a name"):
         device_of(3)
     assert device_of(None) is None
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingCompilerError, match="compiling for a tpu needs libtpu: pip install"):
+    with pytest.raises(MissingCompilerError, match="for a tpu needs libtpu"):
         check_compiler("tpu")
     with pytest.raises(ImportError, match="pip install --no-deps jax-cuda12-plugin=="):
         check_compiler("gpu")

@@ -174,7 +174,7 @@ def test_calls_that_the_kernel_does_not_serve_go_another_way():
     wanted, _ = run(kvjax.policy(bits=3), "cpu", "reference", 128, (100, 1))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    with pytest.raises(ValueError, match="'pallas' can't read .* tile by tile"):
+    with pytest.raises(ValueError, match=r"'pallas' can't read .* tile by tile"):
         run(*cell, "pallas", 128, (1,))
 
 

@@ -37,9 +37,9 @@ class Section:
     ``position_of(slots, *cursors)`` -> int32[batch, slots], the positions of the store's slots of
     tokens, -1 for none, made of each element alone, so that kernels can make it of a row's
     ``cursors``, int32[batch] each; ``span(start, size)``: the lowest and highest of them in some
-    units, over all rows; ``filled(near)``: how many units from the first on may hold anything, where
-    rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if it does, counted
-    in tokens.
+    units, over all rows; ``filled(near)``: how many units from the first on may hold anything,
+    where rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if it does,
+    counted in tokens.
     """
 
     keys: Store

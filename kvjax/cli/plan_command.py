@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from jax.sharding import AbstractMesh
 
@@ -69,6 +70,8 @@ def plan(
 ) -> None:
     """Say what a model and its cache take, from the config alone, and what fits into a memory."""
     use_compilation_cache()
+    if device is not None and jax.config.values["jax_platforms"] is None:
+        jax.config.update("jax_platforms", "cpu")  # devices that are here are not asked
     import kvjax
     from kvjax.memory.planning import plan
     from kvjax.quality import reports

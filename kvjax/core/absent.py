@@ -67,6 +67,8 @@ _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    # No driver has a version to be checked.
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 
 
@@ -143,12 +145,18 @@ def _topology(name: str, count: int) -> list[Any]:
     check_compiler(kind.platform)
     for variable, value in _QUIET.items():
         os.environ.setdefault(variable, value)
-    if kind.platform == "tpu":
-        found = topologies.get_topology_desc(kind.topology, platform="tpu").devices
-    else:
-        found = topologies.get_topology_desc(
-            name, platform="cuda", topology=f"1x1x{count}", target_config=_gpu(kind)
-        ).devices
+    more = {}
+    if kind.platform == "gpu":
+        more = {"topology": f"1x1x{count}", "target_config": _gpu(kind)}
+    platform = {"gpu": "cuda"}.get(kind.platform, kind.platform)
+    try:
+        found = topologies.get_topology_desc(kind.topology or name, platform=platform, **more)
+    except NotImplementedError as error:
+        raise MissingCompilerError(
+            f"the compiler for a {kind.platform} was not taken in when JAX started, without a "
+            "device: start Python with JAX_PLATFORMS=cpu"
+        ) from error
+    found = found.devices
     if count > len(found):
         raise ValueError(f"{name} has a topology of {len(found)} devices here, not of {count}")
     return found[:count] if count > 1 else found

@@ -32,11 +32,11 @@ class DevicePlan:
     """What a model and a cache take on a device, in bytes, by its compiler.
 
     ``weights``; ``cache``, by place; ``temporaries`` of the larger one of a decode step and of a
-    chunk of the prompt; ``code`` of both, where the compiler says: about. ``moved``: what a step behind
-    full rows reads and writes of the device's memory, counted in its program; ``ideal``: the weights
-    and the cache as its codecs store it, once. ``memory`` and ``bandwidth`` (bytes a second) of the
-    device, as its maker says, None of one that is not known. ``device``: its name; ``layers``: how
-    many of the model's were compiled.
+    chunk of the prompt; ``code`` of both, about, where the compiler says. ``moved``: what a step
+    behind full rows reads and writes of the device's memory, counted in its program; ``ideal``:
+    the weights, and the cache as its codecs store it, once. ``memory`` and ``bandwidth`` (bytes a
+    second) of the device, as its maker says, None of one that is not known. ``device``: its name;
+    ``layers``: how many of the model's were compiled.
     """
 
     device: str

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """An array that an instruction makes: its shape and layout as written, its bytes whatever its
-    tiles are padded to, and its memory: 0 is the device's main one, 1 a TPU's VMEM, 5 the host's.
-    """
+    """An array: its shape and layout as written, its bytes whatever its tiles are padded to, and
+    its memory, where 0 is the device's main one, 1 a TPU's VMEM, and 5 the host's."""
 
     text: str
     nbytes: int
@@ -61,9 +60,7 @@ class Program(NamedTuple):
 
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{\s*$")
-_INSTRUCTION = re.compile(
-    r"\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)((?:, [\w-]+=.*)?)$"
-)
+_INSTRUCTION = re.compile(r" +(ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(|, [\w-]+=.*)$")
 _NAME = re.compile(r"%([\w.-]+)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\](?:\{[^}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
@@ -73,27 +70,23 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _PREFETCH = "cross_program_prefetch_index"
 
 _RUNS = {"while", "conditional", "call", "async"}
-_VIEWS = {*_RUNS, "parameter", "tuple", "get-tuple-element", "bitcast", "add-dependency"}
-_VIEWS |= {"opt-barrier", "optimization-barrier"}
-# What these make is there already, or has no contents.
+_VIEWS = {*_RUNS, "parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
 _STILL = {"constant", "iota", "after-all", "partition-id", "replica-id"}
-_STILL |= {"custom-call:AllocateBuffer", "custom-call:ConcatBitcast"}
+_STILL |= {"custom-call:AllocateBuffer"}  # which has no contents
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand they write
 # Of what these make a fusion computes the part that is wanted.
-_FOLLOWED = {"bitcast", "bitcast-convert", "convert", "copy", "get-tuple-element", "reshape"}
-_FOLLOWED |= {"transpose", *_UPDATES}
+_FOLLOWED = {"bitcast-convert", "convert", "copy", "reshape", "transpose", *_UPDATES}
 
 
 def bytes_moved(text: str, trips: int = 1) -> int:
-    """Bytes that a program reads from and writes to main memory when it runs once, and a loop of
-    which the text does not say how often so many times."""
+    """Bytes that a program reads from and writes to main memory when it runs once; a loop runs
+    ``trips`` times where the text does not say how often."""
     return sum(size for size, _ in by_instruction(text, trips))
 
 
 def by_instruction(text: str, trips: int = 1) -> list[tuple[int, str]]:
-    """What ``bytes_moved`` is the sum of, largest first: bytes of an instruction, all the times
-    that it runs, and what it is."""
+    """What ``bytes_moved`` adds up, largest first: bytes of an instruction, and what it is."""
     return sorted(_rows(parse(text).entry, 1, trips), reverse=True)
 
 
@@ -126,8 +119,7 @@ def parse(text: str) -> Program:
             known[found[2]] = _instruction(found, known, computations)
             root = found[2] if found[1] else root
         elif line.startswith("}"):
-            last = known[root]
-            outputs = last.operands if last.kind == "tuple" else (last,)
+            outputs = known[root].operands if known[root].kind == "tuple" else (known[root],)
             computations[name] = Computation(tuple(known.values()), outputs)
     return Program(tuple(computations.values()), computations[entry])
 
@@ -140,9 +132,10 @@ def _instruction(
     kind = opcode.removesuffix("-start")
     operands = tuple(known[operand] for operand in _NAME.findall(inside))
     results = tuple(_result(found) for found in _ARRAY.finditer(shape))
-    if started := kind != opcode:  # What is made stands behind what is given, a copy before it.
+    if started := kind != opcode:  # What is made is behind what is given, of a copy before it.
         given = sum(len(operand.results) for operand in operands) * (kind != "copy")
-        results = results[given : given + 1] or results
+        made = [x for x in results[given:] if not x.text.startswith(("s32[]", "u32[]"))]
+        results = tuple(made[:1] if kind == "copy" else made) or results
     called = tuple(computations[x] for x in _NAME.findall(" ".join(_CALLED.findall(attributes))))
     number = int(inside) if kind == "parameter" else -1
     kind = ":".join([kind, *_TARGET.findall(attributes)])
@@ -178,8 +171,7 @@ def _is_view(instruction: Instruction) -> bool:
     """Whether an instruction only names, awaits or runs what makes its results. Of reshapes the
     compiler leaves others only where arrays have tiles."""
     if instruction.kind == "reshape":
-        arrays = (*instruction.results, *instruction.operands[0].results)
-        return not any("T(" in array.text for array in arrays)
+        return "T(" not in instruction.results[0].text + instruction.operands[0].results[0].text
     return instruction.kind in _VIEWS or instruction.kind.endswith(("-done", "-update"))
 
 
@@ -203,7 +195,7 @@ def _part(user: Instruction, number: int) -> float:
         return user.nbytes / max(user.operands[0].nbytes, 1)
     if user.kind == "tuple" or (user.kind in _UPDATES and number == 0):
         return 0.0
-    if user.kind == "fusion":
+    if user.kind in ("fusion", "call"):
         fused = user.called[0]
         in_place = {x for output in fused.outputs for x in _in_place(output)}
         return sum(_share(fused, x, in_place) for x in fused.instructions if x.number == number)
@@ -211,13 +203,13 @@ def _part(user: Instruction, number: int) -> float:
 
 
 def _share(fused: Computation, array: Instruction, in_place: set[Instruction]) -> float:
-    """Which part of an array a fused computation reads."""
+    """Which part of an array a fused computation reads, more than 1 where some of it twice."""
     total = float(array in fused.outputs and array not in in_place)
     for user in fused.instructions:
         for number in (n for n, operand in enumerate(user.operands) if operand is array):
             followed = number == 0 and (user.kind in _FOLLOWED or _names(user))
             total += _share(fused, user, in_place) if followed else _part(user, number)
-    return min(total, 1.0)
+    return total
 
 
 def _written(instruction: Instruction) -> list[tuple[Result, int | None]]:
@@ -226,22 +218,20 @@ def _written(instruction: Instruction) -> list[tuple[Result, int | None]]:
     for number in _aliased(instruction):
         written[number] = instruction.results[number].nbytes * (instruction.kind == "fusion")
     outputs = instruction.called[0].outputs if instruction.kind == "fusion" else (instruction,)
-    if len(outputs) == len(written):
-        for number, output in enumerate(outputs):
-            chain = [output] if output is instruction else _in_place(output)
-            updates = [x.operands[_UPDATES[x.kind]] for x in chain if x.kind in _UPDATES]
-            written[number] = sum(x.nbytes for x in updates) if updates else written[number]
+    for number, output in enumerate(outputs if len(outputs) == len(written) else ()):
+        chain = [output] if output is instruction else _in_place(output)
+        updates = [x.operands[_UPDATES[x.kind]] for x in chain if x.kind in _UPDATES]
+        written[number] = sum(x.nbytes for x in updates) if updates else written[number]
     return list(zip(instruction.results, written, strict=True))
 
 
 def _in_place(output: Instruction) -> list[Instruction]:
-    """What makes an output of a fused computation of a parameter by updates alone."""
-    chain, updated = [], False
-    while output.kind in _UPDATES or _names(output):
-        chain.append(output)
-        updated |= output.kind in _UPDATES
-        output = output.operands[0]
-    return chain if updated and output.kind == "parameter" else []
+    """What leads by updates alone from a parameter of a fused computation to an output."""
+    chain = [output]
+    while chain[-1].kind in _UPDATES or _names(chain[-1]):
+        chain.append(chain[-1].operands[0])
+    updated = any(array.kind in _UPDATES for array in chain)
+    return chain if updated and chain[-1].kind == "parameter" else []
 
 
 def _names(fused: Instruction) -> bool:
@@ -253,8 +243,6 @@ def _names(fused: Instruction) -> bool:
 
 def _aliased(instruction: Instruction) -> list[int]:
     """Which results stand in the place of an operand of the same size."""
-    return [
-        int(to or 0)
-        for to, by in _ALIAS.findall(instruction.attributes)
-        if instruction.results[int(to or 0)].nbytes == instruction.operands[int(by)].nbytes
-    ]
+    given, made = instruction.operands, instruction.results
+    pairs = [(int(to or 0), int(by)) for to, by in _ALIAS.findall(instruction.attributes)]
+    return [to for to, by in pairs if made[to:] and made[to].nbytes == given[by].nbytes]

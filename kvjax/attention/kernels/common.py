@@ -14,7 +14,6 @@ from kvjax.attention.mask import Mask
 from kvjax.cache.sections import Section
 from kvjax.core.typing import Array
 
-
 INTERPRETED: Any = True
 """How kernels are interpreted where no device has them; tests look for races too."""
 

@@ -32,13 +32,14 @@ def pallas(call: Call) -> Mixed:
 
 def refusals(call: Call, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
+    if section.placement.behind_tail:
+        return {"reads nothing on the host": True}
     kernel = _kernels()
     rows, head_dim = call.rows(section).shape[2:]
     return {
         "adds no bias to scores": call.mask.bias is not None,
         f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
         "reads no keys that are stored before their rotation": section.table is not None,
-        "reads nothing on the host": section.placement.behind_tail,
         **kernel.refusals(section, rows, head_dim),
     }  # fmt: skip
 
