@@ -88,7 +88,8 @@ def compiled(cell: Cell, device: Any) -> Found:
             in_shardings=(near, near, places), out_shardings=(near, places),
         )  # fmt: skip
         found = program.lower(queries, keys, arguments(cache, places)).compile()
-    memory, text = found.memory_analysis(), found.as_text()
+    memory: Any = found.memory_analysis()
+    text = str(found.as_text())
     body = min(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
     return Found(
         kvjax.nbytes(cache),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks.quantized import run
+from kvjax.placement.order import AS_IS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -37,7 +38,7 @@ def link(size: int, repeats: int = 5) -> dict[str, float]:
     speeds: dict[str, list[float]] = {"to_device": [], "to_host": []}
     for _ in range(repeats):
         start = time.perf_counter()
-        far = jax.block_until_ready(host.store(near))
+        far = jax.block_until_ready(host.store(near, AS_IS))
         middle = time.perf_counter()
         near = jax.block_until_ready(device.put(far))
         speeds["to_host"].append(size / (middle - start))

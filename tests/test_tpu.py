@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 import kvjax
 from kvjax.attention.kernels import common, mosaic
 from kvjax.core.device import computing_on
-from kvjax.placement.order import orders_of
+from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
 
 HEADS, KV, TOKENS = 4, 2, 384

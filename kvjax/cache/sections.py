@@ -30,9 +30,8 @@ class Section:
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
     are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
-    all units of arrays that can be multiplied as they are. ``in_order``: a later position stands in
-    no lower slot. ``table``: to turn keys by that are stored unrotated. ``placement``: where the
-    stores are kept, and ``orders``: how.
+    all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
+    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how.
 
     ``position_of(slots, *cursors)`` -> int32[batch, slots], the positions of the store's slots of
     tokens, -1 for none, made of each element alone, so that kernels can make it of a row's
@@ -59,7 +58,6 @@ class Section:
     whole: bool = False
     table: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
-    in_order: bool = False
     orders: tuple[Any, Any] = (AS_IS, AS_IS)
 
     def positions(self, units: Array, start: Array | int) -> Array:
@@ -164,7 +162,7 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         span=lambda start, size: split.body_bounds(length, start, size),
         filled=lambda near: split.body.occupied(split.flushed(near)),
         slot_of=split.slot_of, unit=split.block, split=split, table=table, placement=placement,
-        orders=held.orders, in_order=policy.stored.in_order,
+        orders=held.orders,
         **_placed(lambda share: replace(split, share=share), share, length, written),
     )  # fmt: skip
     of = functools.partial(_regions, split.tail, divided, together)
@@ -208,7 +206,6 @@ def _region(
         span=lambda start, size: layout.bounds(length, start, size),
         filled=lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
         slot_of=layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
-        in_order=layout.in_order,
         **_placed(lambda share: of(share)[number][1], share, length, written),
     )  # fmt: skip
 

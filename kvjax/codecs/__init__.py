@@ -1,5 +1,6 @@
 """Codecs: how the numbers of a cache are stored. Pure functions on arrays; they know no slots."""
 
+from kvjax.codecs._tiles import in_tiles
 from kvjax.codecs.centred import Centred
 from kvjax.codecs.codec import (
     Codec,
@@ -19,6 +20,6 @@ from kvjax.codecs.unrotated import Unrotated
 
 __all__ = [
     "BITS", "MULTIPLE", "Centred", "Codec", "Float8", "HalfQuadratic", "Int1", "Int2", "Int3",
-    "Int4", "Int8", "Integer", "Raw", "Rotated", "Store", "Unrotated", "long_mix",
+    "Int4", "Int8", "Integer", "Raw", "Rotated", "Store", "Unrotated", "in_tiles", "long_mix",
     "long_scores", "plain_mix", "plain_scores", "tokens_of",
 ]  # fmt: skip

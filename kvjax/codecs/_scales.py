@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.codecs._groups import Groups
-from kvjax.codecs._tiles import Tile, each_token
-from kvjax.codecs.codec import Codec, Store, plain_scores
+from kvjax.codecs._tiles import InTiles, Tile, each_token
+from kvjax.codecs.codec import Store, plain_scores
 from kvjax.codecs.raw import Raw, without_gradient
 
 
-class WithScales(Codec):
+class WithScales(InTiles):
     """A codec of blocks whose groups of numbers have scales in 16 bits. Abstract: the fields are
     the codec's own, and it says what its store is in float32."""
 

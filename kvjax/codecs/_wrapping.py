@@ -5,11 +5,12 @@ from typing import Any, ClassVar, Self
 
 from jaxtyping import Array
 
-from kvjax.codecs.codec import Codec, Store
+from kvjax.codecs._tiles import InTiles, in_tiles
+from kvjax.codecs.codec import Store
 
 
 @dataclass(frozen=True)
-class Wrapping(Codec):
+class Wrapping(InTiles):
     """A codec that changes something about ``codec``, and leaves the rest to it. Abstract."""
 
     codec: Any
@@ -34,17 +35,17 @@ class Wrapping(Codec):
 
     @property
     def parts(self) -> int:
-        return self.codec.parts
+        return in_tiles(self.codec).parts
 
     @property
-    def core(self) -> Codec:
-        return self.codec.core
+    def core(self) -> Any:
+        return in_tiles(self.codec).core
 
     def turn(self, queries: Array) -> Array:
-        return self.codec.turn(queries)
+        return in_tiles(self.codec).turn(queries)
 
     def unturn(self, mixed: Array) -> Array:
-        return self.codec.unturn(mixed)
+        return in_tiles(self.codec).unturn(mixed)
 
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
         return replace(self, codec=self.codec.resolve(model_dtype, platform))

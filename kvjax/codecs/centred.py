@@ -9,9 +9,9 @@ from jaxtyping import Array
 from kvjax.codecs._groups import finite
 from kvjax.codecs._groups import mean as mean_of
 from kvjax.codecs._scales import in_range, with_dtypes
-from kvjax.codecs._tiles import Tile, each_token
+from kvjax.codecs._tiles import Tile, each_token, in_tiles
 from kvjax.codecs._wrapping import Wrapping
-from kvjax.codecs.codec import Codec, Store, product
+from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store
 
@@ -70,12 +70,13 @@ class Centred(Wrapping):
         return product("bhqn,bhnd->bhqd", blocks, mean) + self.codec.mix(weights, store.rest)
 
     @property
-    def core(self) -> Codec:
+    def core(self) -> Any:
         """Itself: means are not turned."""
         return self
 
     def tiled(self, block: int, parts: int, head_dim: int) -> bool:
-        return self.codec.core is self.codec and self.codec.tiled(block, parts, head_dim)
+        inner = in_tiles(self.codec)
+        return inner.core is self.codec and inner.tiled(block, parts, head_dim)
 
     def tiles(self, store: CentredStore, orders: Any, part: int, parts: int) -> list[Tile]:
         """What is left, and each block's mean."""

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._tiles import Tile
 from kvjax.core.device import on_cpu
 from kvjax.core.trees import tree_bytes
 
@@ -28,9 +27,7 @@ class Codec(Protocol):
     ``dtype``: what ``decode`` gives, None until ``resolve``. ``blockwise``: numbers of a block
     share scales, so that whole blocks are encoded, and stand behind a tail; without it every
     number stands alone. ``before_rotary``: keys are stored unrotated and turned when they are read.
-    ``joins_heads``: heads share scales, which have a 1 in their place. ``parts``: runs of a block's
-    tokens that share rows of what is stored. ``core``: the codec whose products are wanted once
-    queries are turned by ``turn``, and mixtures back by ``unturn``; itself, with nothing to turn.
+    ``joins_heads``: heads share scales, which have a 1 in their place.
 
     Shapes: numbers of a blockwise codec are [batch, kv_heads, blocks, block, head_dim]; their
     store's leaves have the blocks on axis 2, and the batch on axis 0.
@@ -49,20 +46,10 @@ class Codec(Protocol):
         @property
         def joins_heads(self) -> bool:
             return False
-
-        @property
-        def parts(self) -> int:
-            return 1
-
-        @property
-        def core(self) -> "Codec":
-            return self
     else:
         dtype: str | None
         blockwise: bool
         before_rotary = joins_heads = False
-        parts = 1
-        core = property(lambda self: self)
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":
@@ -93,23 +80,6 @@ class Codec(Protocol):
         """Weights [batch, kv_heads, rows, tokens] times stored values:
         float32[batch, kv_heads, rows, head_dim]."""
         return plain_mix(weights, self.decode(store))
-
-    def turn(self, queries: Array) -> Array:
-        """Queries [batch, kv_heads, rows, head_dim] as ``core`` multiplies them with its store."""
-        return queries
-
-    def unturn(self, mixed: Array) -> Array:
-        """A mixture of what ``core`` stores, as one of numbers."""
-        return mixed
-
-    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
-        """Whether ``tiles`` gives the runs of such blocks."""
-        return False
-
-    def tiles(self, store: Store, orders: Any, part: int, parts: int) -> list[Tile]:
-        """Of some blocks of a row, in the order in which a TPU keeps them, the numbers of the
-        ``part``-th of ``parts`` runs of every block's tokens: the sum of these tiles."""
-        raise ValueError(f"{self!r} can't be read tile by tile")
 
 
 def tokens_of(numbers: Array) -> Array:

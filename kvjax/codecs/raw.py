@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._tiles import Tile
-from kvjax.codecs.codec import Codec
+from kvjax.codecs._tiles import InTiles, Tile
 
 
 @dataclass(frozen=True)
-class Raw(Codec):
+class Raw(InTiles):
     """Store numbers in ``dtype``, without loss where the model computes in the same dtype.
 
     ``dtype``: a floating dtype's name; None is the dtype the model computes in.

@@ -39,11 +39,11 @@ class Rotated(Wrapping):
 
     def turn(self, queries: Array) -> Array:
         """Queries, mixed the same way."""
-        return self.codec.turn(_times(queries, self._matrices(queries.shape[-1])[0]))
+        return super().turn(_times(queries, self._matrices(queries.shape[-1])[0]))
 
     def unturn(self, mixed: Array) -> Array:
         """The mixture of values as they are stored, mixed back."""
-        return self._unmixed(self.codec.unturn(mixed))
+        return self._unmixed(super().unturn(mixed))
 
     def scores(self, queries: Array, store: Store) -> Array:
         return self.core.scores(self.turn(queries), store)

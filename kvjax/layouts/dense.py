@@ -32,7 +32,6 @@ class Dense:
 
     chunk = window = None
     sinks = 0
-    in_order = True
 
     def __post_init__(self) -> None:
         whole_or_none("max_len", self.max_len, 1)

@@ -49,13 +49,10 @@ class Layout(Protocol):
     positions before theirs, None for all. ``reach``: positions that the distances between
     queries and keys stay below. ``grows_to``: the limit that the layout may be grown to, or None
     where it does not grow. ``open_ended``: whether ``resolve`` can do without a ``max_len``.
-    ``in_order``: whether a later position never stands in a lower slot.
     """
 
     @property
     def open_ended(self) -> bool: ...
-    @property
-    def in_order(self) -> bool: ...
     @property
     def slots(self) -> int: ...
     @property

@@ -29,10 +29,6 @@ class Part:
     low: Number | int = 0
     high: Number | int = UNLIMITED
 
-    @property
-    def in_order(self) -> bool:
-        return self.layout.in_order
-
     def runs(self, length: Rows, new: int) -> list[Run]:
         found = []
         for run in self.layout.runs(length, new):

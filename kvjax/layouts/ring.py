@@ -46,7 +46,6 @@ class Ring:
     grows_to: int | None = None
 
     open_ended = True
-    in_order = False
 
     def __post_init__(self) -> None:
         whole_or_none("window", self.window, 1)

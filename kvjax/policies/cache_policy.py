@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from kvjax.codecs import MULTIPLE, Codec, Raw
+from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
 from kvjax.core.checks import whole_number
 from kvjax.layouts import Dense, Layout, Split
 from kvjax.placement.device import Device
-from kvjax.placement.order import folded, grain, orders_of
+from kvjax.placement.tpu import folded, grain, orders_of
 from kvjax.policies.model_config import layer_windows
 
 
@@ -67,7 +67,7 @@ class CachePolicy:
 
     def parts(self, head_dim: int) -> int:
         """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
-        return max(self.keys.parts, self.values.parts) * folded(head_dim)
+        return max(in_tiles(x).parts for x in (self.keys, self.values)) * folded(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
         """In which order the arrays of keys and of values are kept: pytrees like their stores."""

@@ -12,6 +12,8 @@ from jax import lax
 from kvjax.attention.call import Call, Unserved
 from kvjax.attention.mask import Mask
 from kvjax.cache.sections import Section
+from kvjax.codecs import in_tiles
+from kvjax.codecs._tiles import Tile
 from kvjax.core.typing import Array
 
 INTERPRETED: Any = True
@@ -51,10 +53,10 @@ class Reading:
     @classmethod
     def of(cls, call: Call, section: Section) -> "Reading":
         """Of a call."""
-        rows = section.codecs[0].turn(call.rows(section))
+        rows = in_tiles(section.codecs[0]).turn(call.rows(section))
         sides = folded_sides(section.orders)
-        parts = max(codec.parts for codec in section.codecs) * sides if section.unit > 1 else 1
-        return cls(section, call.mask, rows, parts)
+        parts = max(in_tiles(codec).parts for codec in section.codecs) * sides
+        return cls(section, call.mask, rows, parts if section.unit > 1 else 1)
 
     def bare(self) -> "Reading":
         """Without arrays: settings alone."""
@@ -95,22 +97,24 @@ class Reading:
         units = jax.vmap(jax.vmap(filled))(jnp.max(at, axis=2) + 1)
         end = (section.first + jnp.clip(units, 0, section.size)) * section.unit
         tiles = -(-end // tile)
-        first = jnp.minimum(self._first(jnp.min(at, axis=2)) // tile, tiles)
+        first = jnp.minimum(self._first(tile), tiles)
         cursors = [] if mask.call is None else [mask.call]
         cursors = [x[:, None] for x in (*cursors, *section.cursors)]
         each = jnp.broadcast_arrays(first, tiles - first, *cursors)
         return jnp.stack(each, axis=2).astype(jnp.int32), jnp.maximum(jnp.max(tiles - first), 1)
 
-    def _first(self, lowest: Array) -> Array:
-        """int32[batch, blocks]: the first slot that queries from the ``lowest`` on may see."""
-        section, mask = self.section, self.mask
-        begin = jnp.full(lowest.shape, section.first * section.unit, jnp.int32)
-        if not section.in_order or mask.sinks:
-            return begin
-        low = jnp.zeros_like(lowest) if mask.window is None else lowest - mask.window + 1
-        if mask.chunk is not None:
-            low = jnp.maximum(low, lowest // mask.chunk * mask.chunk)
-        return jnp.maximum(section.slot_of(low), begin)
+    def _first(self, tile: int) -> Array:
+        """int32[]: the first tile of which any query may see anything."""
+        section, mask, unit = self.section, self.mask, self.section.unit
+        if mask.window is None and mask.chunk is None:
+            return jnp.int32(section.first * unit // tile)
+        end = (section.first + section.size) * unit
+        starts = jnp.arange(0, end, tile, dtype=jnp.int32) // unit
+
+        def reached(start: Array) -> Array:
+            return mask.reaches(*section.span(start, -(-tile // unit)), section)
+
+        return jnp.argmax(jax.vmap(reached)(starts)).astype(jnp.int32)
 
     def at(self, blocks: int, rows: int) -> Array:
         """int32[batch, blocks, rows]: the positions of rows of queries, the last ones again where
@@ -127,6 +131,12 @@ class Reading:
             return number
         each = unit // self.parts
         return number // each * unit + part * each + number % each
+
+    def tiles(self, which: int, store: Any, part: int) -> list[Tile]:
+        """Of a tile's keys (0) or values (1) the numbers of a run."""
+        core = in_tiles(self.section.codecs[which]).core
+        found: list[Tile] = core.tiles(store, self.section.orders[which], part, self.parts)
+        return found
 
     def positions(self, slots: Array, numbers: list[Array]) -> Array:
         """The positions of slots, -1 for none."""

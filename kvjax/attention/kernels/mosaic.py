@@ -11,7 +11,6 @@ interpreted on CPUs.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.attention.kernels.common import Reading, compiled, folded_sides
+from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.codecs._tiles import Tile
+from kvjax.codecs import in_tiles
 from kvjax.core.typing import Array
-from kvjax.placement.order import LANES, SUBLANES, Turned
+from kvjax.placement.order import LANES, SUBLANES
+from kvjax.placement.tpu import Turned
 
 ROWS = 512
 """Rows of queries that walk a text together, at most."""
@@ -54,7 +55,7 @@ def decode(reading: Reading) -> Partial:
     blocks = -(-rows // together)
     padded = blocks * together
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    queries = _spread_out(queries, blocks, reading.sides, reading.groups[0])
+    queries = spread_out(queries, blocks, reading.sides, reading.groups[0])
     at = reading.at(blocks, together)
     scalars, tiles = reading.scalars(tile, at)
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
@@ -107,7 +108,7 @@ def decode(reading: Reading) -> Partial:
 
     stats, mixed = compiled(run, scalars, queries, at, *leaves, tiles)
     mixed = mixed.reshape(*mixed.shape[:3], reading.sides, head_dim).sum(3)
-    mixed = section.codecs[1].unturn(mixed[:, :, :rows])
+    mixed = in_tiles(section.codecs[1]).unturn(mixed[:, :, :rows])
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed)
 
 
@@ -145,8 +146,8 @@ def _kernel(
             slots = start + reading.slots(part, tile, lambda n: _along(n, 1))
             positions = reading.positions(slots, numbers)
             seen = reading.sees(at_ref[0, :, :1][None], positions, numbers)
-            tiles = section.codecs[0].core.tiles(keys, section.orders[0], part, reading.parts)
-            every = [_scores(each, queries_ref[0], reading) for each in tiles]
+            tiles = reading.tiles(0, keys, part)
+            every = [scores_of(each, queries_ref[0], reading) for each in tiles]
             products = functools.reduce(jnp.add, every)
             found.append((jnp.where(seen, reading.scores(products), LOWEST), positions))
         before = highest_ref[...]
@@ -163,9 +164,11 @@ def _kernel(
                 down = start + reading.slots(part, tile, lambda n: _along(n, 0))
                 return reading.positions(down, numbers) >= 0
 
-            tiles = section.codecs[1].core.tiles(values, section.orders[1], part, reading.parts)
+            tiles = reading.tiles(1, values, part)
             for each in tiles:
-                mixed += _mixture(each, weights, positions >= 0, there, reading, queries_ref.dtype)
+                mixed += mixture_of(
+                    each, weights, positions >= 0, there, reading, queries_ref.dtype
+                )
         highest_ref[...], total_ref[...], mixed_ref[...] = above, total, mixed
 
     @pl.when(number == pl.num_programs(3) - 1)
@@ -183,82 +186,6 @@ def _kernel(
 def _along(count: int, axis: int) -> Array:
     """0, 1, 2 … along an axis of two."""
     return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)
-
-
-def _dot(a: Array, b: Array, axis: int) -> Array:
-    """Products of rows with tokens' lanes (``axis`` 2), or with tokens (1)."""
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a, b, (((2,), (axis,)), ((0,), (0,))), precision=precision,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
-def _scores(tile: Tile, queries: Array, reading: Reading) -> Array:
-    """Queries [kv_heads, sides * groups * rows, lanes] times a tile's keys: float32[kv_heads,
-    rows, tokens]."""
-    groups = reading.groups[0]
-    each = queries.shape[1] // (reading.sides * groups)
-    own = queries[:, tile.side * groups * each : (tile.side + 1) * groups * each]
-    products = _dot(own, tile.numbers.astype(queries.dtype), 1 if tile.turned else 2)
-    total = jnp.float32(0)
-    for group in range(groups):
-        some = slice(group * each, (group + 1) * each)
-        product = products[:, some]
-        if tile.factor is not None:
-            product *= tile.factor[:, group : group + 1]
-        if tile.offset is not None:
-            whole = own[:, some].astype(jnp.float32).sum(-1, keepdims=True)
-            product += whole * tile.offset[:, group : group + 1]
-        total += product
-    return total
-
-
-def _mixture(
-    tile: Tile, weights: Array, along: Array, down: Callable[[], Array], reading: Reading,
-    dtype: Any,
-) -> Array:  # fmt: skip
-    """Weights [kv_heads, rows, tokens] times a tile's values: float32[kv_heads, rows, lanes].
-    ``along``, ``down``: which tokens there are, in the last axis or the one before: no weight makes
-    0 of what is no number, and behind the end of an array there may be anything."""
-    groups, numbers = reading.groups[1], tile.numbers
-    if tile.factor is None:
-        there = along if tile.turned else down()
-        numbers = jnp.where(there, numbers, jnp.zeros_like(numbers))
-        groups = 1
-    rows, lanes = weights.shape[1], numbers.shape[1 if tile.turned else 2]
-    factors = [None] * groups
-    if tile.factor is not None:
-        factors = [jnp.where(along, tile.factor[:, n : n + 1], 0.0) for n in range(groups)]
-    scaled = [weights if factor is None else weights * factor for factor in factors]
-    own = scaled[0] if groups == 1 else jnp.concatenate(scaled, axis=1)
-    mixed = _dot(own.astype(dtype), numbers.astype(dtype), 2 if tile.turned else 1)
-    if groups == reading.sides == 1 and tile.offset is None:
-        return mixed
-    lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
-    width = lanes // reading.sides
-    total = jnp.zeros((weights.shape[0], rows, lanes), jnp.float32)
-    for group in range(groups):
-        part = mixed[:, group * rows : (group + 1) * rows]
-        if tile.offset is not None:
-            offset = jnp.where(along, tile.offset[:, group : group + 1], 0.0)
-            part += (weights * offset).sum(-1, keepdims=True)
-        mine = lane % width // (width // groups) == group
-        total += jnp.where(mine & (lane // width == tile.side), part, 0.0)
-    return total
-
-
-def _spread_out(queries: Array, blocks: int, sides: int, groups: int) -> Array:
-    """Queries [batch, kv_heads, blocks * rows, head_dim] once for every side and group, with zeros
-    in the lanes of the others: [batch, kv_heads, blocks * sides * groups * rows, lanes]."""
-    if sides == groups == 1:
-        return queries
-    batch, kv_heads, _, head_dim = queries.shape
-    lane = jnp.arange(sides * head_dim)
-    which = lane // head_dim * groups + lane % head_dim // (head_dim // groups)
-    mine = (which == jnp.arange(sides * groups)[:, None])[:, None].astype(queries.dtype)
-    wide = jnp.tile(queries, (1, 1, 1, sides)).reshape(batch, kv_heads, blocks, 1, -1, lane.size)
-    return (wide * mine).reshape(batch, kv_heads, -1, lane.size)
 
 
 def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
@@ -287,10 +214,10 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
 
 def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
     """What the kernel can't read, and whether a section is such."""
-    parts = max(codec.parts for codec in section.codecs) * folded_sides(section.orders)
+    parts = max(in_tiles(codec).parts for codec in section.codecs) * folded_sides(section.orders)
     ordered = all(order.read_by_tiles for order in jax.tree.leaves(section.orders))
     readable = (section.unit == 1 or ordered) and all(
-        codec.core.tiled(section.unit, parts, head_dim) for codec in section.codecs
+        in_tiles(codec).core.tiled(section.unit, parts, head_dim) for codec in section.codecs
     )
     return {
         f"can't read {section.codecs} tile by tile": not readable,

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from kvjax.attention.kernels.common import Reading, compiled
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.codecs import Codec
+from kvjax.codecs import Codec, in_tiles
 from kvjax.core.typing import Array
 
 TILE = 64
@@ -74,7 +74,7 @@ def decode(reading: Reading) -> Partial:
 
     parts = compiled(run, *arrays, *leaves)
     found = Partial(*(x[:, :, :, :rows] for x in parts)).joined(2)
-    return found._replace(mixed=section.codecs[1].unturn(found.mixed))
+    return found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
 
 
 def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
@@ -89,7 +89,7 @@ def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
 
 def _plain(codec: Codec, store: Any) -> bool:
     """Whether a codec decodes without arrays of its own, which a kernel can't hold."""
-    return not jax.make_jaxpr(codec.core.decode)(store).consts
+    return not jax.make_jaxpr(in_tiles(codec).core.decode)(store).consts
 
 
 def _splits(programs: int, tiles: int) -> int:
@@ -118,7 +118,7 @@ def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *re
         start = jnp.minimum(number * tile, units - tile)
         block = jax.tree.unflatten(tree, [ref[pl.ds(start, tile)] for ref in stores])
         keys, values = (
-            codec.core.decode(store).reshape(tokens, -1).astype(queries.dtype)
+            in_tiles(codec).core.decode(store).reshape(tokens, -1).astype(queries.dtype)
             for codec, store in zip(section.codecs, block, strict=True)
         )
         slots = start * unit + jnp.arange(tokens, dtype=jnp.int32)
