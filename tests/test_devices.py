@@ -14,10 +14,10 @@ from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from tests.conftest import FULL
 
-BLOCK = 4 * 2**20
-"""Bytes that temporaries of a step may take where the cache is small: a block of every row as
-numbers, while it is encoded, and what the programs of a kernel find, before it is merged. They do
-not grow with the capacity."""
+BLOCK = 8 * 8 * 64 * 128 * 4
+"""Bytes of a block of every row in float32: temporaries of a step may take two of them where the
+cache is small, keys and values while they are encoded, and, mixed by a rotation, four; they do not
+grow with the capacity."""
 
 
 @functools.cache
@@ -75,7 +75,8 @@ def test_the_copy_law(device, policy, feature, form):
     if form == CHUNK:
         assert program.temporaries <= LONG * program.queries
     else:
-        assert program.temporaries <= max(SHARE * sum(program.cache.values()), BLOCK)
+        constant = (4 if policy == "rotated" else 2) * BLOCK
+        assert program.temporaries <= max(SHARE * sum(program.cache.values()), constant)
 
 
 @pytest.mark.parametrize("device", devices("v5e", "h200"))
@@ -85,7 +86,7 @@ def test_temporaries_do_not_grow_with_the_capacity(device, policy):
         compiled(Cell(POLICIES[policy], STEP, max_len=tokens), device).temporaries
         for tokens in (8192, 32768)
     )
-    assert abs(long - short) < 2**17  # a few numbers a tile, rounded up to the compiler's pieces
+    assert abs(long - short) < 2**18  # a few numbers a tile, rounded up to the compiler's pieces
 
 
 @pytest.mark.parametrize("device", devices("v5e", "h200"))

@@ -139,7 +139,7 @@ def _kernel(
     def _() -> None:
         numbers = [jnp.full((1, 1), scalars_ref[row, n]) for n in range(2, scalars_ref.shape[1])]
         start = (scalars_ref[row, 0] + number) * tile
-        runs, section = range(reading.parts), reading.section
+        runs = range(reading.parts)
         keys, values = (jax.tree.map(lambda ref: ref[0], store) for store in stores)
         found = []
         for part in runs:
