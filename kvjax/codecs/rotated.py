@@ -38,18 +38,21 @@ class Rotated(Wrapping):
         return in_range(wide, self.dtype).astype(numbers.dtype)
 
     def turn(self, queries: Array) -> Array:
-        """Queries, mixed the same way."""
-        return super().turn(_times(queries, self._matrices(queries.shape[-1])[0]))
+        return super().turn(self._turned(queries))
 
     def unturn(self, mixed: Array) -> Array:
-        """The mixture of values as they are stored, mixed back."""
         return self._unmixed(super().unturn(mixed))
 
     def scores(self, queries: Array, store: Store) -> Array:
-        return self.core.scores(self.turn(queries), store)
+        """Queries, mixed the same way, times the keys as they are stored."""
+        return self.codec.scores(self._turned(queries), store)
 
     def mix(self, weights: Array, store: Store) -> Array:
-        return self.unturn(self.core.mix(weights, store))
+        """The mixture of values as they are stored, mixed back."""
+        return self._unmixed(self.codec.mix(weights, store))
+
+    def _turned(self, queries: Array) -> Array:
+        return _times(queries, self._matrices(queries.shape[-1])[0])
 
     def _mixed(self, x: Array) -> Array:
         """The transform by sums and differences alone: rounded in one way, however many blocks
