@@ -138,7 +138,7 @@ POLICIES: dict[str, Any] = {
         keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
     ),
     "host": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host()),
-    "host, 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
+    "host 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
 }  # fmt: skip
 """What the law is shown for, by name."""
 

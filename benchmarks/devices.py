@@ -34,12 +34,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.devices", description=__doc__)
     parser.add_argument("--devices", default="v5e,h200", help="default: v5e,h200")
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
+    parser.add_argument("--shapes", help="of benchmarks.abstract.FEATURES, with ';'; default: all")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/abstract-devices")
     parser.add_argument("--quick", action="store_true", help="one policy and shape: a trial run")
     given = parser.parse_args(arguments)
-    given.features = ["8,192", "32,768"] if given.quick else list(FEATURES)
+    given.features = given.shapes.split(";") if given.shapes else list(FEATURES)
     if given.quick:
-        given.policies = "raw"
+        given.policies, given.features = "raw", ["8,192", "32,768"]
     return given
 
 
