@@ -4,6 +4,7 @@ Kernels are interpreted as a TPU runs them: a race, or a read beyond an array, i
 memory that nobody wrote has NaN in it.
 """
 
+import dataclasses
 import functools
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax.attention.kernels import common, mosaic
+from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.device import computing_on
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
@@ -176,6 +178,70 @@ def test_calls_that_the_kernel_does_not_serve_go_another_way():
         np.testing.assert_allclose(a, b, atol=1e-5)
     with pytest.raises(ValueError, match=r"'pallas' can't read .* tile by tile"):
         run(*cell, "pallas", 128, (1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A codec of somebody's own, whose blocks are one row each."""
+
+    dtype: str | None = None
+    blockwise, before_rotary, joins_heads = True, False, False
+
+    def resolve(self, model_dtype, platform):
+        return Flat(self.dtype or model_dtype)
+
+    def empty(self, shape):
+        return jnp.zeros((*shape[:3], shape[3] * shape[4]), jnp.float16)
+
+    def encode(self, x):
+        return x.astype(jnp.float16).reshape(*x.shape[:3], -1)
+
+    def decode(self, store):
+        return store.reshape(*store.shape[:3], 64, -1).astype(self.dtype)
+
+    def nbytes(self, shape):
+        return 2 * int(np.prod(shape))
+
+    def scores(self, queries, store):
+        return plain_scores(queries, self.decode(store))
+
+    def mix(self, weights, store):
+        return plain_mix(weights, self.decode(store))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    "codec", [Flat(), kvjax.Int4("head"), kvjax.Int3(), kvjax.Centred(kvjax.Int3())], ids=str
+)
+def test_what_kernels_do_not_read_goes_another_way(codec, platform):
+    """Codecs of somebody's own, scales a head, three bits."""
+    policy = kvjax.CachePolicy(keys=codec, values=codec)
+    wanted, _ = run(policy, "cpu", "reference", 64, (150, 1))
+    found, _ = run(policy, platform, None, 64, (150, 1))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "platform"),
+    [(Flat(), "tpu"), (Flat(), "gpu"), (kvjax.Int3(), "tpu"), (kvjax.Int3(), "gpu"),
+     (kvjax.Int4(group=1), "tpu"), (kvjax.Int4("head"), "tpu")],
+    ids=str,
+)  # fmt: skip
+def test_what_kernels_do_not_read_they_refuse(codec, platform):
+    policy = kvjax.CachePolicy(keys=codec, values=codec)
+    with pytest.raises(ValueError, match=r"'pallas' (can't|takes)"):
+        run(policy, platform, "pallas", 64, (70,))
+
+
+def test_small_weights_times_small_scales_in_float16():
+    """Their products have more than 16 bits."""
+    codec = kvjax.Float8("e5m2")
+    policy, settings = kvjax.CachePolicy(keys=codec, values=codec), (("scale", 0.01),)
+    found, _ = run(policy, "tpu", "pallas", 128, (300, 1), "float16", settings)
+    wanted, _ = run(policy, "cpu", "reference", 128, (300, 1), "float16", settings)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
 
 
 def test_gradients_pass_by_the_kernel():

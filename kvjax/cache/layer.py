@@ -48,11 +48,11 @@ class LayerCache:
     or, on CPUs before JAX 0.11, the bits of 16-bit floats. Users see numbers by ``kvjax.read``.
 
     With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
-    blocks they are the body, stored as [batch, kv_heads, blocks, block, head_dim], and ``tail`` has
-    the newest tokens; ``strip`` is there between ``append`` and ``advance`` alone, and ``low``,
-    int32[batch], is the first position that a conversion left behind the sinks. ``fetched`` is the
-    body on the device, where a placement fetches it ahead, within a call. ``window`` is the layer's
-    own, from the model's config.
+    blocks they are the body, of [batch, kv_heads, blocks, block, head_dim], which a device keeps in
+    the order that ``orders`` says, and ``tail`` has the newest tokens; ``strip`` is there between
+    ``append`` and ``advance`` alone, and ``low``, int32[batch], is the first position that a
+    conversion left behind the sinks. ``fetched`` is the body on the device, where a placement
+    fetches it ahead, within a call. ``window`` is the layer's own, from the model's config.
     """
 
     keys: Any

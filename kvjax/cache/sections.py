@@ -25,7 +25,7 @@ from kvjax.placement.order import AS_IS, Order, given
 
 @dataclass(frozen=True)
 class Section:
-    """Units of a store, on axis 2: tokens, or blocks of them.
+    """Units of a store: tokens, or blocks of them.
 
     ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these

@@ -60,8 +60,8 @@ class WithScales(InTiles):
     def tiled(self, block: int, parts: int, head_dim: int) -> bool:
         if self.per not in ("token", "channel"):
             return False
-        tokens, _ = self.groups.sizes(block, head_dim)
-        return self.per == "token" or tokens * parts >= block
+        tokens, channels = self.groups.sizes(block, head_dim)
+        return channels > 1 if self.per == "token" else tokens * parts >= block
 
     def scaled(
         self, numbers: Array, side: int, store: Any, orders: Any, part: int, parts: int

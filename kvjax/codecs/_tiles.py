@@ -1,6 +1,6 @@
 """A piece of a store as kernels multiply it: without undoing scales that tokens have."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -41,6 +41,9 @@ class InTiles(Codec):
     products are wanted once queries are turned by ``turn``, and mixtures back by ``unturn``.
     """
 
+    known: ClassVar[bool] = True
+    """Whether ``decode`` takes blocks without their first axes, as kernels have them."""
+
     @property
     def parts(self) -> int:
         return 1
@@ -68,7 +71,9 @@ class InTiles(Codec):
 
 
 class _Other(InTiles):
-    """Any other codec, which kernels may decode, and do not read tile by tile."""
+    """Any other codec, which kernels do not read."""
+
+    known: ClassVar[bool] = False
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec

@@ -52,6 +52,8 @@ def mixture_of(
     ``along``, ``down``: which tokens there are, in the last axis or the one before: no weight makes
     0 of what is no number, and behind the end of an array there may be anything."""
     groups, numbers = reading.groups[1], tile.numbers
+    if tile.factor is not None and dtype == jnp.float16:
+        dtype = jnp.float32  # a weight times a scale may be too small for 16 bits
     if tile.factor is None:
         there = along if tile.turned else down()
         numbers = jnp.where(there, numbers, jnp.zeros_like(numbers))

@@ -9,6 +9,7 @@ It is plain ``pallas_call``, for GPUs, where Pallas lowers it by Triton. No devi
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -80,10 +81,14 @@ def decode(reading: Reading) -> Partial:
 def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
     """What the kernel can't read, and whether a section is such."""
     stores = section.keys, section.values
+    cores = [in_tiles(codec).core for codec in section.codecs]
+    units = [math.prod(x.shape[3:]) for x in jax.tree.leaves(stores)]
+    plain = all(core.known for core in cores) and all(map(_plain, section.codecs, stores))
     return {
         f"takes {MOST} rows of queries a head of keys, not {rows}": rows > MOST,
         f"takes a head_dim that is a power of two, not {head_dim}": head_dim & head_dim - 1,
-        f"can't decode {section.codecs} in a kernel": not all(map(_plain, section.codecs, stores)),
+        f"can't decode {section.codecs} in a kernel": not plain,
+        "takes units of a power of two of numbers": any(unit & unit - 1 for unit in units),
     }
 
 
