@@ -210,9 +210,9 @@ def test_refused(path, policy, settings, reason):
         (("cpu", False, 1), ["blocks"]),
         (("gpu", False, 1), ["pallas", "buckets"]),
         (("gpu", False, 33), ["blocks"]),
-        (("gpu", True, 1), ["pallas", "blocks"]),
+        (("gpu", True, 1), ["blocks"]),
         (("tpu", False, 512), ["pallas", "blocks"]),
-        (("tpu", True, 1), ["pallas", "blocks"]),
+        (("tpu", True, 1), ["blocks"]),
     ],
 )
 def test_the_table(call, path):

@@ -19,9 +19,9 @@ raises ``Unserved`` when it is traced."""
 TABLE = (
     # platform, whether the body is behind a tail, queries a call at most: None for all
     ("cpu", None, None, "blocks"),
+    (None, True, None, "blocks"),  # fetches what is filled, and no more
     ("tpu", None, None, "pallas"),
     ("gpu", None, SHORT, "pallas"),
-    (None, True, None, "blocks"),  # fetches what is filled, and no more
     (None, None, SHORT, "buckets"),
     (None, None, None, "blocks"),
 )
