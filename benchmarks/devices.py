@@ -155,7 +155,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     steps = [found for found in results["steps"] if "refused" not in found]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(steps))
     axes.barh([p + 0.2 for p in places], [s["ideal"] / 1e9 for s in steps], 0.38, color="#999999",
@@ -166,7 +166,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"GB a step ({SHAPE}, {BATCH} rows behind {FILLED:,} tokens)")
     axes.set_title(f"compiled for a {results['device']}")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
 
 
