@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call
-from kvjax.attention.mask import Bias, Mask
+from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
 from kvjax.cache.sections import View, sections
@@ -29,10 +28,9 @@ from kvjax.codecs import Raw
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, Counts, KeysValues, Mixed, Queries
+from kvjax.core.typing import Counts, KeysValues, Mixed, Queries
 from kvjax.layouts import UNLIMITED, Dense
-from kvjax.placement.mesh import SEQUENCE, TENSOR
-from kvjax.placement.spread import COPIES, Spread
+from kvjax.placement.mesh import SEQUENCE
 from kvjax.policies.cache_policy import CachePolicy
 
 
@@ -170,7 +168,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     divided = spread.of_queries(heads, kv_heads)
 
     def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-        bias_here = bias and _of_heads(bias, spread, heads, kinds[0].shape[1])
+        bias_here = bias and bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
         found = sections(view, view.held.policy.placement.share())
         kv_heads = view.held.kv_heads // spread.heads
@@ -184,26 +182,6 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
 
 
 _traced_once = jax.jit(_traced, static_argnames=("platform", "way"))
-
-
-def _of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
-    """A bias of a device's heads alone, from one of all."""
-
-    def own(queries: Array, keys: Array) -> Array:
-        every = jnp.asarray(bias(queries, keys))
-        if every.ndim > 3 and every.shape[0] not in (1, queries.shape[0]):
-            raise ValueError(
-                f"the bias is of {every.shape[0]} rows, and a device of the mesh has "
-                f"{queries.shape[0]}: go by the positions that it is given"
-            )
-        if every.ndim < 3 or every.shape[-3] == 1 or count == heads:
-            return every
-        first = count * spread.index(TENSOR)
-        if count * spread.heads < heads:  # devices with the same keys divide their queries
-            first = count * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
-        return lax.dynamic_slice_in_dim(every, first, count, axis=-3)
-
-    return own
 
 
 def self_attend(

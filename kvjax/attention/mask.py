@@ -3,12 +3,15 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.cache.sections import Section
 from kvjax.core.checks import whole_or_none
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Positions, Rows, Visible
 from kvjax.layouts import UNLIMITED, Split
+from kvjax.placement.mesh import TENSOR
+from kvjax.placement.spread import COPIES, Spread
 
 Bias = Callable[[Array, Array], Array]
 """``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
@@ -96,3 +99,23 @@ def _raw_from(split: Split, queries: Array, call: Array | None) -> Array:
     """The first position behind the sinks that queries see raw."""
     first = split.raw_from(queries)
     return first if call is None else jnp.minimum(first, call)
+
+
+def bias_of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
+    """A bias of a device's heads alone, from one of all."""
+
+    def own(queries: Array, keys: Array) -> Array:
+        every = jnp.asarray(bias(queries, keys))
+        if every.ndim > 3 and every.shape[0] not in (1, queries.shape[0]):
+            raise ValueError(
+                f"the bias is of {every.shape[0]} rows, and a device of the mesh has "
+                f"{queries.shape[0]}: go by the positions that it is given"
+            )
+        if every.ndim < 3 or every.shape[-3] == 1 or count == heads:
+            return every
+        first = count * spread.index(TENSOR)
+        if count * spread.heads < heads:  # devices with the same keys divide their queries
+            first = count * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
+        return lax.dynamic_slice_in_dim(every, first, count, axis=-3)
+
+    return own

@@ -20,7 +20,7 @@ from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Layout, Part, Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS, Order, given
+from kvjax.placement.order import AS_IS, given
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,11 @@ class Section:
     are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
     all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
     stored unrotated. ``placement``: where the stores are kept, and ``orders``: how.
-
-    ``position_of(slots, *cursors)`` -> int32[batch, slots], the positions of the store's slots of
-    tokens, -1 for none, made of each element alone, so that kernels can make it of a row's
-    ``cursors``, int32[batch] each; ``span(start, size)``: the lowest and highest of them in some
-    units, over all rows; ``filled(near)``: how many units from the first on may hold anything,
-    where rows have ``near`` tokens; ``slot_of(positions)``: where the store has them, if it does,
-    counted in tokens.
+    ``position_of(slots, *cursors)`` -> int32[batch, slots]: positions of the store's slots of
+    tokens, -1 for none, made of each element alone, for kernels make it of one row's ``cursors``;
+    ``span(start, size)``: the lowest and highest of them in some units, over all rows;
+    ``filled(near)``: how many units from the first on may hold anything, where rows have ``near``
+    tokens; ``slot_of(positions)``: where the store has them, if it does, counted in tokens.
     """
 
     keys: Store
@@ -93,18 +91,15 @@ class Section:
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them."""
-
-        def sliced(x: Array, order: Order) -> Array:
-            step = order.step
-            return lax.dynamic_slice_in_dim(x, start * step, size * step, axis=order.axis)
-
-        part = jax.tree.map(sliced, (self.keys, self.values), self.orders)
+        part = jax.tree.map(
+            lambda x, o: lax.dynamic_slice_in_dim(x, start * o.step, size * o.step, axis=o.axis),
+            (self.keys, self.values), self.orders,
+        )  # fmt: skip
         return self._known(self.placement.near(part))
 
     def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
         """Stores in the order of codecs, in which most devices keep them."""
-        as_is = all(order is AS_IS for order in jax.tree.leaves(self.orders))
-        return stores if as_is else given(stores, self.orders)
+        return stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else given(stores, self.orders)
 
     def numbers(self) -> tuple[Array, Array, Array]:
         """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,

@@ -111,13 +111,9 @@ def plan(
         return
     with shown("planning"):
         found = plan(
-            planned,
-            chosen,
-            batch=batch,
-            max_len=max_len,
+            planned, chosen, batch=batch, max_len=max_len, mesh=shared,
             compiled=not (estimate or config),
-            mesh=shared,
-        )
+        )  # fmt: skip
     rooms = None
     if memory is not None:
         # An automatic cache fits whatever it is given.
@@ -163,9 +159,9 @@ def _on_device(
     from kvjax.quality import reports
 
     if choices is None:
+        every: dict[str, Any] = {name: policy(**it) for name, it in CHOICES.items()}
         # Bodies on the host are compiled for when they are asked for.
-        settings = {name: it for name, it in CHOICES.items() if "offloaded" not in str(it)}
-        choices = {name: policy(**it) for name, it in settings.items()}
+        choices = {n: each for n, each in every.items() if not each.placement.behind_tail}
     found = {}
     with shown("planning"):
         for number, (each, choice) in enumerate(choices.items()):
