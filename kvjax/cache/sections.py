@@ -1,8 +1,7 @@
 """What a layer is read as: a short list of sections, each of slots that are stored alike.
 
-Attention, ``read`` and ``convert`` go by sections alone: where the newest tokens stand, what is
-encoded, and which axis has the batch is known here, and where a layer is written.
-"""
+Attention, ``read`` and ``convert`` go by sections alone: where the newest tokens stand and what is
+encoded is known here, and where a layer is written."""
 
 import functools
 from collections.abc import Callable, Sequence
