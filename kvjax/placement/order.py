@@ -64,9 +64,10 @@ class Order:
         """Numbers that every token has, where they stand along the lanes; else 1."""
         return 1
 
-    def block(self, size: int) -> tuple[int, int]:
-        """Of what a tile of a kernel has a multiple along ``axis``, and so many units there."""
-        return (LANES if self.axis == 3 else SUBLANES), size * self.step
+    @property
+    def multiple(self) -> int:
+        """Of what a kernel's tile has a multiple along ``axis``."""
+        return LANES if self.axis == 3 else SUBLANES
 
     def of_row(self, kept: Array, row: Array, start: Array, like: Array) -> Array:
         """A row's units from ``start`` on, so many as ``like`` has, as they are kept."""

@@ -198,8 +198,8 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
     section, least = reading.section, LANES
     if section.unit > 1:
         for order in jax.tree.leaves(section.orders):
-            multiple, unit = order.block(1)
-            least = max(least, -(-multiple // unit) * section.unit // reading.parts)
+            units = -(-order.multiple // order.step)
+            least = max(least, units * section.unit // reading.parts)
     # And mixtures, of which there are some: what is summed, and the result, twice.
     one = max(least * width, MIXTURES * together * lanes * 4)
     fitting = (n for n in range(2, kv_heads + 1) if n * one <= PLANE)
