@@ -1,6 +1,7 @@
 """Cells of the copy law, compiled for devices that are not here: one layer of a cache."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 import kvjax
+from kvjax.cache.places import arguments, places
+from kvjax.cache.sizes import share_of
 from kvjax.core.absent import device_of
 from kvjax.core.trees import tree_bytes
-from kvjax.memory.devices import arguments, shardings
+from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
 from kvjax.memory.traffic import large_results
 
@@ -26,7 +29,7 @@ NEW = {STEP: 1, LOOP: 1, CHUNK: 512}
 class Cell:
     """A layer, and a call: ``policy`` of the cache, ``form`` of the program, ``max_len`` slots,
     rows, heads of queries and of keys, channels. ``layers``: more than one, where bodies are
-    fetched ahead."""
+    fetched ahead; ``windows`` of the layers, where they have some."""
 
     policy: Any
     form: str = STEP
@@ -37,20 +40,21 @@ class Cell:
     head_dim: int = 128
     layers: int = 1
     dtype: str = "bfloat16"
+    windows: tuple[int | None, ...] | None = None
 
     @property
     def config(self) -> ModelShape:
         """The model of that shape."""
         hidden = self.heads * self.head_dim
         shape = self.layers, hidden, 4 * hidden, self.heads, self.kv_heads, self.head_dim, 256
-        return ModelShape(*shape, dtype=self.dtype)
+        return ModelShape(*shape, dtype=self.dtype, windows=self.windows)
 
 
 @dataclass(frozen=True)
 class Found:
     """What a compiler says of a cell: bytes of the cache, by place, of what is aliased on device
-    and on the host, of temporaries there, and of the queries; and results as large as half of a
-    layer's body."""
+    and on the host, of temporaries there, and of the queries; results as large as half of a
+    layer's body; and what devices exchange. On a mesh all is of one device."""
 
     cache: dict[str, int]
     aliased: int
@@ -59,6 +63,7 @@ class Found:
     host_temporaries: int
     queries: int
     large: list[str] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     text: str = field(default="", repr=False)
 
     @property
@@ -68,37 +73,50 @@ class Found:
         return self.aliased >= device and self.host_aliased >= host
 
 
+def cell_of(policy: str, feature: str, form: str) -> Cell:
+    """The cell of these names."""
+    return Cell(POLICIES[policy], form, **FEATURES[feature], **LAYERS.get(policy, {}))
+
+
 def compiled(cell: Cell, device: Any) -> Found:
-    """Compile a cell's program for a device: its name, or the device."""
-    device = device_of(device)
+    """Compile a cell's program for a device, its name, or a mesh of some."""
+    mesh = device if isinstance(device, Mesh) else None
+    device = device_of(device if mesh is None else mesh.devices.flat[0])
     new = NEW[cell.form]
     with jax.default_device(device):
         make = functools.partial(
-            kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len
-        )
+            kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len,
+            mesh=mesh,
+        )  # fmt: skip
         cache = jax.eval_shape(make)
-        places = shardings(cache, device)
-        near = SingleDeviceSharding(device)
+        there, spread = places(cache, device), cache.spread
+        near: Any = [SingleDeviceSharding(device)] * 2
+        if spread is not None:
+            of_queries = spread.of_queries(cell.heads, cell.kv_heads)
+            near = [spread.sharding(of_queries), spread.sharding(spread.of_tokens())]
         queries, keys = (
             jax.ShapeDtypeStruct((cell.batch, heads, new, cell.head_dim), cell.dtype)
             for heads in (cell.heads, cell.kv_heads)
         )
         program = jax.jit(
             _PROGRAMS[cell.form], donate_argnums=2,
-            in_shardings=(near, near, places), out_shardings=(near, places),
+            in_shardings=(*near, there), out_shardings=(near[0], there),
         )  # fmt: skip
-        found = program.lower(queries, keys, arguments(cache, places)).compile()
+        found = program.lower(queries, keys, arguments(cache, there)).compile()
     memory: Any = found.memory_analysis()
     text = str(found.as_text())
-    body = min(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
+    layers = [x if spread is None else share_of(x, spread) for x in cache.layers]
+    body = min(tree_bytes((layer.keys, layer.values)) for layer in layers)
+    size = math.prod(near[0].shard_shape(queries.shape)) * queries.dtype.itemsize
     return Found(
-        kvjax.nbytes(cache),
+        kvjax.nbytes(cache, spread),
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.host_alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
-        queries.size * queries.dtype.itemsize,
+        size,
         large_results(text, body // 2),
+        collectives(text, 1 if mesh is None else mesh.size),
         text,
     )
 
@@ -107,8 +125,14 @@ def _step(queries: Any, keys: Any, cache: Any) -> Any:
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys)
         queries = kvjax.attend(queries, cache, layer)
-        keys = keys + queries[:, : keys.shape[1]]  # each layer goes by what the one before it gave
+        keys = _next(keys, queries)
     return queries, kvjax.advance(cache, keys.shape[2])
+
+
+def _next(keys: Any, queries: Any) -> Any:
+    """Keys that go by what attention gave: of each head by the first of its queries'."""
+    batch, heads, new, head_dim = keys.shape
+    return keys + queries.reshape(batch, heads, -1, new, head_dim)[:, :, 0]
 
 
 def _loop(queries: Any, keys: Any, cache: Any) -> Any:
@@ -117,7 +141,7 @@ def _loop(queries: Any, keys: Any, cache: Any) -> Any:
 
     def one(carry: Any) -> Any:
         queries, cache, stop = carry
-        return *_step(queries, keys + queries[:, : keys.shape[1]], cache), stop
+        return *_step(queries, _next(keys, queries), cache), stop
 
     return lax.while_loop(go_on, one, (queries, cache, cache.length[0] + 100))[:2]
 
@@ -129,6 +153,7 @@ POLICIES: dict[str, Any] = {
     "raw": kvjax.policy("static"),
     "growing": kvjax.CachePolicy(kvjax.Growing(8192)),
     "sinks": kvjax.CachePolicy(_SINKS),
+    "hybrid": kvjax.policy("hybrid", slack=511),
     "8 bits": kvjax.policy(bits=8),
     "4 bits": kvjax.policy(bits=4),
     "4 and 2 bits": kvjax.policy(key_bits=4, value_bits=2),
@@ -141,6 +166,12 @@ POLICIES: dict[str, Any] = {
     "host 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
 }  # fmt: skip
 """What the law is shown for, by name."""
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "hybrid": {"layers": 2, "windows": (1024, None)},
+    "host 1 ahead": {"layers": 2},
+}
+"""Policies whose cells have more than one layer: how many, and their windows."""
 
 FEATURES: dict[str, dict[str, int]] = {
     "8,192": {},

@@ -12,14 +12,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import kvjax
-from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Cell, Found, compiled
+from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Found, cell_of, compiled
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 
@@ -47,9 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def cell(device: str, policy: str, feature: str, form: str) -> dict[str, Any]:
     """What a cell's compiler says, or why there is none."""
     start = time.perf_counter()
-    one = replace(Cell(POLICIES[policy], form), **FEATURES[feature])
-    if "ahead" in policy:
-        one = replace(one, layers=2)
+    one = cell_of(policy, feature, form)
     about = {"policy": policy, "feature": feature, "form": form}
     try:
         found = compiled(one, device)

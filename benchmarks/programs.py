@@ -2,18 +2,13 @@
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2,
-    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
-}  # fmt: skip
-"""Of a number, by the compiler's names of dtypes."""
+from kvjax.memory import links
+from kvjax.memory.links import Collective
 
-_KINDS = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
-_COLLECTIVE = re.compile(rf"= (?P<result>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) (?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(
@@ -26,21 +21,9 @@ _BRANCHES = re.compile(
 _TRIPS = re.compile(r'known_trip_count[^\d]*"?n"?[^\d]*(\d+)')
 
 
-class Collective(NamedTuple):
-    """A collective: its kind, and the bytes that a device has after it."""
-
-    kind: str
-    bytes: int
-
-
 def collectives(compiled: Any) -> list[Collective]:
     """Those of a compiled program, each once, however often it runs."""
-    found = []
-    for line in compiled.as_text().splitlines():
-        if match := _COLLECTIVE.search(line):
-            sizes = (BYTES[kind] * _count(shape) for kind, shape in _ARRAY.findall(match["result"]))
-            found.append(Collective(match["kind"], sum(sizes)))
-    return found
+    return links.collectives(compiled.as_text())
 
 
 def counted(compiled: Any) -> Counter[str]:

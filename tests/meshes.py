@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.cache.places import places
 from tests.matrix import HEADS, MESHES, tiny_model
 
 SHAPES = MESHES
@@ -24,16 +25,9 @@ def abstract_cache(config: Any, policy: Any, batch: int, max_len: int, over: Any
     cache = jax.eval_shape(
         lambda: kvjax.init_cache(config, policy, batch=batch, max_len=max_len, mesh=over)
     )
-    spread = cache.spread
-
-    def placed(x: Any, spec: Any, kind: str | None = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread.sharding(spec, kind))
-
-    rows = [placed(x, spread.of_rows()) for x in (cache.length, cache.written, cache.status)]
-    layers = tuple(jax.tree.map(placed, layer, layer.specs()) for layer in cache.layers)
-    return kvjax.KVCache(
-        layers, *rows, sources=cache.sources, positions=cache.positions,
-        turned_for=cache.turned_for, budget=cache.budget,
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        cache, places(cache),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 import kvjax
-from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Cell, compiled
+from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Cell, cell_of, compiled
 from benchmarks.devices import LIMITS, LONG, SHARE
 from kvjax.core.absent import KINDS, absent, check_compiler, device_of, is_absent, kind_of
 from kvjax.core.errors import MissingCompilerError
@@ -66,9 +66,7 @@ def found(device, policy, form, **feature):
 @pytest.mark.parametrize(("policy", "feature", "form"), EVERY if FULL else SOME)
 def test_the_copy_law(device, policy, feature, form):
     """Aliased whole, nothing of half a layer, and few temporaries."""
-    program = compiled(
-        dataclasses.replace(Cell(POLICIES[policy], form), **FEATURES[feature]), device
-    )
+    program = compiled(cell_of(policy, feature, form), device)
     assert program.whole
     # Results as large as the queries of 512 tokens are theirs.
     assert program.large == [] or form == CHUNK

@@ -78,8 +78,15 @@ def _behind_tail(
         else:
             before = length[:, None]
             # A call's own tokens stand behind its tail.
-            index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
-            whole = jax.tree.map(lambda *x: _taken(jnp.concatenate(x, axis=2), index), tail, fresh)
+            index = jnp.where(
+                positions < before,
+                split.tail.slot_of(positions),
+                tail.keys.shape[2] + positions - before,
+            )
+            whole = jax.tree.map(
+                lambda *x: _taken(jnp.concatenate([*map(some, x)], axis=2), some(index)),
+                tail, fresh,
+            )  # fmt: skip
         shape = (slots.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
         spread = policy.placement.spread
@@ -89,9 +96,10 @@ def _behind_tail(
         )
 
     runs, placement = split.body.runs(start, leaving), policy.placement
-    if short and traced_for() == "tpu":
+    strip = None if short else Strip(tail, fresh.keys, fresh.values)
+    if traced_for() == "tpu":
         bodies = _row_after_row(old, runs, stop - start, encoded)
-        return *bodies[0], after, None, bodies[1]
+        return *bodies[0], after, strip, bodies[1]
     if short:
         # Without the axis of the one block: where it stands among axes of length 1 is open to the
         # compiler, which in a loop would order the whole body so, in a copy.
@@ -120,7 +128,7 @@ def _behind_tail(
             lambda into, x, order: write_rows(into, x, runs, stop - start, order),
             body, blocks, old.orders,
         )  # fmt: skip
-    return *body, after, None if short else Strip(tail, fresh.keys, fresh.values), fetched
+    return *body, after, strip, fetched
 
 
 def _row_after_row(

@@ -6,6 +6,7 @@ or run, but what is compiled for its devices is the program that they would run.
 
 import functools
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,14 @@ from kvjax.core.errors import MissingCompilerError
 @dataclass(frozen=True)
 class Kind:
     """A kind of device: its ``platform``, bytes of ``memory``, and the ``bandwidth`` of that in
-    bytes a second, as its maker says. ``topology``: of TPUs, the smallest that is made for it;
+    bytes a second, as its maker says. ``topologies``: of TPUs, some that are made for it;
     ``cores``, ``clock``, ``l2`` and ``generation``: of GPUs, streaming multiprocessors, gigahertz,
     bytes of the second cache, and the compute capability."""
 
     platform: str
     memory: int
     bandwidth: float
-    topology: str = ""
+    topologies: str = ""
     name: str = ""
     cores: int = 0
     clock: float = 0.0
@@ -34,11 +35,13 @@ class Kind:
 
 
 GIB = 2**30
+_SQUARE = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4"
 KINDS = {
     # https://cloud.google.com/tpu/docs/v5e, v5p and v6e
-    "v5e": Kind("tpu", 16 * GIB, 819e9, "v5e:2x2"),
-    "v6e": Kind("tpu", 32 * GIB, 1640e9, "v6e:2x2"),
-    "v5p": Kind("tpu", 95 * GIB, 2765e9, "v5p:2x2x1"),
+    "v5e": Kind("tpu", 16 * GIB, 819e9, _SQUARE),
+    "v6e": Kind("tpu", 32 * GIB, 1640e9, _SQUARE),
+    "v5p": Kind("tpu", 95 * GIB, 2765e9, _CUBE),
     # NVIDIA's data sheets
     "a100": Kind(
         "gpu", 80 * GIB, 2.039e12, "", "NVIDIA A100-SXM4-80GB", 108, 1.41, 40 << 20, (8, 0)
@@ -72,18 +75,26 @@ _QUIET = {
 }
 
 
-def absent(name: str, count: int = 1) -> Any:
-    """A device by the name of its kind, ``"v5e"`` or ``"h200"``, that need not be here; with
-    ``count`` so many of them, of which a mesh can be made.
+def absent(name: str) -> Any:
+    """A device by the name of its kind, ``"v5e"`` or ``"h200"``, that need not be here.
+
+    Raises:
+      ValueError: if no such kind is known.
+      MissingCompilerError: if its compiler is not installed.
+    """
+    return absent_devices(name, 1)[0]
+
+
+def absent_devices(name: str, count: int) -> list[Any]:
+    """So many of a kind, linked with one another.
 
     Raises:
       ValueError: if no such kind is known, or it has no topology of so many devices.
-      MissingCompilerError: if its compiler is not installed.
+      MissingCompilerError: as of ``absent``.
     """
     if name not in KINDS:
         raise ValueError(f"unknown device {name!r}: there are {', '.join(KINDS)}")
-    found = _topology(name, count)
-    return found[0] if count == 1 else found
+    return _topology(name, count)
 
 
 def device_of(device: Any) -> Any:
@@ -148,18 +159,27 @@ def _topology(name: str, count: int) -> list[Any]:
     more = {}
     if kind.platform == "gpu":
         more = {"topology": f"1x1x{count}", "target_config": _gpu(kind)}
+    else:
+        name = f"{name}:{_smallest(name, count)}"
     platform = {"gpu": "cuda"}.get(kind.platform, kind.platform)
     try:
-        found = topologies.get_topology_desc(kind.topology or name, platform=platform, **more)
+        found = topologies.get_topology_desc(name, platform=platform, **more)
     except NotImplementedError as error:
         raise MissingCompilerError(
             f"the compiler for a {kind.platform} was not taken in when JAX started, without a "
             "device: start Python with JAX_PLATFORMS=cpu"
         ) from error
-    found = found.devices
-    if count > len(found):
-        raise ValueError(f"{name} has a topology of {len(found)} devices here, not of {count}")
-    return found[:count] if count > 1 else found
+    return list(found.devices[:count])
+
+
+def _smallest(name: str, count: int) -> str:
+    """The smallest topology of so many TPUs."""
+    sizes = KINDS[name].topologies.split()
+    many = [math.prod(map(int, each.split("x"))) for each in sizes]
+    for each, size in zip(sizes, many, strict=True):
+        if size >= count:
+            return each
+    raise ValueError(f"{name} has topologies of {many[-1]} devices at most here, not of {count}")
 
 
 def _gpu(kind: Kind) -> str:

@@ -2,7 +2,7 @@
 
 The programs of a decode step and of a chunk of the prompt are compiled for the device, from shapes
 alone. Layers that are alike are compiled twice, not all of them: what the second adds, each of the
-others does.
+others does. Of a mesh all figures are those of one device.
 """
 
 import functools
@@ -12,14 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.cache.creation import init_cache
+from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import device_of, kind_of
 from kvjax.core.checks import whole_number
+from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
 from kvjax.memory.sizes import abstract_cache, seen
 from kvjax.memory.traffic import bytes_moved
@@ -29,14 +30,15 @@ from kvjax.policies.presets import PolicyChoice
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What a model and a cache take on a device, in bytes, by its compiler.
+    """What a model and a cache take on a device, or on each of a mesh, in bytes, by its compiler.
 
     ``weights``; ``cache``, by place; ``temporaries`` of the larger one of a decode step and of a
     chunk of the prompt; ``code`` of both, about, where the compiler says. ``moved``: what a step
     behind full rows reads and writes of the device's memory, counted in its program; ``ideal``:
     the weights, and the cache as its codecs store it, once. ``memory`` and ``bandwidth`` (bytes a
     second) of the device, as its maker says, None of one that is not known. ``device``: its name;
-    ``layers``: how many of the model's were compiled.
+    ``layers``: how many of the model's were compiled. ``devices``: of the mesh; ``collectives`` of
+    a step, and ``sent``, the bytes of them that a device gives to others.
     """
 
     device: str
@@ -49,6 +51,9 @@ class DevicePlan:
     moved: int
     ideal: int
     layers: int
+    devices: int = 1
+    collectives: int = 0
+    sent: int = 0
 
     @property
     def whole(self) -> int:
@@ -82,7 +87,8 @@ def plan_on(
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
       choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
       device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or a kind's name:
-        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"h200"``, ``"h100"``, ``"a100"``.
+        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"h200"``, ``"h100"``, ``"a100"``. Or a mesh, as of
+        ``kvjax.make_mesh(tensor=4, devices="v5e")``, of a model that kvjax runs.
       prefill_chunk: tokens of a prompt that a call takes.
 
     Raises:
@@ -90,43 +96,68 @@ def plan_on(
         bodies on the host.
       MissingCompilerError: if the device's compiler is not installed.
     """
-    device = device_of(device)
+    mesh = device if isinstance(device, Mesh) else None
+    devices = 1 if mesh is None else mesh.size
+    device = device_of(device if mesh is None else mesh.devices.flat[0])
     chunk = min(
         whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
     )
     with jax.default_device(device):
-        cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
+        cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
         _check_host(cache, device)
         groups = _alike(cache)
+        compiled = functools.partial(_compiled, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
-        compiled = functools.partial(_compiled, model, cache, max_len)
         step, prompt = compiled(first, device, 1), compiled(first, device, chunk)
-        base = moved = bytes_moved(str(step.as_text()))
+        moved, *exchanged = base = _of_step(step, devices)
         memory: list[Any] = [program.memory_analysis() for program in (step, prompt)]
         code = sum(m.generated_code_size_in_bytes for m in memory)
         for group in groups:
             if len(group) > 1:
                 # What one layer more adds to a step.
                 longer = compiled([*first, group[1]], device, 1)
-                added = bytes_moved(str(longer.as_text())) - base
-                moved += (len(group) - 1) * added
+                more = len(group) - 1
+                added = [
+                    more * (x - y) for x, y in zip(_of_step(longer, devices), base, strict=True)
+                ]
+                moved, *exchanged = map(sum, zip((moved, *exchanged), added, strict=True))
                 found: Any = longer.memory_analysis()
-                more = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
-                code += 2 * (len(group) - 1) * max(more, 0)
-    kind = kind_of(device)
-    params = model.abstract_params()
-    rows = sum(seen(layer, min(max_len, cache.reach))[1] for layer in cache.layers)
+                each = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
+                code += 2 * more * max(each, 0)
+    kind, spread, params = kind_of(device), cache.spread, model.abstract_params()
+    seen_bytes = sum(seen(layer, min(max_len, cache.reach))[1] for layer in cache.layers)
+    rows, parts = batch, 1
+    if mesh is not None and spread is not None:
+        params = _own(params, model.param_shardings(mesh))
+        rows, parts = batch // spread.rows, spread.parts * spread.heads
     return DevicePlan(
         device.device_kind or device.platform,
         None if kind is None else kind.memory,
         None if kind is None else kind.bandwidth,
-        weight_bytes(model),
-        nbytes(cache),
+        weight_bytes(model, mesh),
+        nbytes(cache, spread),
         max(int(m.temp_size_in_bytes) for m in memory),
         code,
         moved,
-        round(weight_bytes_read(params, batch) + batch * rows),
+        round(weight_bytes_read(params, rows) + rows * seen_bytes / parts),
         len(first) + sum(len(group) > 1 for group in groups),
+        devices,
+        *exchanged,
+    )  # fmt: skip
+
+
+def _of_step(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:
+    """Bytes that it moves; how many collectives it has, and the bytes that a device sends."""
+    text = str(program.as_text())
+    found = collectives(text, devices)
+    return bytes_moved(text), len(found), sum(each.sent for each in found)
+
+
+def _own(params: Any, shardings: Any) -> Any:
+    """Parameters that a device of a mesh has, as shapes."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype),
+        params, shardings,
     )  # fmt: skip
 
 
@@ -159,8 +190,9 @@ def _alike(cache: KVCache) -> list[list[int]]:
 
 
 def _compiled(
-    model: Any, cache: KVCache, max_len: int, layers: list[int], device: Any, new: int
-) -> jax.stages.Compiled:
+    model: Any, cache: KVCache, max_len: int, mesh: Mesh | None, layers: list[int], device: Any,
+    new: int,
+) -> jax.stages.Compiled:  # fmt: skip
     """The program of a call of ``new`` tokens of some of the layers."""
     part = _of_layers(model, layers)
     sources = cache.sources or range(len(cache.layers))
@@ -168,19 +200,23 @@ def _compiled(
     call: Callable[..., Any] = part.apply or part.forward
 
     def make() -> KVCache:
-        return init_cache(part.config, policies, batch=cache.batch, max_len=max_len)
+        return init_cache(part.config, policies, batch=cache.batch, max_len=max_len, mesh=mesh)
 
     def step(params: Any, tokens: Any, cache: Any) -> Any:
         logits, cache = call(params, tokens, cache, last_only=True)
         return jnp.argmax(logits[:, -1], axis=-1), cache
 
     held = jax.eval_shape(make)
-    near, places = SingleDeviceSharding(device), shardings(held, device)
+    weights: Any = SingleDeviceSharding(device)
+    if mesh is not None:
+        weights = part.param_shardings(mesh)
+    there = places(held, device)
     program = jax.jit(
-        step, donate_argnums=2, in_shardings=(near, near, places), out_shardings=(near, places)
-    )
+        step, donate_argnums=2, in_shardings=(weights, there.length, there),
+        out_shardings=(there.length, there),
+    )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
-    return program.lower(part.abstract_params(), tokens, arguments(held, places)).compile()
+    return program.lower(part.abstract_params(), tokens, arguments(held, there)).compile()
 
 
 def _of_layers(model: Any, layers: list[int]) -> Any:
@@ -191,29 +227,3 @@ def _of_layers(model: Any, layers: list[int]) -> Any:
         changes["windows"] = tuple(config.windows[number] for number in layers)
     part = replace(config, **changes)
     return part if config is model else replace(model, config=part)
-
-
-def shardings(cache: KVCache, device: Any) -> Any:
-    """Where each array of a cache is on a device: a pytree like it."""
-    near = SingleDeviceSharding(device)
-
-    def of(layer: Any) -> Any:
-        kind = layer.policy.placement.memory_kind
-        far = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
-        every = jax.tree.map(lambda _: near, layer)
-        keys, values = jax.tree.map(lambda _: far, (layer.keys, layer.values))
-        return replace(every, keys=keys, values=values)
-
-    every = jax.tree.map(lambda _: near, cache)
-    return replace(every, layers=tuple(of(layer) for layer in cache.layers))
-
-
-def arguments(tree: Any, places: Any) -> Any:
-    """Arrays that are not there, in the kinds of memory that their shardings say."""
-
-    def one(x: Any, place: Any) -> Any:
-        far = place.memory_kind == "pinned_host"
-        space = jax.memory.Space.Host if far else jax.memory.Space.Device
-        return ShapedArray(x.shape, x.dtype, memory_space=space)
-
-    return jax.tree.map(one, tree, places)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from kvjax.core.absent import absent_devices
 from kvjax.core.checks import whole_number
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
@@ -23,14 +24,19 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
       tensor: shares of the heads, and of the weights. Where the model has fewer key-value heads,
         devices have copies of them.
       sequence: shares of the positions of a text, for texts that one device has no memory for.
-      devices: which; by default the first of all, of every process.
+      devices: which; by default the first of all, of every process. Or the name of a kind of
+        device that need not be here, ``"v5e"`` or ``"h200"``, of which so many are taken, to
+        compile for.
 
     Raises:
       ValueError: if a number is not whole and positive, there are fewer devices, or ``devices``
         is no list of different ones.
+      MissingCompilerError: if ``devices`` is a name, and its compiler is not installed.
     """
     sizes = {DATA: data, TENSOR: tensor, SEQUENCE: sequence}
     sizes = {name: whole_number(name, size, 1) for name, size in sizes.items()}
+    if isinstance(devices, str):
+        devices = absent_devices(devices, math.prod(sizes.values()))
     if devices is not None and not _are_devices(devices):
         raise ValueError(f"devices must be a list of different jax.Device, got {devices!r:.80}")
     devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))

@@ -33,6 +33,8 @@ ROWS = 512
 """Rows of queries that walk a text together, at most."""
 PLANE = 2**21
 """Bytes of a run's numbers in float32, at most: some such arrays are in the fast memory at once."""
+FAST = 2**25
+"""Bytes of the fast memory, of which TPUs have 64 MiB or more, that a kernel may take in all."""
 GRAIN = 16
 """Rows of a tile of 16-bit numbers."""
 MIXTURES = 4
@@ -101,7 +103,8 @@ def decode(reading: Reading) -> Partial:
                 scratch_shapes=scratch,
             ),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=FAST,
             ),
             interpret=interpret,
         )(*arrays[:-1])
@@ -207,7 +210,8 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
     each = max(PLANE // (heads * width), least)
     each = min(1 << each.bit_length() - 1, max(LONGEST, least))
     # Of sinks, which stand in one array with a ring, no more is read than there is.
-    needed = -(-(section.first + section.size) * section.unit // GRAIN) * GRAIN
+    grain = max(GRAIN, *(order.multiple for order in jax.tree.leaves(section.orders)))
+    needed = -(-(section.first + section.size) * section.unit // grain) * grain
     tile = min(each * reading.parts, capacity, needed if section.unit == 1 else capacity)
     return heads, tile, together
 
