@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
+from kvjax.cli.device_plan import on_device
 from kvjax.cli.figures import beyond, by_place, to_json
 from kvjax.cli.waiting import shown
 from kvjax.core.sizes import parse_bytes, readable_bytes
@@ -90,8 +91,11 @@ def plan(
         kvjax.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
         memory=None if memory is None else parse_bytes(memory), devices=devices,
     )  # fmt: skip
-    if device is not None and (memory is not None or mesh is not None or devices != 1 or estimate):
-        raise ValueError("--device has a memory and a compiler of its own: give it alone")
+    if device is not None and (memory is not None or devices != 1 or estimate):
+        raise ValueError(
+            "--device has a memory and a compiler of its own: give it without --memory, --devices "
+            "and --estimate"
+        )
     room = None
     automatic = cache.split(",")[0].strip() == "auto"
     if automatic:
@@ -101,14 +105,14 @@ def plan(
     settings = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits,
                 "group": group_size, "window": window, "sinks": sinks}  # fmt: skip
     chosen = parse_policy(cache, **settings, memory=room)
-    shared = None if mesh is None else _abstract(mesh)
-    if shared is not None and (memory is not None or devices != 1):
-        raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
     special = cache != "static" or any(x is not None for x in settings.values())
     if device is not None:
         choices = {"this one": chosen} if special else None
-        _on_device(planned, name, device, choices, batch, max_len, as_json)
+        on_device(planned, name, device, mesh, choices, batch, max_len, as_json)
         return
+    shared = None if mesh is None else _abstract(mesh)
+    if shared is not None and (memory is not None or devices != 1):
+        raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
     with shown("planning"):
         found = plan(
             planned, chosen, batch=batch, max_len=max_len, mesh=shared,
@@ -146,50 +150,6 @@ def plan(
         each = f" on each of {devices} devices" if devices > 1 else ""
         typer.echo(f"\n{memory} of memory{each}:\n")
         typer.echo(reports.columns(_room_rows(rooms)))
-
-
-def _on_device(
-    planned: Any, name: str, device: str, choices: Any, batch: int, max_len: int, as_json: bool
-) -> None:
-    """What a device's compiler says of some policies, a row each."""
-    from kvjax.core.progress import tell
-    from kvjax.memory.devices import plan_on
-    from kvjax.memory.fitting import CHOICES
-    from kvjax.policies.presets import policy
-    from kvjax.quality import reports
-
-    if choices is None:
-        every: dict[str, Any] = {name: policy(**it) for name, it in CHOICES.items()}
-        # Bodies on the host are compiled for when they are asked for.
-        choices = {n: each for n, each in every.items() if not each.placement.behind_tail}
-    found = {}
-    with shown("planning"):
-        for number, (each, choice) in enumerate(choices.items()):
-            tell("planning", number, len(choices))
-            found[each] = plan_on(planned, choice, device=device, batch=batch, max_len=max_len)
-    if as_json:
-        plans = {each: dataclasses.asdict(plan) for each, plan in found.items()}
-        typer.echo(to_json({"model": name, "device": device, "plans": plans}))
-        return
-    one = next(iter(found.values()))
-    memory = "" if one.memory is None else f" with {readable_bytes(one.memory)}"
-    typer.echo(
-        f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens, compiled for "
-        f"{one.device}{memory}, of which nothing ran\n"
-    )
-    head = ["cache", "weights", "cache", "temporaries", "code", "in all", "",
-            "a step moves", "ideal", "at least"]  # fmt: skip
-    rows = [
-        [
-            each, readable_bytes(plan.weights), by_place(plan.cache),
-            readable_bytes(plan.temporaries), readable_bytes(plan.code),
-            readable_bytes(plan.whole), {True: "fits", False: "too large", None: ""}[plan.fits],
-            readable_bytes(plan.moved), readable_bytes(plan.ideal),
-            "" if plan.seconds is None else f"{1000 * plan.seconds:.1f} ms",
-        ]
-        for each, plan in found.items()
-    ]  # fmt: skip
-    typer.echo(reports.columns([head, *rows]))
 
 
 def _abstract(words: str) -> Any:

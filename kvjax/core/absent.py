@@ -135,6 +135,22 @@ def is_absent(device: Any) -> bool:
     return all(device is not each for each in here)
 
 
+def check_host(device: Any, far: bool) -> None:
+    """Raise ``ValueError`` for bodies on the host (``far``) of a device for which no program with
+    such can be compiled."""
+    if not far:
+        return
+    try:
+        kinds = {memory.kind for memory in device.addressable_memories()}
+    except jax.errors.JaxRuntimeError:  # of a topology
+        kinds = {"pinned_host"} if device.platform == "tpu" else set()
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"caches on the host can't be compiled for a {device.device_kind or device.platform} "
+            "that is not here: its compiler knows no memory of a host"
+        )
+
+
 def check_compiler(platform: str) -> None:
     """Raise ``MissingCompilerError`` where the compiler of a platform is not installed."""
     packages, modules, command = _PACKAGES[platform]

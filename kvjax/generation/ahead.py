@@ -1,8 +1,8 @@
 """Compiling before the first request: what ``kvjax.generate`` will run, without running it."""
 
 import time
-from dataclasses import dataclass, replace
-from typing import Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -11,12 +11,14 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
+from kvjax.generation.elsewhere import compiled_for
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import Request, capacity_bucket, prepare
+from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Compiling, Options, spelled_out
 from kvjax.generation.statistics import Meter
+from kvjax.memory.weights import Plannable
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -28,23 +30,27 @@ class Compiled:
     of a chunk, the first token, and the decode loop, at every capacity. ``compilations``: how many
     were compiled, or fetched from the persistent compilation cache, for it, small ones around them
     counted; 0 if all were there. ``temporaries``: bytes that the largest of them needs beside
-    weights and cache, None where the compiler does not say.
+    weights and cache, None where the compiler does not say. ``executables``: by name (``"prefill
+    16"``, ``"decode"``, of a cache that grows ``"decode of 256"``), what JAX knows of each:
+    ``.as_text()``, ``.memory_analysis()``.
     """
 
     seconds: float
     programs: int
     compilations: int
     temporaries: int | None
+    executables: dict[str, jax.stages.Compiled] = field(default_factory=dict, repr=False)
 
 
 @spelled_out(Compiling)
 @outside
 def compile(
-    lm: LanguageModel,
+    lm: LanguageModel | Plannable,
     policy: PolicyChoice = "static",
     *,
     max_len: int,
     batch: int = 1,
+    device: Any = None,
     **settings: Unpack[Compiling],
 ) -> Compiled:
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run, so that
@@ -58,17 +64,23 @@ def compile(
     (``policy("auto")``) may move its layers on ways that are not gone here, and then compiles.
 
     Args:
-      lm: the model.
+      lm: the model; for a ``device`` its architecture, without weights, will do
+        (``models.Architecture``, ``lm.architecture``).
       policy, max_len, batch: of the cache, tokens a row that it can hold, and rows. A text without
         ``max_len`` has the programs of the capacity that ``generate`` rounds up to, where the
         policy is ``"static"``.
+      device: compile for this one instead, whether it is here or not: a name (``"v5e"``,
+        ``"h200"``), a ``jax.Device``, a topology, or a mesh of such (``make_mesh(tensor=4,
+        devices="v5e")``). Nothing is allocated, and nothing is kept but in the result.
       temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens: as they will be given to
         ``generate``. Which of them are given chooses programs, and whether ``temperature`` is 0;
         other values compile nothing.
       eos_token_ids, prefill_chunk: as for ``generate``; more than 7 tokens choose a program.
 
     Raises:
-      ValueError: as of ``generate``; if ``policy`` is a cache.
+      ValueError: as of ``generate``; if ``policy`` is a cache; if there is no such device, or it
+        does not compile for bodies on the host.
+      MissingCompilerError: if the compiler of ``device`` is not installed.
     """
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
@@ -78,12 +90,19 @@ def compile(
     options = replace(options, min_new_tokens=least)
     start, meter = time.perf_counter(), Meter()
     with meter.running():
-        ready = _Ready(lm, batch, options)
-        for least, most in ready.capacities:
-            ready.at(least, most)
+        if device is not None:
+            found = compiled_for(lm, policy, batch, options, device)
+            count = len(found)
+        else:
+            ready = _Ready(lm, batch, options)
+            for least, most in ready.capacities:
+                ready.at(least, most)
+            found, count = ready.executables, ready.programs
+    sizes = [each.memory_analysis() for each in found.values()]
+    temporaries = [int(size.temp_size_in_bytes) for size in sizes if size is not None]
     return Compiled(
-        time.perf_counter() - start, ready.programs, meter.compilations,
-        max(ready.temporaries, default=None),
+        time.perf_counter() - start, count, meter.compilations,
+        max(temporaries, default=None), found,
     )  # fmt: skip
 
 
@@ -97,38 +116,29 @@ class _Ready:
         self._session.start()
         cache = self._session.cache
         assert cache is not None
-        # The fewest and the most tokens a row that meet each capacity of the cache.
-        most = request.capacity if cache.grows_to is None else cache.max_len
-        self.capacities = [(1, most)]
-        while most < request.capacity:
-            least, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
-            self.capacities.append((least, most))
+        self.capacities = text_capacities(request, cache)
         # Nothing is fed: tokens are chosen from logits of 0.
         jax.block_until_ready(self._session.begin())
         self.programs = 1
-        self.temporaries: list[int] = []
+        self.executables: dict[str, jax.stages.Compiled] = {}
 
     def at(self, least: int, most: int) -> None:
         """Make the programs ready that a cache has at one of its capacities."""
-        session, chunk, max_len = self._session, self._request.chunk, self._request.capacity
+        session = self._session
         session.start()
-        further = max(chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
+        further = max(self._request.chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
         for _, before in self.capacities:
             if before < least <= before + further:
                 session.start()
                 session.make_room(before)
                 session.make_room(most)
-        # As many lengths as have all widths that end in this capacity.
-        widths = {}
-        for held in range(least, min(least + chunk, most + 1, max_len)):
-            rest = held - (held - 1) // chunk * chunk
-            widths.setdefault(self._request.width(rest), rest)
+        widths = chunk_widths(self._request, least, most)
         chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
-        for lowered in session.lowered(chunks):
-            found = lowered.compile().memory_analysis()
+        of = f" of {most}" if len(self.capacities) > 1 else ""
+        names = [*(f"prefill {width}{of}" for width in widths), f"decode{of}"]
+        for name, lowered in zip(names, session.lowered(chunks), strict=True):
+            self.executables[name] = lowered.compile()
             self.programs += 1
-            if found is not None:
-                self.temporaries.append(int(found.temp_size_in_bytes))
         # What stands around the programs: a stop string that is taken back.
         session.take_back(np.zeros(len(self._request.prompts), np.int32))
         session.check()

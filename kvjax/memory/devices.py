@@ -18,7 +18,7 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import device_of, kind_of
+from kvjax.core.absent import check_host, device_of, kind_of
 from kvjax.core.checks import whole_number
 from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
@@ -104,7 +104,7 @@ def plan_on(
     )
     with jax.default_device(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
-        _check_host(cache, device)
+        check_host(device, any(layer.policy.placement.behind_tail for layer in cache.layers))
         groups = _alike(cache)
         compiled = functools.partial(_compiled, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
@@ -159,22 +159,6 @@ def _own(params: Any, shardings: Any) -> Any:
         lambda x, place: jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype),
         params, shardings,
     )  # fmt: skip
-
-
-def _check_host(cache: KVCache, device: Any) -> None:
-    """Raise ``ValueError`` for bodies on the host of a device for which none can be compiled."""
-    far = any(layer.policy.placement.behind_tail for layer in cache.layers)
-    if not far:
-        return
-    try:
-        kinds = {memory.kind for memory in device.addressable_memories()}
-    except jax.errors.JaxRuntimeError:  # of a topology
-        kinds = {"pinned_host"} if device.platform == "tpu" else set()
-    if "pinned_host" not in kinds:
-        raise ValueError(
-            f"caches on the host can't be compiled for a {device.device_kind or device.platform} "
-            "that is not here: its compiler knows no memory of a host"
-        )
 
 
 def _alike(cache: KVCache) -> list[list[int]]:

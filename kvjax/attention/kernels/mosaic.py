@@ -33,8 +33,6 @@ ROWS = 512
 """Rows of queries that walk a text together, at most."""
 PLANE = 2**21
 """Bytes of a run's numbers in float32, at most: some such arrays are in the fast memory at once."""
-FAST = 2**25
-"""Bytes of the fast memory, of which TPUs have 64 MiB or more, that a kernel may take in all."""
 GRAIN = 16
 """Rows of a tile of 16-bit numbers."""
 MIXTURES = 4
@@ -103,8 +101,7 @@ def decode(reading: Reading) -> Partial:
                 scratch_shapes=scratch,
             ),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-                vmem_limit_bytes=FAST,
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
         )(*arrays[:-1])
@@ -197,7 +194,8 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
     together = min(-(-rows // GRAIN) * GRAIN, ROWS)
     # As many numbers of a head's tokens, and scores, as fit with those of its fellows.
     lanes = reading.sides * head_dim
-    width = max(lanes, together * max(reading.groups)) * 4
+    # Those of all runs are there before the first is a weight.
+    width = max(lanes, together * max(*reading.groups, reading.parts // 2)) * 4
     section, least = reading.section, LANES
     if section.unit > 1:
         for order in jax.tree.leaves(section.orders):

@@ -1,0 +1,215 @@
+"""The programs of a generation, compiled for devices that need not be here: from shapes alone."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from kvjax.cache.creation import allocate
+from kvjax.cache.places import arguments, places
+from kvjax.cache.state import KVCache
+from kvjax.core.absent import check_host, device_of
+from kvjax.generation import programs
+from kvjax.generation.model import Model
+from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
+from kvjax.generation.settings import Options
+from kvjax.layouts import Growing
+from kvjax.policies.presets import PolicyChoice, per_layer
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """There are no generation defaults without a checkpoint."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model whose parameters are shapes alone."""
+
+    architecture: Model
+    config: Any
+    params: Any
+    mesh: Mesh | None
+    generation: Any = _Defaults()
+    tokenizer: None = None
+
+    @classmethod
+    def of(cls, lm: Any, mesh: Mesh | None) -> "Shapes":
+        """Of a loaded model, or of an ``Architecture``.
+
+        Raises:
+          ValueError: if it is none, or only a shape that kvjax does not run.
+        """
+        architecture = getattr(lm, "architecture", lm)
+        params = getattr(lm, "params", None)
+        if params is None and hasattr(architecture, "abstract_params"):
+            params = architecture.abstract_params()
+        if params is None or getattr(architecture, "apply", None) is None:
+            raise ValueError(
+                f"a model is needed that kvjax runs, loaded or its architecture, not a "
+                f"{type(lm).__name__}"
+            )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return cls(architecture, lm.config, shapes, mesh, getattr(lm, "generation", _Defaults()))
+
+    def on(self, mesh: Mesh) -> "Shapes":
+        """On a mesh."""
+        return replace(self, mesh=mesh)
+
+
+def compiled_for(
+    lm: Any, policy: PolicyChoice, batch: int, options: Options, device: Any
+) -> dict[str, jax.stages.Compiled]:
+    """The programs that ``generate`` would run, by name.
+
+    Args:
+      lm: a loaded model, or its architecture.
+      policy, batch: of the cache.
+      options: of the generation.
+      device: a device, its name, a topology, or a mesh.
+
+    Raises:
+      ValueError: as of ``compile``.
+      MissingCompilerError: if the device's compiler is not installed.
+    """
+    mesh = device if isinstance(device, Mesh) else None
+    device = device_of(device if mesh is None else mesh.devices.flat[0])
+    model = Shapes.of(lm, mesh)
+    request = prepare(model, [[0]] * batch, options)
+    with jax.default_device(device):
+        first = _cache(model, policy, request, None)
+        check_host(device, any(each.policy.placement.behind_tail for each in first.layers))
+        found: dict[str, jax.stages.Compiled] = {}
+        capacities = text_capacities(request, first)
+        for least, most in capacities:
+            programs_of = _Programs(model, request, _cache(model, policy, request, most), device)
+            if not found:
+                found["first token"] = programs_of.begin()
+            of = f" of {most}" if len(capacities) > 1 else ""
+            for width in chunk_widths(request, least, most):
+                found[f"prefill {width}{of}"] = programs_of.prefill(width)
+            found[f"decode{of}"] = programs_of.decode()
+    return found
+
+
+def _cache(model: Shapes, policy: PolicyChoice, request: Request, slots: int | None) -> KVCache:
+    """The cache of a request, as shapes; what grows, grown to so many slots."""
+    each = list(per_layer(policy, model.config))
+    if slots is not None:
+        each = [
+            replace(one, layout=Growing(slots)) if isinstance(one.layout, Growing) else one
+            for one in each
+        ]
+    make = functools.partial(
+        allocate, model.config, each, batch=len(request.prompts), max_len=request.max_len,
+        room=request.capacity, mesh=model.mesh,
+    )  # fmt: skip
+    return jax.eval_shape(make)
+
+
+class _Programs:
+    """The programs for one capacity of the cache."""
+
+    def __init__(self, model: Shapes, request: Request, cache: KVCache, device: Any) -> None:
+        self._model, self._request, self._cache = model, request, cache
+        self._rows = len(request.prompts)
+        self._context = programs.Cached(cache)
+        self._there = programs.Cached(places(cache, device))
+        self._weights: Any = SingleDeviceSharding(device)
+        if model.mesh is not None:
+            self._weights = _sharded(model.architecture)(model.mesh)
+        vocab = model.config.vocab_size
+        self._logits = self._of_rows(jnp.float32, vocab)
+        penalty = request.filters.repetition_penalty
+        self._seen = self._of_rows(jnp.bool_, vocab) if penalty else None
+        self._limit = jax.ShapeDtypeStruct((), jnp.int32)
+        self._progress = programs.Progress(
+            self._of_rows(jnp.int32), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
+            self._of_rows(jnp.bool_),
+        )  # fmt: skip
+
+    def prefill(self, width: int) -> jax.stages.Compiled:
+        """Of a chunk of so many tokens."""
+        call = functools.partial(programs.prefill.__wrapped__, self._model.architecture)
+        chunk = (
+            self._of_rows(jnp.int32, width), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
+        )  # fmt: skip
+        return self._compiled(
+            call, (1, 2), (self._model.params, self._context, self._logits, *chunk),
+            (self._context, self._logits),
+        )  # fmt: skip
+
+    def begin(self) -> jax.stages.Compiled:
+        """Of the first token."""
+        filters = self._request.filters
+
+        def call(logits: Any, settings: Any, limit: Any, seen: Any) -> Any:
+            return programs.begin.__wrapped__(logits, filters, settings, limit, seen)
+
+        given = self._logits, self._request.settings, self._limit, self._seen
+        return self._compiled(call, (3,), given, (self._progress, self._seen))
+
+    def decode(self) -> jax.stages.Compiled:
+        """Of the decode loop."""
+        call = functools.partial(
+            programs.decode.__wrapped__, self._model.architecture, self._request.filters
+        )
+        given = (
+            self._model.params, self._context, self._progress, self._seen,
+            self._of_rows(jnp.bool_), self._request.settings, self._limit, self._limit,
+        )  # fmt: skip
+        chosen = self._of_rows(jnp.int32, programs.CHUNK)
+        return self._compiled(
+            call, (1, 3), given, (self._context, self._progress, self._seen, chosen)
+        )
+
+    def _of_rows(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self._rows, *shape), dtype)
+
+    def _compiled(
+        self, call: Callable[..., Any], donated: tuple[int, ...], given: Any, found: Any
+    ) -> jax.stages.Compiled:
+        """A program, of shapes that are given and found."""
+        shardings = self._shardings(given)
+        program = jax.jit(
+            call, donate_argnums=donated, in_shardings=shardings,
+            out_shardings=self._shardings(found),
+        )  # fmt: skip
+        return program.lower(*arguments(given, shardings)).compile()
+
+    def _shardings(self, parts: Any) -> tuple[Any, ...]:
+        """Of a program's arguments or results, one after the other."""
+
+        def of(part: Any) -> Any:
+            if part is self._model.params:
+                one = self._weights
+                return one if self._model.mesh is not None else jax.tree.map(lambda _: one, part)
+            if part is self._context:
+                return self._there
+            return jax.tree.map(self._place, part)
+
+        return tuple(of(part) for part in parts)
+
+    def _place(self, x: Any) -> Any:
+        """Of an array that may have numbers for every row."""
+        spread = self._request.spread
+        if spread is None:
+            return self._weights
+        return spread.sharding(spread.of_batch(x.shape, self._rows))
+
+
+def _sharded(architecture: Any) -> Any:
+    """How a model divides its parameters."""
+    found = getattr(architecture, "param_shardings", None)
+    if found is None:
+        raise ValueError(
+            f"a {type(architecture).__name__} does not say how its parameters are divided: it has "
+            "no param_shardings(mesh)"
+        )
+    return found
