@@ -101,8 +101,9 @@ def by_position(cache):
     ],
 )  # fmt: skip
 def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict):
-    """Over texts of several tiles, in calls of one token, of some, and of many."""
-    given = POLICIES[name], head_dim, (150, 150, 21, 1), dtype
+    """Over texts of several tiles, in calls of one token, and of many, or some."""
+    some = (21,) if name in ("raw", "int4") else ()
+    given = POLICIES[name], head_dim, (150, 150, *some, 1), dtype
     policy, *rest = given
     wanted, there = run(policy, "cpu", "reference", *rest)
     found, cache = run(policy, "tpu", "pallas", *rest)
@@ -167,6 +168,38 @@ def test_orders_keep_every_number(name, head_dim):
         assert kept.ndim == 4 and kept.size == x.size
         np.testing.assert_array_equal(order.give(kept), x)
         np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("codec", [kvjax.Int8(), kvjax.Int4("head"), INT4], ids=str)
+def test_units_on_a_host_are_whole(codec, apart):
+    """In tiles of eight rows; apart, a device of a mesh has some heads' pieces."""
+    codec = codec.resolve("bfloat16", "tpu")
+    orders = orders_of("tpu", codec, 64, 64, 1, 4, apart)
+    numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 5, 64, 64)), "float32")
+    store = codec.encode(numbers)
+    for x, order in zip(jax.tree.leaves(store), jax.tree.leaves(orders), strict=True):
+        kept = order.keep(x)
+        assert kept.shape[1] == 5 and kept.shape[4:] == (8, 128)
+        np.testing.assert_array_equal(order.give(kept), x)
+        np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
+        if apart and x.shape[1] > 1:
+            np.testing.assert_array_equal(order.give(kept[:, :, 1:3]), x[:, 1:3])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("name", ["raw", "int8", "int4-int2"])
+def test_bodies_on_the_host_of_a_tpu(name, prefetch):
+    """Their blocks go there row by row, and come back, in an order of their own."""
+    policy = replace(POLICIES[name], placement=kvjax.Host(prefetch))
+    wanted, there = run(policy, "cpu", "reference", 64, (150, 21, 1))
+    found, cache = run(policy, "tpu", None, 64, (150, 21, 1))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for here, wanted in zip(by_position(cache), by_position(there), strict=True):
+        assert wanted.keys() == here.keys()
+        for position, numbers in wanted.items():
+            np.testing.assert_array_equal(here[position], numbers)
 
 
 def test_calls_that_the_kernel_does_not_serve_go_another_way():

@@ -86,8 +86,8 @@ def _too_large(found: dict[str, Any]) -> str:
     of = "all of these" if len(large) == len(found) > 1 else ", ".join(large)
     if plan.weights >= plan.memory:
         return (
-            f"Too large, {of}: {has} alone take {readable_bytes(plan.weights)}; more devices divide "
-            "them (--mesh tensor=...)."
+            f"Too large, {of}: {has} alone take {readable_bytes(plan.weights)}; more devices "
+            "divide them (--mesh tensor=...)."
         )
     left = readable_bytes(plan.memory - plan.weights)
     return (

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.codecs import MULTIPLE, Codec
 from kvjax.core.typing import Array
@@ -107,18 +109,29 @@ class Turned(Order):
 
 @dataclass(frozen=True)
 class Whole(Order):
-    """[batch, units, n, 128] of [batch, kv_heads, units, rows, width]: all that a unit has, of all
-    heads, in one piece, as it is fetched from another memory. ``shape``: of that."""
+    """[batch, units, pieces, n, 8, 128] of [batch, kv_heads, units, rows, width]: all that a unit
+    has of a head, or of all heads in one piece, with zeros behind it where it fills no whole tiles:
+    so it is fetched from another memory. ``shape``: [kv_heads, rows, width]; ``apart``: a piece for
+    each head."""
 
     shape: tuple[int, ...] = ()
+    apart: bool = False
 
     def keep(self, x: Array) -> Array:
-        x = x.swapaxes(1, 2)
-        numbers = math.prod(self.shape)
-        return x.reshape(*x.shape[:2], -1, numbers if numbers % LANES else LANES)
+        batch, heads, units = x.shape[:3]
+        # Whole tiles, and none of more rows, which 8 bits would else have: others are turned to be
+        # copied, all of an array before and behind.
+        x = x.swapaxes(1, 2).reshape(batch, units, heads if self.apart else 1, -1)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % (SUBLANES * LANES))))
+        return x.reshape(*x.shape[:3], -1, SUBLANES, LANES)
 
     def give(self, kept: Array) -> Array:
-        return kept.reshape(*kept.shape[:2], *self.shape).swapaxes(1, 2)
+        # As it was fetched: a copy between memories can't turn it as well.
+        kept = with_layout_constraint(kept, Layout(major_to_minor=tuple(range(kept.ndim))))
+        heads = kept.shape[2] if self.apart else self.shape[0]  # of a device, on a mesh
+        numbers = math.prod((heads // kept.shape[2], *self.shape[1:]))
+        x = kept.reshape(*kept.shape[:3], -1)[..., :numbers]
+        return x.reshape(*x.shape[:2], heads, *self.shape[1:]).swapaxes(1, 2)
 
     # Rows and units as one axis: from another memory a TPU takes slices along one alone.
 
@@ -152,6 +165,7 @@ def orders_of(
     head_dim: int,
     parts: int,
     heads: int | None = None,
+    apart: bool = False,
 ) -> Any:
     """The orders of a codec's arrays, as a pytree like its store.
 
@@ -162,6 +176,7 @@ def orders_of(
       head_dim: channels.
       parts: runs of a block's tokens that a kernel reads one after the other.
       heads: of keys, where they are in another memory, from which whole units are fetched.
+      apart: whether devices have some of those heads each.
     """
     shape = (1, heads or 1, 1, block or MULTIPLE, head_dim)
     store = jax.eval_shape(functools.partial(codec.empty, shape))
@@ -171,7 +186,7 @@ def orders_of(
             return AS_IS
         rows, width = x.shape[3:]
         if heads is not None:
-            return Whole(1, 1, (x.shape[1], rows, width))
+            return Whole(1, 1, (x.shape[1], rows, width), apart and x.shape[1] > 1)
         if width == head_dim:
             fold = folded(head_dim) if rows % folded(head_dim) == 0 else 1
             return Rows(2, rows // fold, rows, width, fold)

@@ -72,10 +72,9 @@ class CachePolicy:
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
         """In which order the arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
-        far = placement.behind_tail
-        if far and placement.spread is not None:
-            block = None  # heads are divided among devices: no unit is in one piece
-        settings = block, head_dim, self.parts(head_dim), kv_heads if far else None
+        far, spread = placement.behind_tail, placement.spread
+        apart = spread is not None and spread.heads > 1
+        settings = block, head_dim, self.parts(head_dim), kv_heads if far else None, apart
         platform = placement.platform()
         first, second = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
         return first, second
