@@ -180,11 +180,13 @@ def test_units_on_a_host_are_whole(codec, apart):
     store = codec.encode(numbers)
     for x, order in zip(jax.tree.leaves(store), jax.tree.leaves(orders), strict=True):
         kept = order.keep(x)
-        assert kept.shape[1] == 5 and kept.shape[4:] == (8, 128)
+        assert kept.shape[1] == 5 and kept.shape[3:] == (8, 128)
         np.testing.assert_array_equal(order.give(kept), x)
         np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
         if apart and x.shape[1] > 1:
-            np.testing.assert_array_equal(order.give(kept[:, :, 1:3]), x[:, 1:3])
+            each = kept.shape[2] // 4
+            some = kept[:, :, each : 3 * each]
+            np.testing.assert_array_equal(order.give(some), x[:, 1:3])
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

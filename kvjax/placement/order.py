@@ -26,6 +26,8 @@ class Order:
     axis: int = 2
     step: int = 1
 
+    apart: ClassVar[bool] = False
+    """Whether heads stand one after the other behind the units."""
     turned: ClassVar[bool] = False
     """Whether rows stand along the last axis."""
     read_by_tiles: ClassVar[bool] = False

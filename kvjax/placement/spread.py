@@ -125,8 +125,8 @@ class Spread:
         heads have in common is everywhere."""
 
         def one(x: Any, order: Order) -> PartitionSpec:
-            if order.axis == 1:  # the heads behind it
-                return self.spec(DATA, SEQUENCE, TENSOR if x.shape[2] > 1 else None)
+            if order.axis == 1:  # heads stand behind it
+                return self.spec(DATA, SEQUENCE, TENSOR if order.apart else None)
             between = [None] * (order.axis - 2)
             return self.spec(DATA, TENSOR if x.shape[1] > 1 else None, *between, SEQUENCE)
 

@@ -20,6 +20,9 @@ from kvjax.codecs import MULTIPLE, Codec
 from kvjax.core.typing import Array
 from kvjax.placement.order import AS_IS, LANES, SUBLANES, Order
 
+TILE = SUBLANES * LANES
+"""Numbers of a tile."""
+
 
 @dataclass(frozen=True)
 class Rows(Order):
@@ -109,29 +112,32 @@ class Turned(Order):
 
 @dataclass(frozen=True)
 class Whole(Order):
-    """[batch, units, pieces, n, 8, 128] of [batch, kv_heads, units, rows, width]: all that a unit
-    has of a head, or of all heads in one piece, with zeros behind it where it fills no whole tiles:
-    so it is fetched from another memory. ``shape``: [kv_heads, rows, width]; ``apart``: a piece for
-    each head."""
+    """[batch, units, tiles, 8, 128] of [batch, kv_heads, units, rows, width]: all that a unit has
+    of all heads, or of one head after the other, in whole tiles, with zeros behind it: so it is
+    fetched from another memory. ``shape``: [kv_heads, rows, width]; ``apart``: each head has tiles
+    of its own, so that devices of a mesh may have some each."""
 
     shape: tuple[int, ...] = ()
     apart: bool = False
 
     def keep(self, x: Array) -> Array:
         batch, heads, units = x.shape[:3]
-        # Whole tiles, and none of more rows, which 8 bits would else have: others are turned to be
-        # copied, all of an array before and behind.
+        # No tiles of more rows, which 8 bits would else have: they are turned to be copied, all of
+        # an array before and behind.
         x = x.swapaxes(1, 2).reshape(batch, units, heads if self.apart else 1, -1)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % (SUBLANES * LANES))))
-        return x.reshape(*x.shape[:3], -1, SUBLANES, LANES)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % TILE)))
+        return x.reshape(batch, units, -1, SUBLANES, LANES)
 
     def give(self, kept: Array) -> Array:
         # As it was fetched: a copy between memories can't turn it as well.
         kept = with_layout_constraint(kept, Layout(major_to_minor=tuple(range(kept.ndim))))
-        heads = kept.shape[2] if self.apart else self.shape[0]  # of a device, on a mesh
-        numbers = math.prod((heads // kept.shape[2], *self.shape[1:]))
-        x = kept.reshape(*kept.shape[:3], -1)[..., :numbers]
-        return x.reshape(*x.shape[:2], heads, *self.shape[1:]).swapaxes(1, 2)
+        batch, units, tiles = kept.shape[:3]
+        heads, *unit = self.shape
+        numbers = math.prod(unit if self.apart else self.shape)
+        pieces = tiles // -(-numbers // TILE)
+        heads = pieces if self.apart else heads  # of a device, on a mesh
+        x = kept.reshape(batch, units, pieces, -1)[..., :numbers]
+        return x.reshape(batch, units, heads, *unit).swapaxes(1, 2)
 
     # Rows and units as one axis: from another memory a TPU takes slices along one alone.
 
@@ -186,7 +192,8 @@ def orders_of(
             return AS_IS
         rows, width = x.shape[3:]
         if heads is not None:
-            return Whole(1, 1, (x.shape[1], rows, width), apart and x.shape[1] > 1)
+            shape = x.shape[1], rows, width
+            return Whole(1, 1, shape=shape, apart=apart and x.shape[1] > 1)
         if width == head_dim:
             fold = folded(head_dim) if rows % folded(head_dim) == 0 else 1
             return Rows(2, rows // fold, rows, width, fold)
