@@ -3,6 +3,10 @@
 
 Every cell is compiled by the device's own compiler; nothing runs. Writes
 `results/abstract-devices/DEVICE-jaxVERSION.md`, `.json` and `.png`.
+
+`python -m benchmarks.devices --here` runs them on the device that is here, if JAX sees one: the law
+by its compiler, logits beside the CPU's, and times. Writes `results/DEVICE-jaxVERSION/devices.md`
+and `.json`, which can be handed back.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import kvjax
+from benchmarks import abstract, here
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Found, cell_of, compiled
-from kvjax.memory.devices import plan_on
-from kvjax.memory.shapes import SHAPES
+from kvjax.core.absent import device_of
+from kvjax.memory.devices import compiled_call, plan_on
+from kvjax.memory.shapes import SHAPES, ModelShape
+from kvjax.memory.sizes import abstract_cache
 
 SHARE, LONG = 0.02, 8
 """Of the cache, what temporaries of a step may take; and how often the queries, of 512 tokens."""
@@ -36,11 +43,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
     parser.add_argument("--shapes", help="of benchmarks.abstract.FEATURES, with ';'; default: all")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/abstract-devices")
+    parser.add_argument("--here", action="store_true", help="run on the device that is here")
     parser.add_argument("--quick", action="store_true", help="one policy and shape: a trial run")
     given = parser.parse_args(arguments)
-    given.features = given.shapes.split(";") if given.shapes else list(FEATURES)
+    usual = ["8,192", "32,768"] if given.here else list(FEATURES)
+    given.features = given.shapes.split(";") if given.shapes else usual
     if given.quick:
-        given.policies, given.features = "raw", ["8,192", "32,768"]
+        given.policies, given.features = (
+            "raw",
+            [*abstract.SMALL] if given.here else ["8,192", "32,768"],
+        )
     return given
 
 
@@ -53,7 +65,7 @@ def cell(device: str, policy: str, feature: str, form: str) -> dict[str, Any]:
         found = compiled(one, device)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return about | {"refused": " ".join(str(error).split())[:200]}
-    figures = {k: v for k, v in asdict(found).items() if k != "text"}
+    figures = {k: v for k, v in vars(found).items() if k not in ("text", "program")}
     return about | figures | {
         "whole": found.whole, "limit": limit(found, form),
         "seconds": round(time.perf_counter() - start, 1),
@@ -62,18 +74,37 @@ def cell(device: str, policy: str, feature: str, form: str) -> dict[str, Any]:
 
 def limit(found: Found, form: str) -> int:
     """Bytes that temporaries may take."""
-    return LONG * found.queries if form == CHUNK else int(SHARE * sum(found.cache.values()))
+    most = LONG * found.queries if form == CHUNK else int(SHARE * sum(found.cache.values()))
+    return most + found.ahead
 
 
 def moved(device: str, policy: str) -> dict[str, Any]:
-    """The bytes of a step of the whole model beside the ideal, and seconds to compile for it."""
-    start = time.perf_counter()
+    """The bytes of a step of the whole model beside the ideal, and the seconds that one of four
+    layers takes to compile."""
+    model = model_for(policy, SHAPES[SHAPE].num_hidden_layers)
     try:
-        found = plan_on(SHAPES[SHAPE], POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
+        found = plan_on(model, POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
+        seconds = compiling(device, policy)
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return {"policy": policy, "refused": " ".join(str(error).split())[:200]}
-    seconds = round(time.perf_counter() - start, 1)
-    return {"policy": policy, **asdict(found), "least": found.seconds, "seconds": seconds}
+    return {"policy": policy, **asdict(found), "least": found.seconds, "compiling": seconds}
+
+
+def compiling(device: str, policy: str) -> float:
+    """Seconds to compile a step of four layers."""
+    model, there = model_for(policy, 4), device_of(device)
+    with jax.default_device(there):
+        cache = abstract_cache(model, POLICIES[policy], batch=BATCH, max_len=FILLED)
+        start = time.perf_counter()
+        compiled_call(model, cache, FILLED, None, [0, 1, 2, 3], there, 1)
+        return round(time.perf_counter() - start, 1)
+
+
+def model_for(policy: str, layers: int) -> ModelShape:
+    """The model with so many layers, of which every other one has a window where that counts."""
+    windows = abstract.LAYERS.get(policy, {}).get("windows")
+    each = None if windows is None else tuple(windows) * (layers // len(windows))
+    return replace(SHAPES[SHAPE], num_hidden_layers=layers, windows=each)
 
 
 def run(device: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -102,33 +133,38 @@ def markdown(results: dict[str, Any]) -> str:
     by_cell: dict[tuple[str, str], dict[str, Any]] = {}
     for found in results["cells"]:
         by_cell.setdefault((found["policy"], found["feature"]), {})[found["form"]] = found
-    rows = [["cache", "shape", "MB", STEP, LOOP, CHUNK, "whole", "large"]]
+    rows = [["cache", "shape", "MB", STEP, LOOP, CHUNK, "whole", "large", "s"]]
     for (policy, feature), forms in by_cell.items():
         there = [each for each in forms.values() if "refused" not in each]
         size = f"{sum(there[0]['cache'].values()) / 1e6:,.1f}" if there else ""
         rows.append([
             policy, feature, size, *(_temporaries(forms[form]) for form in (STEP, LOOP, CHUNK)),
             "yes" if all(each["whole"] for each in there) else "**no**",
-            str(sum(len(each["large"]) for each in there) or ""),
+            str(sum(len(each["large"]) for each in there if each["form"] != CHUNK) or ""),
+            f"{sum(each['seconds'] for each in there):.0f}",
         ])  # fmt: skip
-    steps = [["cache", "moves, MB", "ideal, MB", "over the ideal", "limit", "at least, ms"]]
+    steps = [[
+        "cache", "moves, MB", "ideal, MB", "over the ideal", "limit", "at least, ms",
+        "4 layers compile, s",
+    ]]  # fmt: skip
     for found in results["steps"]:
         if "refused" in found:
-            steps.append([found["policy"], found["refused"], "", "", "", ""])
+            steps.append([found["policy"], found["refused"], "", "", "", "", ""])
             continue
         most = LIMITS.get(found["policy"])
         steps.append([
             found["policy"], f"{found['moved'] / 1e6:,.0f}", f"{found['ideal'] / 1e6:,.0f}",
             f"{found['moved'] / found['ideal']:.3f}", "" if most is None else f"{most:.2f}",
-            f"{1e3 * found['least']:.1f}",
+            f"{1e3 * found['least']:.1f}", f"{found['compiling']:.1f}",
         ])  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return f"""# Compiled for a {results["device"]}, of which nothing ran
 
 {versions}. A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192
 slots where the shape says nothing else. Megabytes of temporaries beside the donated cache; bold:
-above {100 * SHARE:.0f} % of the cache, or, of 512 tokens, above {LONG} times the queries. *whole*:
-the cache is updated where it stands. *large*: results of half a layer's body, in all forms.
+above {100 * SHARE:.0f} % of the cache, or, of 512 tokens, above {LONG} times the queries, beside
+layers that are fetched ahead. *whole*: the cache is updated where it stands. *large*: results of
+half a layer's body, of a step and of a loop. *s*: seconds to compile, all three.
 
 {table(rows)}
 
@@ -171,6 +207,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it."""
     given = parse(arguments)
+    if given.here:
+        here.main(given.policies.split(","), given.features, given.out)
+        return
     out = given.out or Path(__file__).parent / "results" / "abstract-devices"
     out.mkdir(parents=True, exist_ok=True)
     for device in given.devices.split(","):

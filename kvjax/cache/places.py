@@ -1,5 +1,6 @@
 """Where each array of a cache is, and arrays that are not there, to compile for."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,9 @@ def places(cache: KVCache, device: Any = None) -> Any:
     def of(layer: Any) -> Any:
         kind = layer.policy.placement.memory_kind
         if spread is not None:
-            specs = layer.specs()
+            specs, of_body = layer.specs(), functools.partial(spread.sharding, kind=kind)
             every = jax.tree.map(spread.sharding, specs)
-            body = jax.tree.map(
-                lambda spec: spread.sharding(spec, kind), (specs.keys, specs.values)
-            )
+            body = jax.tree.map(of_body, (specs.keys, specs.values))
         else:
             far = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
             every = jax.tree.map(lambda _: near, layer)

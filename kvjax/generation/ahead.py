@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax
 import numpy as np
@@ -94,7 +94,7 @@ def compile(
             found = compiled_for(lm, policy, batch, options, device)
             count = len(found)
         else:
-            ready = _Ready(lm, batch, options)
+            ready = _Ready(cast(LanguageModel, lm), batch, options)
             for least, most in ready.capacities:
                 ready.at(least, most)
             found, count = ready.executables, ready.programs

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import unwrap
 from typing import Any
 
 import jax
@@ -136,7 +137,7 @@ class _Programs:
 
     def prefill(self, width: int) -> jax.stages.Compiled:
         """Of a chunk of so many tokens."""
-        call = functools.partial(programs.prefill.__wrapped__, self._model.architecture)
+        call = functools.partial(unwrap(programs.prefill), self._model.architecture)
         chunk = (
             self._of_rows(jnp.int32, width), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
         )  # fmt: skip
@@ -150,7 +151,7 @@ class _Programs:
         filters = self._request.filters
 
         def call(logits: Any, settings: Any, limit: Any, seen: Any) -> Any:
-            return programs.begin.__wrapped__(logits, filters, settings, limit, seen)
+            return unwrap(programs.begin)(logits, filters, settings, limit, seen)
 
         given = self._logits, self._request.settings, self._limit, self._seen
         return self._compiled(call, (3,), given, (self._progress, self._seen))
@@ -158,7 +159,7 @@ class _Programs:
     def decode(self) -> jax.stages.Compiled:
         """Of the decode loop."""
         call = functools.partial(
-            programs.decode.__wrapped__, self._model.architecture, self._request.filters
+            unwrap(programs.decode), self._model.architecture, self._request.filters
         )
         given = (
             self._model.params, self._context, self._progress, self._seen,
@@ -169,7 +170,7 @@ class _Programs:
             call, (1, 3), given, (self._context, self._progress, self._seen, chosen)
         )
 
-    def _of_rows(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def _of_rows(self, dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((self._rows, *shape), dtype)
 
     def _compiled(

@@ -106,7 +106,7 @@ def plan_on(
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
         check_host(device, any(layer.policy.placement.behind_tail for layer in cache.layers))
         groups = _alike(cache)
-        compiled = functools.partial(_compiled, model, cache, max_len, mesh)
+        compiled = functools.partial(compiled_call, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
         step, prompt = compiled(first, device, 1), compiled(first, device, chunk)
         moved, *exchanged = base = _of_step(step, devices)
@@ -173,7 +173,7 @@ def _alike(cache: KVCache) -> list[list[int]]:
     return list(found.values())
 
 
-def _compiled(
+def compiled_call(
     model: Any, cache: KVCache, max_len: int, mesh: Mesh | None, layers: list[int], device: Any,
     new: int,
 ) -> jax.stages.Compiled:  # fmt: skip

@@ -52,11 +52,8 @@ class Host(Device):
         there, a call's keys and the rows' lengths."""
         if after is None or not is_traced(after[0]):
             return _fetched(part)
-        if self.platform() != "cpu":
-            part, _ = lax.optimization_barrier((part, after[0]))
-            return _fetched(part)
-        # The CPU's compiler drops the barrier, or copies for it, and would fetch all layers at
-        # once. This is always true, which it can't know.
+        # Compilers drop a barrier, or copy on the host for it, and would fetch all layers at once.
+        # This is always true, which they can't know.
         there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
         empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         return lax.cond(there, _fetched, empty, part)
