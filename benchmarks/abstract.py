@@ -14,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 import kvjax
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import share_of
-from kvjax.core.absent import device_of
+from kvjax.core.absent import compiling_for, device_of
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
@@ -93,7 +93,7 @@ def compiled(cell: Cell, device: Any) -> Found:
     mesh = device if isinstance(device, Mesh) else None
     device = device_of(device if mesh is None else mesh.devices.flat[0])
     new = NEW[cell.form]
-    with jax.default_device(device):
+    with compiling_for(device):
         make = functools.partial(
             kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len,
             mesh=mesh,
@@ -177,12 +177,13 @@ POLICIES: dict[str, Any] = {
     ),
     "host": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host()),
     "host 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
+    "host 4 bits": kvjax.policy("offloaded_static", bits=4),
 }  # fmt: skip
 """What the law is shown for, by name."""
 
 LAYERS: dict[str, dict[str, Any]] = {
     "hybrid": {"layers": 2, "windows": (1024, None)},
-    "host 1 ahead": {"layers": 2},
+    "host 1 ahead": {"layers": 3},
 }
 """Policies whose cells have more than one layer: how many, and their windows."""
 

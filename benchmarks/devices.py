@@ -25,7 +25,7 @@ import jax
 import kvjax
 from benchmarks import abstract, here
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Found, cell_of, compiled
-from kvjax.core.absent import device_of
+from kvjax.core.absent import compiling_for, device_of
 from kvjax.memory.devices import compiled_call, plan_on
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.memory.sizes import abstract_cache
@@ -93,7 +93,7 @@ def moved(device: str, policy: str) -> dict[str, Any]:
 def compiling(device: str, policy: str) -> float:
     """Seconds to compile a step of four layers."""
     model, there = model_for(policy, 4), device_of(device)
-    with jax.default_device(there):
+    with compiling_for(there):
         cache = abstract_cache(model, POLICIES[policy], batch=BATCH, max_len=FILLED)
         start = time.perf_counter()
         compiled_call(model, cache, FILLED, None, [0, 1, 2, 3], there, 1)

@@ -198,8 +198,8 @@ def markdown(found: dict[str, Any]) -> str:
 
 A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192 slots where the
 shape says nothing else, behind a text that fills them: medians of {REPEATS} runs, a call of a
-layer (of two, where the cache is hybrid or fetched ahead), of a loop each of its steps. *Moves*:
-counted in the program, and what that makes a second.
+layer (of two, where the cache is hybrid, of three, where it is fetched ahead), of a loop each step
+of it. *Moves*: counted in the program, and what that makes a second.
 
 {cells}
 """

@@ -16,7 +16,9 @@ from benchmarks import (
     capacity,
     compiling,
     decode,
+    devices,
     endless,
+    here,
     memory,
     peers,
     placement,
@@ -264,3 +266,24 @@ def test_slow_compiling_is_said():
     ]
     shallow = cell | {"layers": 4, "warm": [{"step": slow, "prompt": slow}]}
     assert not compiling.slow({"cells": [shallow]})
+
+
+def test_cells_on_the_device_that_is_here(tmp_path):
+    devices.main(["--here", "--quick", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "devices.json").read_text())
+    assert [cell["form"] for cell in found["cells"]] == ["step", "while_loop", "512 tokens"]
+    assert all(cell["whole"] and cell["milliseconds"] > 0 for cell in found["cells"])
+    (agreement,) = found["logits"]
+    assert agreement["policy"] == "raw" and agreement["error"] <= agreement["allowed"]
+    table = (tmp_path / "devices.md").read_text()
+    assert "| raw | 1,024 of a row | step |" in table and "| agrees |" in table
+
+
+def test_what_differs_ends_with_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "disagreement", lambda policy, device: {
+        "policy": policy, "error": 1.0, "allowed": 1e-3, "agrees": False,
+    })  # fmt: skip
+    monkeypatch.setattr(here, "run_cells", lambda *_: [here.Run("4 bits", "8,192", "step")])
+    with pytest.raises(SystemExit, match="not as they should be: raw, 4 bits"):
+        here.main(["raw"], ["8,192"], tmp_path)
+    assert "**differs**" in (tmp_path / "devices.md").read_text()

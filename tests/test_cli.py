@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import cli, models
 from kvjax.core.progress import heard_by
+from kvjax.memory.devices import DevicePlan
 
 STATS = {
     "moves",
@@ -347,6 +348,8 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--config", config, "--shape", "gpt2"): "give one of --model",
         ("--shape", "gpt2", "--max-len", 0): "max_len must be a whole number, at least 1, got 0",
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
+        ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': there are v5e, v6e, v5p",
+        ("--device", "v5e", "--memory", "16GB"): "--device has a memory and a compiler of its own",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
         ("--shape", "gpt2", "--memory", 80): "'80' is a size without a unit: 80GB, perhaps",
@@ -357,6 +360,39 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         assert_refused(run("plan", *refused), message)
     config.write_text("{", encoding="utf-8")
     assert_refused(run("plan", "--config", config), "not valid JSON")
+
+
+def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
+    weights = []
+
+    def plan_on(model, choice, *, device, batch, max_len):
+        cache = {"device": int(1.05e9 if choice.keys == kvjax.Raw() else 9e7 + 1e7)}
+        numbers = dict(temporaries=10**7, code=0, moved=10**9, ideal=10**9, layers=2)
+        return DevicePlan("TPU v5 lite", 16 * 10**9, 8e11, weights[-1], cache, **numbers)
+
+    monkeypatch.setattr("kvjax.memory.devices.plan_on", plan_on)
+    command = "plan", "--shape", "gpt2", "--device", "v5e", "--max-len", 64
+    sentences = [
+        (15e9, "Too large, static: it has 16 GB, and the weights take 15 GB, which leaves 1 GB"),
+        (15.9e9, "Too large, all of these: it has 16 GB, and the weights take 15.9 GB, which"),
+        (17e9, "Too large, all of these: it has 16 GB, and the weights alone take 17 GB; more"),
+        (1e9, ""),
+    ]
+    for taken, sentence in sentences:
+        weights.append(int(taken))
+        code, out, _ = run(*command)
+        assert code == 0 and "compiled for TPU v5 lite with 16 GB, of which nothing ran" in out
+        assert sentence in out and ("Too large" in out) == bool(sentence)
+        assert "and sends" not in out
+    found = json.loads(run(*command, "--json")[1])
+    assert found["mesh"] is None and found["plans"]["static"]["moved"] == 10**9
+
+
+def test_plan_for_a_device_names_packages_that_are_missing(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for device, words in {"v6e": "needs libtpu", "h200": "needs jax-cuda12-plugin and"}.items():
+        given = "plan", "--shape", "gpt2", "--device", device, "--max-len", 64
+        assert_refused(run(*given), words)
 
 
 def test_info(run, tiny_llama_dir):

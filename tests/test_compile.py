@@ -42,6 +42,8 @@ def test_generation_compiles_nothing_afterwards(lm, name):
     made = kvjax.compile(lm, policy, batch=2, **settings)
     assert made.compilations >= made.programs and made.seconds > 0
     assert made.temporaries is None or made.temporaries > 0
+    assert len(made.executables) == made.programs - 1  # all but the first token's
+    assert all(name.startswith(("prefill", "decode")) for name in made.executables)
     for length in (1, 15, 16, 17, 32, 33, 50, 64, 65, max_len - 1):
         prompts = [prompt(length), prompt(1 + length // 3)]
         for count in {1, min(3, max_len - length), max_len - length}:

@@ -20,6 +20,7 @@ needs_nbclient = pytest.mark.skipif(
 
 
 SMALLER = {
+    "devices.ipynb": {"CELLS = []": 'CELLS = ["--quick"]'},
     "caches.ipynb": {"steps=1100": "steps=150", "[64, 256, 1024, 4096, 16384]": "[64, 256]"},
     "placement.ipynb": {
         "count=500": "count=100",

@@ -118,6 +118,48 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict
             np.testing.assert_array_equal(here[position], numbers)
 
 
+RECOMPUTED = [
+    ("raw", "tpu"), ("int4-int2", "tpu"), ("int4", "gpu"),
+    *(pytest.param(name, "tpu", marks=pytest.mark.rare)
+      for name in ("int8", "sinks-int2", "rotated", "float8", "centred")),
+    *(pytest.param(name, "gpu", marks=pytest.mark.rare) for name in ("raw", "int8", "float8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "platform"), RECOMPUTED)
+def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
+    """The recompute law of the kernels and of folded products: a text gets, cut anyhow, what one
+    pass gives it, and the same arrays."""
+    if platform == "gpu":
+        monkeypatch.setattr(common, "INTERPRETED", True)  # as is strict for TPUs' alone
+    policy, total = POLICIES[name], 322
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=64)
+    generator = np.random.default_rng(1)
+    text = [generator.normal(size=(2, n, total, 64)).astype("float32") for n in (HEADS, KV, KV)]
+
+    def fed(platform, path, calls):
+        with computing_on(platform):
+            cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
+        begin, found = 0, []
+        for new in calls:
+            some = (x[:, :, begin : begin + new] for x in text)
+            mixed, cache = call(cache, *some, jnp.array([new, new]), path)
+            found.append(np.asarray(mixed))
+            begin += new
+        return np.concatenate(found, axis=2), cache
+
+    whole = (160, 160, 2) if "sinks" in name else (total,)  # of a ring as much as it has slack for
+    wanted, _ = fed("cpu", "reference", whole)
+    runs = [fed(platform, None, cut) for cut in ((96, 1, 96, 96, 33), (130, 1, 130, 61))]
+    for found, _ in runs:
+        np.testing.assert_allclose(found, wanted, atol=5e-6 * np.abs(wanted).max())
+    assert interpreter.races is None or not interpreter.races.races_found
+    for one, other in zip(*(by_position(cache) for _, cache in runs), strict=True):
+        assert one.keys() == other.keys()
+        for position, numbers in one.items():
+            np.testing.assert_array_equal(other[position], numbers)
+
+
 @pytest.mark.parametrize(
     "settings",
     [(("window", 70),), (("chunk", 96), ("soft_cap", 5.0)), (("window", 70), ("sinks", 3))],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.memory.links import collectives
 from kvjax.memory.traffic import by_instruction, bytes_moved, large_results
 
 KIB = 1024
@@ -335,3 +336,37 @@ def test_a_row_that_is_written_here_is_no_large_result():
     program = str(jax.jit(write, donate_argnums=0).lower(*given).compile().as_text())
     assert bytes_moved(program) < 4 * KIB
     assert large_results(program, 4 * KIB) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("{{0,1,2,3}}", 4), ("{{0,2},{1,3}}", 2), ("[4,2]<=[8]", 2), ("{}", 8),
+        ("mesh['data'=2,'tensor'=4] {'tensor'}", 4),
+        ("mesh['data'=2,'tensor'=4] {'data','tensor'}", 8), ("mesh['axis_0'=8] {'axis_0':(1)2}", 2),
+    ],
+)  # fmt: skip
+def test_who_takes_part_in_a_collective(groups, devices):
+    program = text(
+        f"{A}ROOT %r = f32[1024]{{0}} all-reduce(%a), replica_groups={groups}, to_apply=%add",
+        add="ROOT %s = f32[] parameter(0)",
+    )
+    (found,) = collectives(program, 8)
+    assert (found.kind, found.bytes, found.devices) == ("all-reduce", 4 * KIB, devices)
+    assert found.sent == 2 * (devices - 1) * 4 * KIB // devices
+
+
+@pytest.mark.parametrize(
+    ("line", "sent"),
+    [
+        ("f32[4096]{0} all-gather(%a), replica_groups={{0,1,2,3}}, dimensions={0}", 12 * KIB),
+        ("(f32[1024]{0}, f32[4096]{0}) all-gather-start(%a), replica_groups={{0,1,2,3}}", 12 * KIB),
+        ("f32[256]{0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, to_apply=%add", 3 * KIB),
+        ("f32[1024]{0} all-to-all(%a), replica_groups={{0,1,2,3}}, dimensions={0}", 3 * KIB),
+        ("f32[1024]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}", 4 * KIB),
+        ("f32[1024]{0} negate(%a), metadata={}", None),
+    ],
+)
+def test_bytes_that_a_device_sends(line, sent):
+    found = collectives(text(f"{A}ROOT %r = {line}", add="ROOT %s = f32[] parameter(0)"))
+    assert [each.sent for each in found] == ([] if sent is None else [sent])

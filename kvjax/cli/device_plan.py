@@ -81,7 +81,7 @@ def _too_large(found: dict[str, Any]) -> str:
     if not large:
         return ""
     plan = found[large[0]]
-    each = "Each" if plan.devices > 1 else "It"
+    each = "each" if plan.devices > 1 else "it"
     has = f"{each} has {readable_bytes(plan.memory)}, and the weights"
     of = "all of these" if len(large) == len(found) > 1 else ", ".join(large)
     if plan.weights >= plan.memory:

@@ -8,6 +8,9 @@ import functools
 import importlib.util
 import math
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +129,13 @@ def kind_of(device: Any) -> Kind | None:
     return next((kind for kind in KINDS.values() if kind.name and kind.name in given), None)
 
 
-def is_absent(device: Any) -> bool:
-    """Whether a device is one of a topology alone, on which nothing runs."""
-    try:
-        here = jax.devices(device.platform)
-    except RuntimeError:
-        return True
-    return all(device is not each for each in here)
+@contextmanager
+def compiling_for(device: Any) -> Iterator[None]:
+    """It is the default device, and a cache of programs, which can't give back those of a device
+    that is not here, is not heard of."""
+    with jax.default_device(device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation cache")
+        yield
 
 
 def check_host(device: Any, far: bool) -> None:

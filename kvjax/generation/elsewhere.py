@@ -13,7 +13,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from kvjax.cache.creation import allocate
 from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import check_host, device_of
+from kvjax.core.absent import check_host, compiling_for, device_of
 from kvjax.generation import programs
 from kvjax.generation.model import Model
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
@@ -83,7 +83,7 @@ def compiled_for(
     device = device_of(device if mesh is None else mesh.devices.flat[0])
     model = Shapes.of(lm, mesh)
     request = prepare(model, [[0]] * batch, options)
-    with jax.default_device(device):
+    with compiling_for(device):
         first = _cache(model, policy, request, None)
         check_host(device, any(each.policy.placement.behind_tail for each in first.layers))
         found: dict[str, jax.stages.Compiled] = {}

@@ -18,7 +18,7 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import check_host, device_of, kind_of
+from kvjax.core.absent import check_host, compiling_for, device_of, kind_of
 from kvjax.core.checks import whole_number
 from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
@@ -102,7 +102,7 @@ def plan_on(
     chunk = min(
         whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
     )
-    with jax.default_device(device):
+    with compiling_for(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
         check_host(device, any(layer.policy.placement.behind_tail for layer in cache.layers))
         groups = _alike(cache)
