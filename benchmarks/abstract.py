@@ -30,7 +30,8 @@ NEW = {STEP: 1, LOOP: 1, CHUNK: 512}
 class Cell:
     """A layer, and a call: ``policy`` of the cache, ``form`` of the program, ``max_len`` slots,
     rows, heads of queries and of keys, channels. ``layers``: more than one, where bodies are
-    fetched ahead; ``windows`` of the layers, where they have some."""
+    fetched ahead; ``windows`` of the layers, where they have some; ``path``: of attention, by
+    default the table's; ``new``: tokens of a row's call, where they are not those of its form."""
 
     policy: Any
     form: str = STEP
@@ -42,6 +43,8 @@ class Cell:
     layers: int = 1
     dtype: str = "bfloat16"
     windows: tuple[int | None, ...] | None = None
+    path: str | None = None
+    new: int | None = None
 
     @property
     def config(self) -> ModelShape:
@@ -92,7 +95,7 @@ def compiled(cell: Cell, device: Any) -> Found:
     """Compile a cell's program for a device, its name, or a mesh of some."""
     mesh = device if isinstance(device, Mesh) else None
     device = device_of(device if mesh is None else mesh.devices.flat[0])
-    new = NEW[cell.form]
+    new = cell.new or NEW[cell.form]
     with compiling_for(device):
         make = functools.partial(
             kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len,
@@ -109,7 +112,7 @@ def compiled(cell: Cell, device: Any) -> Found:
             for heads in (cell.heads, cell.kv_heads)
         )
         program = jax.jit(
-            _PROGRAMS[cell.form], donate_argnums=2,
+            functools.partial(_PROGRAMS[cell.form], path=cell.path), donate_argnums=2,
             in_shardings=(*near, there), out_shardings=(near[0], there),
         )  # fmt: skip
         found = program.lower(queries, keys, arguments(cache, there)).compile()
@@ -133,10 +136,10 @@ def compiled(cell: Cell, device: Any) -> Found:
     )
 
 
-def _step(queries: Any, keys: Any, cache: Any) -> Any:
+def _step(queries: Any, keys: Any, cache: Any, path: str | None = None) -> Any:
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys)
-        queries = kvjax.attend(queries, cache, layer)
+        queries = kvjax.attend(queries, cache, layer, path=path)
         keys = _next(keys, queries)
     return queries, kvjax.advance(cache, keys.shape[2])
 
@@ -148,13 +151,13 @@ def _next(keys: Any, queries: Any) -> Any:
     return keys + queries.reshape(batch, heads, -1, new, head_dim)[:, :, 0] / 4
 
 
-def _loop(queries: Any, keys: Any, cache: Any) -> Any:
+def _loop(queries: Any, keys: Any, cache: Any, path: str | None = None) -> Any:
     def go_on(carry: Any) -> Any:
         return jnp.all(carry[1].length < carry[2])
 
     def one(carry: Any) -> Any:
         queries, cache, stop = carry
-        return *_step(queries, _next(keys, queries), cache), stop
+        return *_step(queries, _next(keys, queries), cache, path), stop
 
     return lax.while_loop(go_on, one, (queries, cache, cache.length[0] + 100))[:2]
 

@@ -21,7 +21,7 @@ TABLE = (
     ("cpu", None, None, "blocks"),
     (None, True, None, "blocks"),  # fetches what is filled, and no more
     ("tpu", None, None, "pallas"),
-    ("gpu", None, SHORT, "pallas"),
+    ("gpu", None, None, "pallas"),
     (None, None, SHORT, "buckets"),
     (None, None, None, "blocks"),
 )

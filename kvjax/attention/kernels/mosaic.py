@@ -214,7 +214,7 @@ def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
     return heads, tile, together
 
 
-def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
+def refusals(section: Section, head_dim: int) -> dict[str, object]:
     """What the kernel can't read, and whether a section is such."""
     parts = max(in_tiles(codec).parts for codec in section.codecs) * folded_sides(section.orders)
     ordered = all(order.read_by_tiles for order in jax.tree.leaves(section.orders))

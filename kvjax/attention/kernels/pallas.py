@@ -16,8 +16,8 @@ def pallas(call: Call) -> Mixed:
     smaller one: by Mosaic on TPUs, by Triton elsewhere.
 
     Raises:
-      ValueError: if the call has a bias or too many queries, or the layer is stored in a way that
-        the kernel can't read.
+      ValueError: if the call has a bias, or the layer is stored in a way that the kernel can't
+        read.
     """
     largest = max(call.sections, key=lambda each: each.size * each.unit)
     refuse("pallas", refusals(call, largest))
@@ -35,12 +35,12 @@ def refusals(call: Call, section: Section) -> dict[str, object]:
     if section.placement.behind_tail:
         return {"reads nothing on the host": True}
     kernel = _kernels()
-    rows, head_dim = call.rows(section).shape[2:]
+    head_dim = call.queries.shape[3]
     return {
         "adds no bias to scores": call.mask.bias is not None,
         f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
         "reads no keys that are stored before their rotation": section.table is not None,
-        **kernel.refusals(section, rows, head_dim),
+        **kernel.refusals(section, head_dim),
     }  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""A kernel for a few queries a row over a long text: flash decoding, in Pallas.
+"""A kernel for queries over a long text: flash attention and flash decoding, in Pallas.
 
-The filled part of a row is divided among programs, each of which walks its share with the online
-softmax, and their results are merged by log-sum-exp (Dao, Haziza, Massa and Sizov, "Flash-Decoding
-for long-context inference", 2023). Stores are read as they lie: a codec's own ``decode`` runs in
-the kernel, on a tile, and no decoded tile leaves it.
+Rows of queries are divided among programs, each of which walks the text with the online softmax
+(Dao, Fu, Ermon, Rudra and Ré, arXiv:2205.14135). Where there are few, the filled part of a row is
+divided as well, and results are merged by log-sum-exp (Dao, Haziza, Massa and Sizov,
+"Flash-Decoding for long-context inference", 2023). Stores are read as they lie: a codec's own
+``decode`` runs in the kernel, on a tile, and no decoded tile leaves it.
 
 It is plain ``pallas_call``, for GPUs, where Pallas lowers it by Triton. No device has run it.
 """
@@ -27,7 +28,7 @@ from kvjax.core.typing import Array
 TILE = 64
 """Tokens that a program reads together, at least a block."""
 MOST = 64
-"""Rows of queries a head of keys, at most: they all stay in a program's registers."""
+"""Rows of queries of a program, at most: they all stay in its registers."""
 PROGRAMS = 256
 """Programs of a call, about: some for each of a GPU's multiprocessors."""
 FEWEST = 4
@@ -45,28 +46,38 @@ def decode(reading: Reading) -> Partial:
     units = leaves[0].shape[2]
     tile = min(max(TILE // section.unit, 1), units)
     tile = 1 << tile.bit_length() - 1  # a power of two
-    written = pl.next_power_of_2(rows)
+    written = min(pl.next_power_of_2(rows), MOST)
+    blocks = -(-rows // written)
     same = max(ROWS // written, 1)  # a matrix unit takes so many more
-    queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, written - rows), (0, 0)))
+    padding = blocks * written - rows
+    queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
     queries = jnp.repeat(queries, same, axis=2)
-    at = reading.at(1, written)
+    at = reading.at(blocks, written)
     scalars, _ = reading.scalars(tile * section.unit, at)
-    at, scalars = jnp.repeat(at[:, 0], same, axis=1), scalars[:, 0]
-    splits = _splits(batch * kv_heads, -(-(section.first + section.size) // tile))
+    at = jnp.repeat(at, same, axis=2)
+    splits = _splits(batch * kv_heads * blocks, -(-(section.first + section.size) // tile))
+    queries = queries.reshape(batch, kv_heads * blocks, written * same, head_dim)
     arrays = [queries, scalars, at]
-    specs = [_spec(x.shape, kv_heads, heads=n == 0) for n, x in enumerate(arrays)]
-    specs += [_spec(x.shape, kv_heads, heads=True) for x in leaves]
+    # A program for each row, head of keys and block of queries, and share of the text.
+    specs = [
+        pl.BlockSpec((None, None, *queries.shape[2:]), lambda b, h, s: (b, h, 0, 0)),
+        *(
+            pl.BlockSpec((None, None, x.shape[2]), lambda b, h, s: (b, h % blocks, 0))
+            for x in (scalars, at)
+        ),
+        *(_store(x.shape, kv_heads, blocks) for x in leaves),
+    ]
     shapes: list[tuple[int, ...]] = [(written,), (written,), (written, head_dim)]
     kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, splits)
 
     def run(*arrays: Array, interpret: bool) -> Any:
         return pl.pallas_call(
             kernel,
-            grid=(batch, kv_heads, splits),
+            grid=(batch, kv_heads * blocks, splits),
             in_specs=specs,
             out_specs=[_share_of(each) for each in shapes],
             out_shape=[
-                jax.ShapeDtypeStruct((batch, kv_heads, splits, *each), jnp.float32)
+                jax.ShapeDtypeStruct((batch, kv_heads * blocks, splits, *each), jnp.float32)
                 for each in shapes
             ],
             interpret=interpret,
@@ -74,18 +85,19 @@ def decode(reading: Reading) -> Partial:
         )(*arrays)
 
     parts = compiled(run, *arrays, *leaves)
-    found = Partial(*(x[:, :, :, :rows] for x in parts)).joined(2)
+    joined = Partial(*parts).joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in parts))
+    every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in joined)
+    found = Partial(*(x[:, :, :rows] for x in every))
     return found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
 
 
-def refusals(section: Section, rows: int, head_dim: int) -> dict[str, object]:
+def refusals(section: Section, head_dim: int) -> dict[str, object]:
     """What the kernel can't read, and whether a section is such."""
     stores = section.keys, section.values
     cores = [in_tiles(codec).core for codec in section.codecs]
     units = [math.prod(x.shape[3:]) for x in jax.tree.leaves(stores)]
     plain = all(core.known for core in cores) and all(map(_plain, section.codecs, stores))
     return {
-        f"takes {MOST} rows of queries a head of keys, not {rows}": rows > MOST,
         f"takes a head_dim that is a power of two, not {head_dim}": head_dim & head_dim - 1,
         f"can't decode {section.codecs} in a kernel": not plain,
         "takes units of a power of two of numbers": any(unit & unit - 1 for unit in units),
@@ -152,13 +164,11 @@ def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *re
         ref[...] = x.reshape(ref.shape[0], -1, *x.shape[1:]).max(1)
 
 
-def _spec(shape: tuple[int, ...], kv_heads: int, heads: bool) -> pl.BlockSpec:
+def _store(shape: tuple[int, ...], kv_heads: int, blocks: int) -> pl.BlockSpec:
     """A row of an array, of one head where it has heads."""
-    rest = (0,) * (len(shape) - (2 if heads else 1))
-    if not heads:
-        return pl.BlockSpec((None, *shape[1:]), lambda b, h, s: (b, *rest))
+    rest = (0,) * (len(shape) - 2)
     own = int(shape[1] > 1 or kv_heads == 1)
-    return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, s: (b, h * own, *rest))
+    return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, s: (b, h // blocks * own, *rest))
 
 
 def _share_of(shape: tuple[int, ...]) -> pl.BlockSpec:
