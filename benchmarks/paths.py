@@ -37,9 +37,9 @@ def row(device: str, policy: str, new: int, path: str) -> dict[str, Any]:
         found = compiled(cell, device)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return about | {"refused": " ".join(str(error).split())[:100]}
-    cache = sum(found.cache.values())
+    moved = bytes_moved(found.text, TURNS.get(path, 1)) / sum(found.cache.values())
     return about | {
-        "moved": bytes_moved(found.text, TURNS.get(path, 1)) / cache, "temporaries": found.temporaries / 1e6,
+        "moved": moved, "temporaries": found.temporaries / 1e6,
         "large": len(found.large), "whole": found.whole,
     }  # fmt: skip
 
@@ -83,8 +83,9 @@ def main() -> None:
 
 `python -m benchmarks.paths`: a layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128
 channels, 8,192 slots, full. Bold: what the table takes. *Moves*: bytes of the device's memory, over
-those of the cache. *Large*: results of half a layer's body, those of the queries of long calls
-among them. Nothing ran.
+those of the cache; a kernel reads its operands once there, though it may fetch some again for other
+queries, and of walks on TPUs it is the least, for the text does not tell their turns. *Large*:
+results of half a layer's body, those of the queries of long calls among them. Nothing ran.
 
 {markdown(device)}
 """

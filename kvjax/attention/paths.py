@@ -25,7 +25,8 @@ TABLE = (
     (None, None, SHORT, "buckets"),
     (None, None, None, "blocks"),
 )
-"""The first line that fits, and whose path serves the call, counts."""
+"""The first line that fits, and whose path serves the call, counts. Those of TPUs and GPUs go by
+what their compilers show (``benchmarks/results/abstract-devices/paths-v5e.md``, ``-h200.md``)."""
 
 
 def _pallas(call: Call) -> Mixed:
