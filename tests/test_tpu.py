@@ -19,6 +19,7 @@ import kvjax
 from kvjax.attention.kernels import common, mosaic
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.device import computing_on
+from kvjax.placement.spread import Spread
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
 
@@ -154,10 +155,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     for found, _ in runs:
         np.testing.assert_allclose(found, wanted, atol=5e-6 * np.abs(wanted).max())
     assert interpreter.races is None or not interpreter.races.races_found
-    for one, other in zip(*(by_position(cache) for _, cache in runs), strict=True):
-        assert one.keys() == other.keys()
-        for position, numbers in one.items():
-            np.testing.assert_array_equal(other[position], numbers)
+    assert_same(*(by_position(cache) for _, cache in runs))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +238,52 @@ def test_bodies_on_the_host_of_a_tpu(name, prefetch):
     found, cache = run(policy, "tpu", None, 64, (150, 21, 1))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    for here, wanted in zip(by_position(cache), by_position(there), strict=True):
-        assert wanted.keys() == here.keys()
-        for position, numbers in wanted.items():
+    assert_same(by_position(cache), by_position(there))
+
+
+@pytest.mark.parametrize("name", ["raw", "int4"])
+def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
+    """And, on a mesh, to other devices: what is kept in another order there is turned."""
+    policy, numbers = replace(POLICIES[name], placement=kvjax.Host()), {}
+    _, cache = run(policy, "tpu", None, 64, (200,))
+    wanted = by_position(cache)
+    with computing_on("tpu"):
+        for placement in (kvjax.Device(), kvjax.Host(), kvjax.Device()):
+            cache = kvjax.migrate(cache, placement)
+            numbers[placement] = by_position(cache)
+    for found in numbers.values():
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
+    """Each device has the units of its heads, which go from one device there, and back."""
+    monkeypatch.setattr(Spread, "platform", "tpu")
+    policy = replace(POLICIES[name], placement=kvjax.Host())
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=4, head_dim=64)
+    numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 200, 64)), "float32")
+    mesh = kvjax.make_mesh(tensor=2)
+
+    def filled(mesh):
+        cache = kvjax.init_cache(config, policy, batch=2, max_len=256, mesh=mesh)
+        cache = kvjax.append(cache, 0, numbers, numbers, lengths=jnp.array([200, 3]))
+        return kvjax.advance(cache, 200, jnp.array([200, 3]))
+
+    with computing_on("tpu"):
+        wanted = by_position(filled(None))
+        spread = filled(mesh)
+        assert_same(by_position(spread), wanted)
+        assert_same(by_position(kvjax.select(spread, jnp.array([1, 0]))), wanted[::-1])
+        assert_same(by_position(kvjax.grow(filled(mesh), 512)), wanted)
+        assert_same(by_position(kvjax.migrate(spread, mesh=None)), wanted)
+        assert_same(by_position(kvjax.migrate(filled(None), mesh=mesh)), wanted)
+
+
+def assert_same(found, wanted):
+    """Bit for bit, by row and position."""
+    for here, there in zip(found, wanted, strict=True):
+        assert here.keys() == there.keys()
+        for position, numbers in there.items():
             np.testing.assert_array_equal(here[position], numbers)
 
 

@@ -1,5 +1,6 @@
 """A cache's layers in other places: parked on the host, taken up again, on another mesh."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,9 @@ from kvjax.core.context import outside
 from kvjax.core.typing import Array
 from kvjax.operations.conversion import converted
 from kvjax.placement.device import Device, beside, check_placement
+from kvjax.placement.order import given, kept
 from kvjax.placement.spread import Spread, spread_over
+from kvjax.policies.cache_policy import CachePolicy
 
 KEEP: Any = object()
 """Of ``migrate``: the devices where the cache is."""
@@ -83,8 +86,9 @@ def moved(
                 continue
             jax.block_until_ready(moving)
             if policy.has_tail == old.policy.has_tail:
-                keys, values = policy.placement.store((old.keys, old.values), old.orders)
-                moving = replace(old, keys=keys, values=values, policy=policy)
+                moving = _in_order(old, policy)
+                keys, values = policy.placement.store((moving.keys, moving.values), moving.orders)
+                moving = replace(moving, keys=keys, values=values)
                 if not keep:
                     let_go(old, moving)
             else:
@@ -116,14 +120,14 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
     layers, marks, status = [], _columns(cache.written), cache.status
     for entry, old in enumerate(cache.layers):
         policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
-        anew = replace(old, policy=policy)
+        anew = old
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy)
             status |= jnp.where(lost, LOST, 0)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
-        near, far = Device(spread=spread), policy.placement.behind_tail
-        anew = replace(anew.near() if far else anew, policy=replace(policy, placement=near))
-        moving = replace(anew.placed(), policy=policy)
+        near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
+        anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
+        moving = _in_order(anew.placed(), policy)
         moving = jax.block_until_ready(moving.placed() if far else moving)
         _let_go_of_other(old, moving)
         layers.append(moving)
@@ -142,6 +146,22 @@ def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:
     for array in jax.tree.leaves(old):
         if not memory([array]) & kept:
             array.delete()
+
+
+def _in_order(old: LayerCache, policy: CachePolicy) -> LayerCache:
+    """A layer under another policy that stores the same, perhaps in another order: then it is
+    turned on the device."""
+    new = replace(old, policy=policy)
+    if new.orders == old.orders:
+        return new
+    near = old.near()
+    keys, values = _reordered((near.keys, near.values), old.orders, new.orders)
+    return replace(near, keys=keys, values=values, policy=policy)
+
+
+@functools.partial(jax.jit, static_argnames=("before", "after"))
+def _reordered(body: Any, before: Any, after: Any) -> Any:
+    return kept(given(body, before), after)
 
 
 def let_go(old: LayerCache, new: LayerCache) -> None:
