@@ -85,6 +85,30 @@ SMALL: dict[str, dict[str, int]] = {
 """For trial runs where they run."""
 
 
+SHARE, LONG = 0.02, 8
+"""Of the cache, what temporaries of a step may take; and how often the queries, of 512 tokens."""
+BLOCK = 8 * 8 * 64 * 128 * 4
+"""Bytes of a block of every row in float32: temporaries of a step may take two of them where the
+cache is small, keys and values while they are encoded, and more where it is mixed by a rotation, or
+fetched from the host; they do not grow with the capacity."""
+
+
+def limit(found: Found, form: str) -> int:
+    """Bytes that temporaries may take."""
+    most = LONG * found.queries if form == CHUNK else int(SHARE * sum(found.cache.values()))
+    return most + found.ahead
+
+
+def obeys(found: Found, policy: str, form: str) -> bool:
+    """Whether the copy law holds: the cache is updated where it stands, nothing of half a layer is
+    made, but what is fetched ahead, and temporaries are few."""
+    constant = {"rotated": 4}.get(policy, 8 if "host" in policy else 2) * BLOCK
+    made = [x for x in found.large if not (found.ahead and "copy-start" in x)]
+    few = found.temporaries <= max(limit(found, form), (form != CHUNK) * constant + found.ahead)
+    # Results as large as the queries of 512 tokens are theirs.
+    return found.whole and few and not found.host_temporaries and (form == CHUNK or not made)
+
+
 def cell_of(policy: str, feature: str, form: str) -> Cell:
     """The cell of these names."""
     shape = (FEATURES | SMALL)[feature]

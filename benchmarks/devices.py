@@ -24,14 +24,12 @@ import jax
 
 import kvjax
 from benchmarks import abstract, here
-from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, Found, cell_of, compiled
+from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, cell_of, compiled
 from kvjax.core.absent import compiling_for, device_of
 from kvjax.memory.devices import compiled_call, plan_on
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.memory.sizes import abstract_cache
 
-SHARE, LONG = 0.02, 8
-"""Of the cache, what temporaries of a step may take; and how often the queries, of 512 tokens."""
 LIMITS = {"raw": 1.10, "8 bits": 1.15, "4 bits": 1.25}
 """Bytes that a step may move, over the ideal."""
 SHAPE, BATCH, FILLED = "llama-3-8b", 8, 8192
@@ -67,15 +65,9 @@ def cell(device: str, policy: str, feature: str, form: str) -> dict[str, Any]:
         return about | {"refused": " ".join(str(error).split())[:200]}
     figures = {k: v for k, v in vars(found).items() if k not in ("text", "program")}
     return about | figures | {
-        "whole": found.whole, "limit": limit(found, form),
+        "whole": found.whole, "limit": abstract.limit(found, form),
         "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
-
-
-def limit(found: Found, form: str) -> int:
-    """Bytes that temporaries may take."""
-    most = LONG * found.queries if form == CHUNK else int(SHARE * sum(found.cache.values()))
-    return most + found.ahead
 
 
 def moved(device: str, policy: str) -> dict[str, Any]:
@@ -162,9 +154,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 {versions}. A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192
 slots where the shape says nothing else. Megabytes of temporaries beside the donated cache; bold:
-above {100 * SHARE:.0f} % of the cache, or, of 512 tokens, above {LONG} times the queries, beside
-layers that are fetched ahead. *whole*: the cache is updated where it stands. *large*: results of
-half a layer's body, of a step and of a loop. *s*: seconds to compile, all three.
+above {100 * abstract.SHARE:.0f} % of the cache, or, of 512 tokens, above {abstract.LONG} times the
+queries, beside layers that are fetched ahead. *whole*: the cache is updated where it stands.
+*large*: results of half a layer's body, of a step and of a loop. *s*: seconds to compile, all
+three.
 
 {table(rows)}
 

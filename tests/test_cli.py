@@ -350,6 +350,9 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
         ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': there are v5e, v6e, v5p",
         ("--device", "v5e", "--memory", "16GB"): "--device has a memory and a compiler of its own",
+        ("--device", "v5e", "--memory-fraction", "0.5"): "without --memory, --memory-fraction",
+        ("--device", "v5e", "--cache", "auto"): "with --device give what it chooses among",
+        ("--device", "v5e", "--mesh", "auto"): "--mesh auto goes by the devices that are here",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
         ("--shape", "gpt2", "--memory", 80): "'80' is a size without a unit: 80GB, perhaps",
@@ -366,7 +369,7 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
     weights = []
 
     def plan_on(model, choice, *, device, batch, max_len):
-        cache = {"device": int(1.05e9 if choice.keys == kvjax.Raw() else 9e7 + 1e7)}
+        cache = {"device": int(1.05e9 if choice.keys == kvjax.Raw() else 1e8)}
         numbers = dict(temporaries=10**7, code=0, moved=10**9, ideal=10**9, layers=2)
         return DevicePlan("TPU v5 lite", 16 * 10**9, 8e11, weights[-1], cache, **numbers)
 
@@ -375,7 +378,11 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
     sentences = [
         (15e9, "Too large, static: it has 16 GB, and the weights take 15 GB, which leaves 1 GB"),
         (15.9e9, "Too large, all of these: it has 16 GB, and the weights take 15.9 GB, which"),
-        (17e9, "Too large, all of these: it has 16 GB, and the weights alone take 17 GB; more"),
+        (
+            17e9,
+            "Too large, all of these: it has 16 GB, and the weights alone take 17 GB; more devices "
+            "divide them (--mesh, with --model or --config)",
+        ),
         (1e9, ""),
     ]
     for taken, sentence in sentences:
@@ -385,7 +392,9 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
         assert sentence in out and ("Too large" in out) == bool(sentence)
         assert "and sends" not in out
     found = json.loads(run(*command, "--json")[1])
-    assert found["mesh"] is None and found["plans"]["static"]["moved"] == 10**9
+    static = found["plans"]["static"]
+    assert found["mesh"] is None and static["moved"] == 10**9
+    assert static["fits"] is True and static["whole"] > 10**9 and static["seconds"] > 0
 
 
 def test_plan_for_a_device_names_packages_that_are_missing(run, monkeypatch):

@@ -29,7 +29,7 @@ def on_device(
     from kvjax.policies.presets import policy
 
     if choices is None:
-        every: dict[str, Any] = {name: policy(**it) for name, it in CHOICES.items()}
+        every: dict[str, Any] = {title: policy(**it) for title, it in CHOICES.items()}
         # Bodies on the host are compiled for when they are asked for.
         choices = {n: each for n, each in every.items() if not each.placement.behind_tail}
     there: Any = device if mesh is None else make_mesh(**parse_mesh(mesh), devices=device)
@@ -39,7 +39,11 @@ def on_device(
             tell("planning", number, len(choices))
             found[each] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
     if as_json:
-        plans = {each: dataclasses.asdict(plan) for each, plan in found.items()}
+        plans = {
+            title: dataclasses.asdict(plan)
+            | {"whole": plan.whole, "fits": plan.fits, "seconds": plan.seconds}
+            for title, plan in found.items()
+        }
         typer.echo(to_json({"model": name, "device": device, "mesh": mesh, "plans": plans}))
         return
     one = next(iter(found.values()))
@@ -50,7 +54,7 @@ def on_device(
         f"{one.device}{memory}, of which nothing ran{each}\n"
     )
     typer.echo(_table(found))
-    if sentence := _too_large(found):
+    if sentence := _too_large(found, planned.apply is not None):
         typer.echo(f"\n{sentence}")
 
 
@@ -75,8 +79,9 @@ def _table(found: dict[str, Any]) -> str:
     return reports.columns([row[:-1] if alone else row for row in (head, *rows)])
 
 
-def _too_large(found: dict[str, Any]) -> str:
-    """Why some caches do not fit, in a sentence; empty where all do."""
+def _too_large(found: dict[str, Any], divides: bool) -> str:
+    """Why some caches do not fit, in a sentence; empty where all do. ``divides``: whether the model
+    can be divided among devices."""
     large = [each for each, plan in found.items() if plan.fits is False]
     if not large:
         return ""
@@ -85,9 +90,10 @@ def _too_large(found: dict[str, Any]) -> str:
     has = f"{each} has {readable_bytes(plan.memory)}, and the weights"
     of = "all of these" if len(large) == len(found) > 1 else ", ".join(large)
     if plan.weights >= plan.memory:
+        how = "--mesh tensor=..." if divides else "--mesh, with --model or --config"
         return (
             f"Too large, {of}: {has} alone take {readable_bytes(plan.weights)}; more devices "
-            "divide them (--mesh tensor=...)."
+            f"divide them ({how})."
         )
     left = readable_bytes(plan.memory - plan.weights)
     return (

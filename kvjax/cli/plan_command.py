@@ -74,7 +74,7 @@ def plan(
     if device is not None and jax.config.values["jax_platforms"] is None:
         jax.config.update("jax_platforms", "cpu")  # devices that are here are not asked
     import kvjax
-    from kvjax.memory.planning import plan
+    from kvjax.memory.planning import beyond_context, plan
     from kvjax.quality import reports
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
@@ -87,15 +87,21 @@ def plan(
     max_len = trained if max_len is None else max_len
     if max_len is None:
         raise ValueError("the config does not say how long a text may be: give --max-len")
+    if device is not None:
+        if memory is not None or devices != 1 or estimate or memory_fraction != 1.0:
+            raise ValueError(
+                "--device has a memory and a compiler of its own: give it without --memory, "
+                "--memory-fraction, --devices and --estimate"
+            )
+        if cache.split(",")[0].strip() == "auto":
+            raise ValueError(
+                "--cache auto moves layers while it runs: with --device give what it chooses among"
+            )
+    shared = None if mesh is None else _abstract(mesh)
     fits = functools.partial(
         kvjax.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
         memory=None if memory is None else parse_bytes(memory), devices=devices,
     )  # fmt: skip
-    if device is not None and (memory is not None or devices != 1 or estimate):
-        raise ValueError(
-            "--device has a memory and a compiler of its own: give it without --memory, --devices "
-            "and --estimate"
-        )
     room = None
     automatic = cache.split(",")[0].strip() == "auto"
     if automatic:
@@ -109,8 +115,9 @@ def plan(
     if device is not None:
         choices = {"this one": chosen} if special else None
         on_device(planned, name, device, mesh, choices, batch, max_len, as_json)
+        if over := beyond_context(planned.config, max_len):
+            typer.echo(beyond(over), err=True)
         return
-    shared = None if mesh is None else _abstract(mesh)
     if shared is not None and (memory is not None or devices != 1):
         raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
     with shown("planning"):

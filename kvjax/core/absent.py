@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from kvjax.core.errors import MissingCompilerError
+from kvjax.core.gpus import described
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def device_of(device: Any) -> Any:
         return device
     if isinstance(device, str):
         return absent(device)
+    if isinstance(device, AbstractMesh):
+        raise ValueError("an AbstractMesh has no devices: make_mesh(tensor=2, devices='v5e') has")
     devices = getattr(device, "devices", None)
     if devices:
         return devices[0]
@@ -167,6 +171,18 @@ def check_compiler(platform: str) -> None:
         )
 
 
+_made: set[Any] = set()
+
+
+def check_here(device: Any, what: str) -> None:
+    """Raise ``ValueError`` for a device that is not here, on which nothing can be put."""
+    if device in _made:
+        raise ValueError(
+            f"{what} can't be put on a {device.device_kind} that is not here: compile for it, or "
+            "plan (kvjax.compile, kvjax.plan_on)"
+        )
+
+
 @functools.lru_cache(maxsize=32)
 def _topology(name: str, count: int) -> list[Any]:
     from jax.experimental import topologies
@@ -177,7 +193,7 @@ def _topology(name: str, count: int) -> list[Any]:
         os.environ.setdefault(variable, value)
     more = {}
     if kind.platform == "gpu":
-        more = {"topology": f"1x1x{count}", "target_config": _gpu(kind)}
+        more = {"topology": f"1x1x{count}", "target_config": described(kind)}
     else:
         name = f"{name}:{_smallest(name, count)}"
     platform = {"gpu": "cuda"}.get(kind.platform, kind.platform)
@@ -188,55 +204,15 @@ def _topology(name: str, count: int) -> list[Any]:
             f"the compiler for a {kind.platform} was not taken in when JAX started, without a "
             "device: start Python with JAX_PLATFORMS=cpu"
         ) from error
-    return list(found.devices[:count])
+    devices = list(found.devices[:count])
+    _made.update(devices)
+    return devices
 
 
 def _smallest(name: str, count: int) -> str:
     """The smallest topology of so many TPUs."""
-    sizes = KINDS[name].topologies.split()
-    many = [math.prod(map(int, each.split("x"))) for each in sizes]
-    for each, size in zip(sizes, many, strict=True):
-        if size >= count:
-            return each
-    raise ValueError(f"{name} has topologies of {many[-1]} devices at most here, not of {count}")
-
-
-def _gpu(kind: Kind) -> str:
-    """A GPU as XLA's compiler describes it (``stream_executor.GpuTargetConfigProto``)."""
-    major, minor = kind.generation
-    shared = {8: 167936, 9: 233472}[major]
-    accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {shared - 1024}
-  threads_per_core_limit: 2048
-  core_count: {kind.cores}
-  fpus_per_core: {128 if major >= 9 else 64}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  memory_bandwidth: {int(kind.bandwidth)}
-  l2_cache_size: {kind.l2}
-  clock_rate_ghz: {kind.clock}
-  device_memory_size: {kind.memory}
-  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
-  device_vendor: "NVIDIA Corporation"
-  device_address_bits: 64
-  ecc_enabled: true
-  name: "{kind.name}"
-  driver_version: "13.0.0"
-  runtime_version: "12.8.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{kind.name}"
-"""
+    sizes = {math.prod(map(int, x.split("x"))): x for x in KINDS[name].topologies.split()}
+    if count not in (1, 2, *sizes):
+        known = ", ".join(map(str, sizes))
+        raise ValueError(f"{name} comes as 1, 2, {known} devices, not as {count}")
+    return next(each for size, each in sizes.items() if size >= count)

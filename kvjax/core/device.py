@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.core.absent import check_here
 from kvjax.core.checks import is_traced
 
 
@@ -69,6 +70,8 @@ def put_over(x: Any, sharding: NamedSharding) -> Any:
     """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
     gives its own what they are to have of an array that all have."""
     # Inside ``jit`` zeros are traced, though a number that is given need not be.
+    if not (is_traced(x) or is_traced(jnp.zeros(()))) and isinstance(sharding.mesh, Mesh):
+        check_here(sharding.mesh.devices.flat[0], "arrays")
     if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:

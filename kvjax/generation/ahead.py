@@ -32,7 +32,8 @@ class Compiled:
     counted; 0 if all were there. ``temporaries``: bytes that the largest of them needs beside
     weights and cache, None where the compiler does not say. ``executables``: by name (``"prefill
     16"``, ``"decode"``, of a cache that grows ``"decode of 256"``), what JAX knows of each:
-    ``.as_text()``, ``.memory_analysis()``.
+    ``.as_text()``, ``.memory_analysis()``; the first token's, which runs here, among those for a
+    ``device`` alone.
     """
 
     seconds: float
@@ -82,6 +83,11 @@ def compile(
         does not compile for bodies on the host.
       MissingCompilerError: if the compiler of ``device`` is not installed.
     """
+    if device is None and not hasattr(lm, "params"):
+        raise ValueError(
+            f"compile takes a loaded model; of a {type(lm).__name__} alone it compiles for a "
+            "device=, 'v5e' perhaps"
+        )
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
     batch = whole_number("batch", batch, 1)

@@ -19,7 +19,8 @@ from kvjax.generation.model import Model
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.settings import Options
 from kvjax.layouts import Growing
-from kvjax.policies.presets import PolicyChoice, per_layer
+from kvjax.memory.weights import plannable
+from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,14 @@ class Shapes:
         """Of a loaded model, or of an ``Architecture``.
 
         Raises:
-          ValueError: if it is none, or only a shape that kvjax does not run.
+          ValueError: if it is none, or a shape that kvjax does not run.
         """
-        architecture = getattr(lm, "architecture", lm)
+        architecture: Any = getattr(lm, "architecture", lm)
         params = getattr(lm, "params", None)
-        if params is None and hasattr(architecture, "abstract_params"):
-            params = architecture.abstract_params()
-        if params is None or getattr(architecture, "apply", None) is None:
-            raise ValueError(
-                f"a model is needed that kvjax runs, loaded or its architecture, not a "
-                f"{type(lm).__name__}"
-            )
+        if params is None:
+            params = plannable(architecture).abstract_params()
+        if architecture.apply is None:
+            raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         return cls(architecture, lm.config, shapes, mesh, getattr(lm, "generation", _Defaults()))
 
@@ -81,10 +79,15 @@ def compiled_for(
     """
     mesh = device if isinstance(device, Mesh) else None
     device = device_of(device if mesh is None else mesh.devices.flat[0])
+    if budget_of(policy) is not None:
+        raise ValueError(
+            "policy('auto') moves its layers while it runs: compile for a device with the policies "
+            "that it chooses among, on the device or on the host"
+        )
     model = Shapes.of(lm, mesh)
     request = prepare(model, [[0]] * batch, options)
     with compiling_for(device):
-        first = _cache(model, policy, request, None)
+        first = _cache(model, policy, request, None)  # what grows, as small as it begins
         check_host(device, any(each.policy.placement.behind_tail for each in first.layers))
         found: dict[str, jax.stages.Compiled] = {}
         capacities = text_capacities(request, first)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
-from kvjax.cache.sizes import nbytes
+from kvjax.cache.sizes import nbytes, share_of
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import check_host, compiling_for, device_of, kind_of
 from kvjax.core.checks import whole_number
@@ -24,7 +24,7 @@ from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
 from kvjax.memory.sizes import abstract_cache, seen
 from kvjax.memory.traffic import bytes_moved
-from kvjax.memory.weights import Plannable, weight_bytes, weight_bytes_read
+from kvjax.memory.weights import Plannable, plannable, weight_bytes, weight_bytes_read
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -96,6 +96,7 @@ def plan_on(
         bodies on the host.
       MissingCompilerError: if the device's compiler is not installed.
     """
+    model = plannable(model)
     mesh = device if isinstance(device, Mesh) else None
     devices = 1 if mesh is None else mesh.size
     device = device_of(device if mesh is None else mesh.devices.flat[0])
@@ -125,11 +126,14 @@ def plan_on(
                 each = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
                 code += 2 * more * max(each, 0)
     kind, spread, params = kind_of(device), cache.spread, model.abstract_params()
-    seen_bytes = sum(seen(layer, min(max_len, cache.reach))[1] for layer in cache.layers)
-    rows, parts = batch, 1
+    own, rows = cache.layers, batch
     if mesh is not None and spread is not None:
-        params = _own(params, model.param_shardings(mesh))
-        rows, parts = batch // spread.rows, spread.parts * spread.heads
+        params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
+        own = tuple(share_of(layer, spread) for layer in own)
+    length = min(max_len, cache.reach)
+    of_row = sum(
+        seen(*each)[1] for each in zip(cache.layers, [length] * len(own), own, strict=True)
+    )
     return DevicePlan(
         device.device_kind or device.platform,
         None if kind is None else kind.memory,
@@ -139,7 +143,7 @@ def plan_on(
         max(int(m.temp_size_in_bytes) for m in memory),
         code,
         moved,
-        round(weight_bytes_read(params, rows) + rows * seen_bytes / parts),
+        round(weight_bytes_read(params, rows) + rows * of_row),
         len(first) + sum(len(group) > 1 for group in groups),
         devices,
         *exchanged,

@@ -119,18 +119,22 @@ def bytes_read(
     return round(batch * sum(seen(layer, length)[1] for layer in cache.layers))
 
 
-def seen(layer: LayerCache, length: int) -> tuple[int, float]:
-    """Tokens that the query behind ``length`` of them sees, and their bytes, of one row."""
-    layout, stored = layer.policy.layout, token_bytes(layer, (layer.keys, layer.values))
+def seen(layer: LayerCache, length: int, own: LayerCache | None = None) -> tuple[int, float]:
+    """Tokens that the query behind ``length`` of them sees, and their bytes, of one row; with
+    ``own`` those of them that a device of a mesh has (``share_of``)."""
+    own = layer if own is None else own
+    layout, stored = layer.policy.layout, token_bytes(layer, (own.keys, own.values))
     window = min((w for w in (layout.window, layer.window) if w is not None), default=length)
     tokens = min(length, window + layout.sinks)
     if layer.tail is None:
         return tokens, tokens * stored
     raw = min(tokens, layer.policy.block * (layer.policy.recent + 1))
-    tail = tree_bytes(layer.tail) / layer.batch / layer.policy.split.tail.slots
+    rows = jax.tree.leaves(own.tail)[0].shape[0]
+    tail = tree_bytes(own.tail) / rows / layer.policy.split.tail.slots
     return tokens, raw * tail + (tokens - raw) * stored
 
 
 def token_bytes(layer: LayerCache, arrays: Any) -> float:
     """Bytes of a token of a row in these arrays of a layer's body."""
-    return tree_bytes(arrays) / (layer.policy.stored.slots * layer.policy.unit) / layer.batch
+    rows = jax.tree.leaves(arrays)[0].shape[0]
+    return tree_bytes(arrays) / (layer.policy.stored.slots * layer.policy.unit) / rows

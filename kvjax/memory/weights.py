@@ -29,6 +29,22 @@ class Plannable(Protocol):
     def param_shardings(self, mesh: Mesh | AbstractMesh, /) -> Any: ...
 
 
+def plannable(model: Any) -> Plannable:
+    """What can be planned for, of that or of a loaded model.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    found: Any = getattr(model, "architecture", model)
+    for part in ("config", "apply", "abstract_params"):
+        if not hasattr(found, part):
+            raise ValueError(
+                f"a model is needed, loaded, its architecture or a ModelShape, not a "
+                f"{type(found).__name__}: it has no {part}"
+            )
+    return found  # type: ignore[no-any-return]
+
+
 class Loaded(Protocol):
     """A model with its parameters, on one device or a mesh."""
 
