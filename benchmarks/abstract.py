@@ -87,10 +87,21 @@ SMALL: dict[str, dict[str, int]] = {
 
 SHARE, LONG = 0.02, 8
 """Of the cache, what temporaries of a step may take; and how often the queries, of 512 tokens."""
-BLOCK = 8 * 8 * 64 * 128 * 4
-"""Bytes of a block of every row in float32: temporaries of a step may take two of them where the
-cache is small, keys and values while they are encoded, and more where it is mixed by a rotation, or
-fetched from the host; they do not grow with the capacity."""
+PROGRAMS, BASE = 256, 2**20
+"""What temporaries may take in any case: of a kernel's programs what each finds, and a megabyte."""
+BLOCKS = {"rotated": 4, "host": 4, "host 1 ahead": 4, "host 4 bits": 4}
+BLOCKS |= dict.fromkeys(("8 bits", "4 bits", "4 and 2 bits", "2 bits", "float8"), 2)
+"""And how many blocks of every row as float32: keys and values while they are encoded, twice where
+a rotation mixes them; or while they are fetched from the host."""
+
+
+def constant(cell: Cell, policy: str) -> int:
+    """Bytes that temporaries of a step may take however small the cache is; they do not grow with
+    its capacity."""
+    heads = cell.batch * cell.kv_heads
+    block = heads * 64 * cell.head_dim * 4
+    partial = max(PROGRAMS, heads) * (cell.heads // cell.kv_heads) * (cell.head_dim + 2) * 4
+    return BLOCKS.get(policy, 0) * block + partial + BASE
 
 
 def limit(found: Found, form: str) -> int:
@@ -99,14 +110,16 @@ def limit(found: Found, form: str) -> int:
     return most + found.ahead
 
 
-def obeys(found: Found, policy: str, form: str) -> bool:
+def obeys(found: Found, cell: Cell, policy: str) -> bool:
     """Whether the copy law holds: the cache is updated where it stands, nothing of half a layer is
     made, but what is fetched ahead, and temporaries are few."""
-    constant = {"rotated": 4}.get(policy, 8 if "host" in policy else 2) * BLOCK
+    long, most = cell.form == CHUNK, limit(found, cell.form)
+    if not long:
+        most = max(most, constant(cell, policy) + found.ahead)
     made = [x for x in found.large if not (found.ahead and "copy-start" in x)]
-    few = found.temporaries <= max(limit(found, form), (form != CHUNK) * constant + found.ahead)
     # Results as large as the queries of 512 tokens are theirs.
-    return found.whole and few and not found.host_temporaries and (form == CHUNK or not made)
+    few = found.temporaries <= most and not found.host_temporaries
+    return found.whole and few and (long or not made)
 
 
 def cell_of(policy: str, feature: str, form: str) -> Cell:

@@ -84,7 +84,7 @@ def run(policy: str, feature: str, form: str, device: Any) -> Run:
     except jax.errors.JaxRuntimeError as error:
         return Run(policy, feature, form, failed=" ".join(str(error).split())[:300])
     # A loop's turns are not in its text, and count once: a step. A CPU's text has no such traffic.
-    fine = law.whole if device.platform == "cpu" else obeys(law, policy, form)
+    fine = law.whole if device.platform == "cpu" else obeys(law, cell, policy)
     moved = 0 if form == CHUNK or device.platform == "cpu" else bytes_moved(law.text)
     return Run(
         policy, feature, form, law.cache, law.whole, fine, law.temporaries, len(law.large), moved,

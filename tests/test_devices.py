@@ -67,7 +67,11 @@ SOME = [
     ("2 bits", "64 channels", CHUNK), ("8 bits", "as many as queries'", CHUNK),
 ]  # fmt: skip
 """The covering set of the law for devices; all of it is in ``.ci/run --full``."""
-ABOVE: list[tuple[str, str, str]] = []
+ABOVE = [
+    ("rotated", "64 channels", CHUNK),  # 193 MB on a v5e, where 8 times the queries are 134
+    # What a kernel's programs find is as large as half of the layer with a window.
+    ("hybrid", "one head of keys", STEP), ("hybrid", "one head of keys", LOOP),
+]  # fmt: skip
 """What does not obey, and is named in docs/notes/devices.md."""
 EVERY = [
     (policy, feature, form)
@@ -98,9 +102,9 @@ def lm(tmp_path_factory):
 @pytest.mark.parametrize(("policy", "feature", "form"), EVERY if FULL else SOME)
 def test_the_copy_law(device, policy, feature, form):
     """Aliased whole, nothing of half a layer, and few temporaries."""
-    program = compiled(cell_of(policy, feature, form), device)
-    assert program.whole and program.host_temporaries == 0
-    assert obeys(program, policy, form), (program.temporaries, program.large)
+    cell = cell_of(policy, feature, form)
+    program = compiled(cell, device)
+    assert obeys(program, cell, policy), (program.temporaries, program.large)
 
 
 @pytest.mark.parametrize("form", [STEP, LOOP, CHUNK])
@@ -109,21 +113,23 @@ def test_the_copy_law(device, policy, feature, form):
 def test_the_copy_law_of_bodies_on_the_host(device, policy, form):
     """They are updated where they stand, nothing is copied there, and no more layers are on the
     device than are fetched ahead."""
-    program = compiled(cell_of(policy, "8,192", form), device)
+    cell = cell_of(policy, "8,192", form)
+    program = compiled(cell, device)
     assert program.host_aliased >= program.cache["host"] and program.host_temporaries == 0
-    assert obeys(program, policy, form), (program.temporaries, program.large)
+    assert obeys(program, cell, policy), (program.temporaries, program.large)
     assert (program.ahead > 0) == ("ahead" in policy)
 
 
 def test_what_breaks_the_law_is_found():
     """A copy of the cache, temporaries, or one on the host."""
     fine = Found({"device": 10**9}, 10**9, 10**6, 0, 0, 10**6)
-    assert obeys(fine, "raw", STEP) and obeys(fine, "raw", CHUNK)
+    cell = cell_of("raw", "8,192", STEP)
+    assert obeys(fine, cell, "raw")
     for broken in (
         {"aliased": 9 * 10**8}, {"temporaries": 10**8}, {"host_temporaries": 1},
         {"large": ["copy bf16[8,8,8192,128]"]},
     ):  # fmt: skip
-        assert not obeys(dataclasses.replace(fine, **broken), "raw", STEP), broken
+        assert not obeys(dataclasses.replace(fine, **broken), cell, "raw"), broken
 
 
 @pytest.mark.parametrize(
@@ -134,9 +140,9 @@ def test_the_copy_law_on_a_mesh(device, over, policy, form, exchanged):
     """Each device updates its share where it stands, and exchanges what is named, and no more."""
     data, tensor, sequence = over
     mesh = kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence, devices=device)
-    program = compiled(cell_of(policy, "8,192", form), mesh)
-    assert program.whole and program.large == []
-    assert obeys(program, policy, form)
+    cell = cell_of(policy, "8,192", form)
+    program = compiled(cell, mesh)
+    assert obeys(program, cell, policy), (program.temporaries, program.large)
     asked = [each for each in program.collectives if each.bytes > 8]  # whether rows are done
     assert len(asked) == exchanged and {each.kind for each in asked} <= {"all-reduce"}
     assert all(each.bytes <= 8 * 32 * 129 * 4 for each in asked)  # of a row's queries
