@@ -84,7 +84,7 @@ def main() -> None:
 `python -m benchmarks.paths`: a layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128
 channels, 8,192 slots, full. Bold: what the table takes. *Moves*: bytes of the device's memory, over
 those of the cache; a kernel reads its operands once there, all of them, so that a ring with sinks,
-which two kernels are given, counts twice, though the second reads the sinks alone, and what is fetched
+which two kernels are given, counts twice, though the second reads the sinks alone; what is fetched
 again for other queries does not count; of walks on TPUs it is the least, for the text does not tell
 their turns. *Large*:
 results of half a layer's body, those of the queries of long calls among them. Nothing ran.
