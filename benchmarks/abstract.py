@@ -116,7 +116,9 @@ def obeys(found: Found, cell: Cell, policy: str) -> bool:
     long, most = cell.form == CHUNK, limit(found, cell.form)
     if not long:
         most = max(most, constant(cell, policy) + found.ahead)
-    made = [x for x in found.large if not (found.ahead and "copy-start" in x)]
+    # What is fetched, and zeros in its place where nothing would be.
+    fetched = ("copy-start", "broadcast") if found.ahead else ()
+    made = [x for x in found.large if not x.startswith(fetched)]
     # Results as large as the queries of 512 tokens are theirs.
     few = found.temporaries <= most and not found.host_temporaries
     return found.whole and few and (long or not made)

@@ -84,6 +84,7 @@ def allocate(
     spread = None if mesh is None else spread_over(mesh, common_heads(config))
     if spread is not None:
         spread.check_rows(batch)
+        spread.check_here()
     # The platform that computes is this one, whatever it was of a cache that a policy comes from.
     policies = [
         replace(each, placement=each.placement.over(spread or each.placement.spread))
