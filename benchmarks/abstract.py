@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 import kvjax
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import share_of
-from kvjax.core.absent import compiling_for, device_of
+from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
@@ -132,8 +132,7 @@ def cell_of(policy: str, feature: str, form: str) -> Cell:
 
 def compiled(cell: Cell, device: Any) -> Found:
     """Compile a cell's program for a device, its name, or a mesh of some."""
-    mesh = device if isinstance(device, Mesh) else None
-    device = device_of(device if mesh is None else mesh.devices.flat[0])
+    device, mesh = device_or_mesh(device)
     new = cell.new or NEW[cell.form]
     with compiling_for(device):
         make = functools.partial(

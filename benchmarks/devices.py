@@ -25,6 +25,7 @@ import jax
 import kvjax
 from benchmarks import abstract, here
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, cell_of, compiled
+from benchmarks.report import markdown_table
 from kvjax.core.absent import compiling_for, device_of
 from kvjax.memory.devices import compiled_call, plan_on
 from kvjax.memory.shapes import SHAPES, ModelShape
@@ -47,10 +48,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     usual = ["8,192", "32,768"] if given.here else list(FEATURES)
     given.features = given.shapes.split(";") if given.shapes else usual
     if given.quick:
-        given.policies, given.features = (
-            "raw",
-            [*abstract.SMALL] if given.here else ["8,192", "32,768"],
-        )
+        given.policies = "raw"
+        given.features = [*abstract.SMALL] if given.here else ["8,192", "32,768"]
     return given
 
 
@@ -115,9 +114,7 @@ def run(device: str, given: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows, the first one their heads, as Markdown."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(markdown_table(rows[0], rows[1:]))
 
 
 def markdown(results: dict[str, Any]) -> str:

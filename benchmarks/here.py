@@ -1,7 +1,6 @@
 """The cells of `benchmarks.devices` on a device that is here: the law by its compiler, logits
 beside the CPU's, and times."""
 
-import functools
 import json
 import statistics
 import sys
@@ -27,7 +26,8 @@ from benchmarks.abstract import (
     cell_of,
     compiled,
     obeys,
-)  # fmt: skip
+)
+from benchmarks.report import markdown_table
 from kvjax import models
 from kvjax.core.absent import kind_of
 from kvjax.memory.traffic import bytes_moved
@@ -79,9 +79,9 @@ def run(policy: str, feature: str, form: str, device: Any) -> Run:
         law = compiled(cell, device)
         with jax.default_device(device):
             milliseconds = timed(cell, law, device)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         return Run(policy, feature, form, refused=" ".join(str(error).split())[:300])
-    except jax.errors.JaxRuntimeError as error:
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of its compiler
         return Run(policy, feature, form, failed=" ".join(str(error).split())[:300])
     # A loop's turns are not in its text, and count once: a step. A CPU's text has no such traffic.
     fine = law.whole if device.platform == "cpu" else obeys(law, cell, policy)
@@ -131,7 +131,7 @@ def logits(policy: str, device: Any) -> np.ndarray:
         lm = models.load(dtype="float32")
         ids = lm.encode([_TEXT * 12])[0]
         cache = kvjax.init_cache(lm.config, POLICIES[policy], batch=1, max_len=512)
-        step = jax.jit(functools.partial(lm.architecture.apply), donate_argnums=2)
+        step = jax.jit(lm.architecture.apply, donate_argnums=2)
         found = []
         for start, stop in [(0, 150), (150, 171), *((n, n + 1) for n in range(171, 179))]:
             some, cache = step(lm.params, ids[:, start:stop], cache)
@@ -145,9 +145,9 @@ def disagreement(policy: str, device: Any) -> dict[str, Any]:
     allowed = TOLERANCE["raw" if policy in _EXACT else "lossy"]
     try:
         here, there = logits(policy, device), logits(policy, jax.devices("cpu")[0])
-    except jax.errors.JaxRuntimeError as error:
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of its compiler
         return {"policy": policy, "agrees": False, "failed": " ".join(str(error).split())[:300]}
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         return {"policy": policy, "refused": " ".join(str(error).split())[:300]}
     error = float(np.abs(here - there).max() / np.abs(there).max())
     return {"policy": policy, "error": error, "allowed": allowed, "agrees": error <= allowed}
@@ -175,15 +175,14 @@ def _none(found: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """The tables."""
-    rows = ["| cache | of the largest logit | allowed | |", "| --- | --- | --- | --- |"]
+    rows = []
     for each in found["logits"]:
         if why := _none(each):
-            rows.append(f"| {each['policy']} | {why} | | |")
+            rows.append([each["policy"], why, "", ""])
             continue
         agrees = "agrees" if each["agrees"] else "**differs**"
-        rows.append(
-            f"| {each['policy']} | {each['error']:.1e} | {each['allowed']:.0e} | {agrees} |"
-        )
+        rows.append([each["policy"], f"{each['error']:.1e}", f"{each['allowed']:.0e}", agrees])
+    logits = markdown_table(["cache", "of the largest logit", "allowed", ""], rows)
     head = [
         "cache",
         "shape",
@@ -196,33 +195,33 @@ def markdown(found: dict[str, Any]) -> str:
         "obeys",
         "large",
     ]
-    cells = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    cells = []
     for each in found["cells"]:
         first = [each["policy"], each["feature"], each["form"]]
         if why := _none(each):
-            cells.append("| " + " | ".join([*first, why, *[""] * 6]) + " |")
+            cells.append([*first, why, *[""] * 6])
             continue
-        speed = each["moved"] / each["milliseconds"] / 1e6 if each["moved"] else 0
-        cells.append("| " + " | ".join([
+        speed = each["moved"] / each["milliseconds"] / 1e6
+        cells.append([
             *first, f"{sum(each['cache'].values()) / 1e6:,.1f}", f"{each['milliseconds']:.3f}",
             f"{each['moved'] / 1e6:,.1f}" if speed else "", f"{speed:,.0f}" if speed else "",
             f"{each['temporaries'] / 1e6:,.2f}", "yes" if each["obeys"] else "**no**",
             str(each["large"] or ""),
-        ]) + " |")  # fmt: skip
+        ])  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    rows, cells = "\n".join(rows), "\n".join(cells)
+    both = ["\n".join(lines) for lines in (logits, markdown_table(head, cells))]
     return f"""# Run on a {found["device"]}
 
 {versions}. Logits of the embedded model in float32 beside those of the CPU.
 
-{rows}
+{both[0]}
 
 A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192 slots where the
 shape says nothing else, behind a text that fills them: medians of {REPEATS} runs, a call of a
 layer (of two, where the cache is hybrid, of three, where it is fetched ahead), of a loop each step
 of it. *Moves*: counted in the program, and what that makes a second.
 
-{cells}
+{both[1]}
 """
 
 

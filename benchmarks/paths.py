@@ -7,6 +7,7 @@ The one that moves fewest and obeys is the table's. Writes
 """
 
 import argparse
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ from typing import Any
 import jax
 
 from benchmarks.abstract import STEP, cell_of, compiled
+from benchmarks.report import markdown_table
 from kvjax.attention.blocks import COARSE
 from kvjax.attention.buckets import PIECE, SHORT
 from kvjax.attention.paths import by_table
-from kvjax.core.absent import device_of
+from kvjax.core.absent import KINDS
 from kvjax.memory.traffic import bytes_moved
 
 POLICIES = "raw", "sinks", "8 bits", "4 bits", "2 bits", "rotated", "host"
 CALLS = 1, SHORT, 2 * SHORT, 512
 """Tokens of a row's call: a step, the most of short ones, more, and a chunk of a prompt."""
 PATHS = "pallas", "buckets", "blocks"
-
 TURNS = {"buckets": 8192 // PIECE, "blocks": 8192 // COARSE}
 """Of loops behind full rows, where the text does not say."""
 
@@ -46,31 +47,22 @@ def row(device: str, policy: str, new: int, path: str) -> dict[str, Any]:
 
 def chosen(device: str, policy: str, new: int) -> str:
     """The path that the table takes first."""
-    platform = device_of(device).platform
-    return by_table(str({"cuda": "gpu"}.get(platform, platform)), policy == "host", new)[0]
+    return by_table(KINDS[device].platform, policy == "host", new)[0]
 
 
 def markdown(device: str) -> str:
     """All of them, a row each; bold what the table takes."""
-    lines = [
-        "| cache | tokens | path | moves, over the cache | temporaries, MB | large |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for policy in POLICIES:
-        for new in CALLS:
-            for path in PATHS:
-                found = row(device, policy, new, path)
-                print(device, *found.values(), flush=True)
-                name = f"**{path}**" if path == chosen(device, policy, new) else path
-                head = f"| {policy} | {new} | {name} | "
-                if "refused" in found:
-                    lines.append(f"{head}refused: {found['refused']} | | |")
-                    continue
-                lines.append(
-                    f"{head}{found['moved']:.2f} | {found['temporaries']:,.1f} | "
-                    f"{found['large'] or ''} |"
-                )
-    return "\n".join(lines)
+    head = ["cache", "tokens", "path", "moves, over the cache", "temporaries, MB", "large"]
+    rows = []
+    for policy, new, path in itertools.product(POLICIES, CALLS, PATHS):
+        found = row(device, policy, new, path)
+        print(device, *found.values(), flush=True)
+        name = f"**{path}**" if path == chosen(device, policy, new) else path
+        figures = [f"refused: {found['refused']}", "", ""] if "refused" in found else [
+            f"{found['moved']:.2f}", f"{found['temporaries']:,.1f}", str(found["large"] or ""),
+        ]  # fmt: skip
+        rows.append([policy, str(new), name, *figures])
+    return "\n".join(markdown_table(head, rows))
 
 
 def main() -> None:
@@ -86,8 +78,8 @@ channels, 8,192 slots, full. Bold: what the table takes. *Moves*: bytes of the d
 those of the cache; a kernel reads its operands once there, all of them, so that a ring with sinks,
 which two kernels are given, counts twice, though the second reads the sinks alone; what is fetched
 again for other queries does not count; of walks on TPUs it is the least, for the text does not tell
-their turns. *Large*:
-results of half a layer's body, those of the queries of long calls among them. Nothing ran.
+their turns. *Large*: results of half a layer's body, those of the queries of long calls among
+them. Nothing ran.
 
 {markdown(device)}
 """

@@ -225,7 +225,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(f"MISMATCH: {sentence}", style="bold red")
 
 
-def _markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     lines = [columns, ["---"] * len(columns), *body]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
@@ -238,11 +239,11 @@ def markdown(results: dict[str, Any]) -> str:
     lines += ["![What the cache saves against prompt length](speedup.png)", ""]
     # A star would open emphasis.
     body = [[text.replace("*", "\\*") for text in row] for row in rows(results)]
-    lines += [*_markdown_table(COLUMNS, body), ""]
+    lines += [*markdown_table(COLUMNS, body), ""]
     for note in notes(results):
         lines += [note.replace("*", "\\*"), ""]
     lines += ["In brackets: figures beside the claim, not part of it.", ""]
-    lines += [*_markdown_table(CLAIM_COLUMNS, claim_rows(results["claims"])), ""]
+    lines += [*markdown_table(CLAIM_COLUMNS, claim_rows(results["claims"])), ""]
     for sentence in mismatches(results):
         lines += [f"**Mismatch**: {sentence}.", ""]
     return "\n".join(lines)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks.programs import collectives, operations
+from benchmarks.report import markdown_table
 from kvjax.cache.places import places
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.devices import plan_on
@@ -163,8 +164,7 @@ def linked(device: str) -> str:
                 str(found.collectives), f"{found.sent / 1e3:,.0f}",
             ])  # fmt: skip
             print(device, *rows[-1], flush=True)
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
+    return "\n".join(markdown_table(rows[0], rows[1:]))
 
 
 def of_absent(devices: list[str]) -> None:

@@ -19,7 +19,7 @@ from benchmarks.abstract import (
     cell_of,
     compiled,
     obeys,
-)  # fmt: skip
+)
 from benchmarks.devices import LIMITS, compiling
 from kvjax import models
 from kvjax.core.absent import (

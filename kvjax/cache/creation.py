@@ -13,6 +13,7 @@ from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.device import check_here
 from kvjax.core.trees import tell_flax
 from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
@@ -84,7 +85,7 @@ def allocate(
     spread = None if mesh is None else spread_over(mesh, common_heads(config))
     if spread is not None:
         spread.check_rows(batch)
-        spread.check_here()
+        check_here(spread.mesh)
     # The platform that computes is this one, whatever it was of a cache that a policy comes from.
     policies = [
         replace(each, placement=each.placement.over(spread or each.placement.spread))

@@ -9,11 +9,18 @@ from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.cache.state import KVCache
+from kvjax.core.absent import check_host
 
 
 def places(cache: KVCache, device: Any = None) -> Any:
-    """The sharding of each array of a cache: on its mesh, or on a device. A pytree like it."""
+    """The sharding of each array of a cache: on its mesh, or on a device. A pytree like it.
+
+    Raises:
+      ValueError: if it has bodies on the host of a device that is not here and knows none.
+    """
     spread = cache.spread
+    if device is not None and any(x.policy.placement.behind_tail for x in cache.layers):
+        check_host(device)
     near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.of_rows())
 
     def of(layer: Any) -> Any:

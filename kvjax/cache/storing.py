@@ -69,25 +69,21 @@ def _behind_tail(
     ids = start[:, None] + jnp.arange(leaving, dtype=jnp.int32)
     positions = ids[:, :, None] * split.block + jnp.arange(split.block, dtype=jnp.int32)
     positions = positions.reshape(batch, -1)
+    slots = split.tail.slot_of(positions)
 
     def encoded(some: Callable[[Array], Array] = lambda x: x) -> Body:
         """The blocks that leave, of all rows or of some."""
-        slots = split.tail.slot_of(some(positions))
         if short:
-            whole = jax.tree.map(lambda x: _taken(some(x), slots), after)
+            whole = jax.tree.map(lambda x: _taken(some(x), some(slots)), after)
         else:
             before = length[:, None]
             # A call's own tokens stand behind its tail.
-            index = jnp.where(
-                positions < before,
-                split.tail.slot_of(positions),
-                tail.keys.shape[2] + positions - before,
-            )
+            index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
             whole = jax.tree.map(
                 lambda *x: _taken(jnp.concatenate([*map(some, x)], axis=2), some(index)),
                 tail, fresh,
             )  # fmt: skip
-        shape = (slots.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
+        shape = (whole.keys.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(whole.keys), raw[1].decode(whole.values)
         spread = policy.placement.spread
         return (

@@ -31,13 +31,13 @@ def on_device(
     if choices is None:
         every: dict[str, Any] = {title: policy(**it) for title, it in CHOICES.items()}
         # Bodies on the host are compiled for when they are asked for.
-        choices = {n: each for n, each in every.items() if not each.placement.behind_tail}
+        choices = {k: each for k, each in every.items() if not each.placement.behind_tail}
     there: Any = device if mesh is None else make_mesh(**parse_mesh(mesh), devices=device)
     found: dict[str, DevicePlan] = {}
     with shown("planning"):
-        for number, (each, choice) in enumerate(choices.items()):
+        for number, (title, choice) in enumerate(choices.items()):
             tell("planning", number, len(choices))
-            found[each] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
+            found[title] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
     if as_json:
         plans = {
             title: dataclasses.asdict(plan)
@@ -48,10 +48,10 @@ def on_device(
         return
     one = next(iter(found.values()))
     memory = "" if one.memory is None else f" with {readable_bytes(one.memory)}"
-    each = "" if mesh is None else f", all of each of {one.devices} ({mesh})"
+    shared = "" if mesh is None else f", all of each of {one.devices} ({mesh})"
     typer.echo(
         f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens, compiled for "
-        f"{one.device}{memory}, of which nothing ran{each}\n"
+        f"{one.device}{memory}, of which nothing ran{shared}\n"
     )
     typer.echo(_table(found))
     if sentence := _too_large(found, planned.apply is not None):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.core.errors import MissingCompilerError
 from kvjax.core.gpus import described
@@ -124,6 +124,13 @@ def device_of(device: Any) -> Any:
     )
 
 
+def device_or_mesh(given: Any) -> tuple[Any, Mesh | None]:
+    """A device, as of ``device_of``, and None; or of a mesh its first device, and the mesh."""
+    if isinstance(given, Mesh):
+        return given.devices.flat[0], given
+    return device_of(given), None
+
+
 def kind_of(device: Any) -> Kind | None:
     """What is known of a device's kind; None of one that stands in no list here."""
     names = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p"}
@@ -142,11 +149,9 @@ def compiling_for(device: Any) -> Iterator[None]:
         yield
 
 
-def check_host(device: Any, far: bool) -> None:
-    """Raise ``ValueError`` for bodies on the host (``far``) of a device for which no program with
-    such can be compiled."""
-    if not far:
-        return
+def check_host(device: Any) -> None:
+    """Raise ``ValueError`` for a device for which no program with arrays on its host can be
+    compiled."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
     except jax.errors.JaxRuntimeError:  # of a topology
@@ -174,13 +179,9 @@ def check_compiler(platform: str) -> None:
 _made: set[Any] = set()
 
 
-def check_here(device: Any, what: str) -> None:
-    """Raise ``ValueError`` for a device that is not here, on which nothing can be put."""
-    if device in _made:
-        raise ValueError(
-            f"{what} can't be put on a {device.device_kind} that is not here: compile for it, or "
-            "plan (kvjax.compile, kvjax.plan_on)"
-        )
+def is_absent(device: Any) -> bool:
+    """Whether a device was made here of a topology, and nothing can be put on it."""
+    return device in _made
 
 
 @functools.lru_cache(maxsize=32)

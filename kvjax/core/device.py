@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.absent import check_here
+from kvjax.core.absent import is_absent
 from kvjax.core.checks import is_traced
 
 
@@ -66,12 +66,23 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(_gathered(whole)(tree))
 
 
+def check_here(mesh: Any) -> None:
+    """Raise ``ValueError`` where arrays are put on a mesh of devices that are not here."""
+    if not isinstance(mesh, Mesh) or not is_absent(mesh.devices.flat[0]):
+        return
+    if not is_traced(jnp.zeros(())):
+        kind = mesh.devices.flat[0].device_kind
+        raise ValueError(
+            f"arrays can't be put on a {kind} that is not here: compile for it, or plan "
+            "(kvjax.compile, kvjax.plan_on)"
+        )
+
+
 def put_over(x: Any, sharding: NamedSharding) -> Any:
     """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
     gives its own what they are to have of an array that all have."""
+    check_here(sharding.mesh)
     # Inside ``jit`` zeros are traced, though a number that is given need not be.
-    if not (is_traced(x) or is_traced(jnp.zeros(()))) and isinstance(sharding.mesh, Mesh):
-        check_here(sharding.mesh.devices.flat[0], "arrays")
     if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from kvjax.cache.creation import allocate
 from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import check_host, compiling_for, device_of
+from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
 from kvjax.generation.model import Model
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
@@ -77,8 +77,7 @@ def compiled_for(
       ValueError: as of ``compile``.
       MissingCompilerError: if the device's compiler is not installed.
     """
-    mesh = device if isinstance(device, Mesh) else None
-    device = device_of(device if mesh is None else mesh.devices.flat[0])
+    device, mesh = device_or_mesh(device)
     if budget_of(policy) is not None:
         raise ValueError(
             "policy('auto') moves its layers while it runs: compile for a device with the policies "
@@ -88,7 +87,6 @@ def compiled_for(
     request = prepare(model, [[0]] * batch, options)
     with compiling_for(device):
         first = _cache(model, policy, request, None)  # what grows, as small as it begins
-        check_host(device, any(each.policy.placement.behind_tail for each in first.layers))
         found: dict[str, jax.stages.Compiled] = {}
         capacities = text_capacities(request, first)
         for least, most in capacities:
@@ -121,11 +119,12 @@ class _Programs:
     """The programs for one capacity of the cache."""
 
     def __init__(self, model: Shapes, request: Request, cache: KVCache, device: Any) -> None:
-        self._model, self._request, self._cache = model, request, cache
+        self._model, self._request = model, request
         self._rows = len(request.prompts)
         self._context = programs.Cached(cache)
         self._there = programs.Cached(places(cache, device))
-        self._weights: Any = SingleDeviceSharding(device)
+        self._near = SingleDeviceSharding(device)
+        self._weights: Any = jax.tree.map(lambda _: self._near, model.params)
         if model.mesh is not None:
             self._weights = _sharded(model.architecture)(model.mesh)
         vocab = model.config.vocab_size
@@ -192,8 +191,7 @@ class _Programs:
 
         def of(part: Any) -> Any:
             if part is self._model.params:
-                one = self._weights
-                return one if self._model.mesh is not None else jax.tree.map(lambda _: one, part)
+                return self._weights
             if part is self._context:
                 return self._there
             return jax.tree.map(self._place, part)
@@ -204,7 +202,7 @@ class _Programs:
         """Of an array that may have numbers for every row."""
         spread = self._request.spread
         if spread is None:
-            return self._weights
+            return self._near
         return spread.sharding(spread.of_batch(x.shape, self._rows))
 
 

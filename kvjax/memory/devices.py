@@ -18,7 +18,7 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import nbytes, share_of
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import check_host, compiling_for, device_of, kind_of
+from kvjax.core.absent import compiling_for, device_or_mesh, kind_of
 from kvjax.core.checks import whole_number
 from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
@@ -97,15 +97,13 @@ def plan_on(
       MissingCompilerError: if the device's compiler is not installed.
     """
     model = plannable(model)
-    mesh = device if isinstance(device, Mesh) else None
+    device, mesh = device_or_mesh(device)
     devices = 1 if mesh is None else mesh.size
-    device = device_of(device if mesh is None else mesh.devices.flat[0])
     chunk = min(
         whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
     )
     with compiling_for(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
-        check_host(device, any(layer.policy.placement.behind_tail for layer in cache.layers))
         groups = _alike(cache)
         compiled = functools.partial(compiled_call, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
@@ -131,9 +129,8 @@ def plan_on(
         params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
         own = tuple(share_of(layer, spread) for layer in own)
     length = min(max_len, cache.reach)
-    of_row = sum(
-        seen(*each)[1] for each in zip(cache.layers, [length] * len(own), own, strict=True)
-    )
+    pairs = zip(cache.layers, own, strict=True)
+    of_row = sum(seen(layer, length, part)[1] for layer, part in pairs)
     return DevicePlan(
         device.device_kind or device.platform,
         None if kind is None else kind.memory,

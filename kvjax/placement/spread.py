@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.absent import check_here
 from kvjax.core.checks import is_traced
 from kvjax.core.context import check_context
 from kvjax.core.device import default_device, own_memory, put_over
@@ -138,11 +136,6 @@ class Spread:
         """Raise ``ValueError`` where ``jax.set_mesh`` has set another mesh than the user's."""
         sizes = {name: size for name, size in self.mesh.shape.items() if name != COPIES}
         check_context(sizes | {TENSOR: self.heads * self.copies} if TENSOR in sizes else sizes)
-
-    def check_here(self) -> None:
-        """Raise ``ValueError`` where arrays are made on devices that are not here."""
-        if isinstance(self.mesh, Mesh) and not is_traced(jnp.zeros(())):
-            check_here(self.mesh.devices.flat[0], "arrays")
 
     def check_rows(self, rows: int) -> None:
         """Raise ``ValueError`` for rows that can't be divided."""
