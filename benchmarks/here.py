@@ -184,17 +184,9 @@ def markdown(found: dict[str, Any]) -> str:
         rows.append([each["policy"], f"{each['error']:.1e}", f"{each['allowed']:.0e}", agrees])
     logits = markdown_table(["cache", "of the largest logit", "allowed", ""], rows)
     head = [
-        "cache",
-        "shape",
-        "call",
-        "MB",
-        "ms",
-        "moves, MB",
-        "GB/s",
-        "temporaries, MB",
-        "obeys",
+        "cache", "shape", "call", "MB", "ms", "moves, MB", "GB/s", "temporaries, MB", "obeys",
         "large",
-    ]
+    ]  # fmt: skip
     cells = []
     for each in found["cells"]:
         first = [each["policy"], each["feature"], each["form"]]
