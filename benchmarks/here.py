@@ -193,7 +193,7 @@ def markdown(found: dict[str, Any]) -> str:
         if why := _none(each):
             cells.append([*first, why, *[""] * 6])
             continue
-        speed = each["moved"] / each["milliseconds"] / 1e6
+        speed = each["moved"] / each["milliseconds"] / 1e6 if each["moved"] else 0
         cells.append([
             *first, f"{sum(each['cache'].values()) / 1e6:,.1f}", f"{each['milliseconds']:.3f}",
             f"{each['moved'] / 1e6:,.1f}" if speed else "", f"{speed:,.0f}" if speed else "",
