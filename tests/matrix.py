@@ -188,7 +188,10 @@ class CopyCell(NamedTuple):
 
 CACHE_PAIRS = (
     ("codecs", "layout"), ("layout", "placement"), ("codecs", "placement"),
-    ("operations", "layout"), ("operations", "codecs"), ("singly", "layout"), ("singly", "codecs"),
+    ("singly", "layout"), ("singly", "codecs"),
+)  # fmt: skip
+OPERATION_PAIRS = (
+    ("operations", "layout"), ("operations", "codecs"), ("operations", "placement")
 )  # fmt: skip
 MESH_PAIRS = (("layout", "mesh"), ("mesh", "heads"), ("codecs", "codecs"), ("mesh", "placement"))
 PATH_PAIRS = (("codecs", "codecs"), ("layout", "layout"))

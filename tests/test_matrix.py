@@ -11,6 +11,7 @@ from tests.covering import covering, pairs_of, share
 
 FAMILIES = {
     "cache": (matrix.cache_cells, matrix.CACHE_PAIRS, 5),
+    "operations": (matrix.cache_cells, matrix.OPERATION_PAIRS, 5),
     "mesh": (matrix.mesh_cells, matrix.MESH_PAIRS, 50),
     "copy": (matrix.copy_cells, matrix.COPY_PAIRS, 5),
     "path": (matrix.path_cells, matrix.PATH_PAIRS, 5),
@@ -46,7 +47,11 @@ def test_the_pairs_are_those_of_all_parts():
     all_but(("codecs", "layout"), codecs, matrix.LAYOUTS)
     all_but(("layout", "placement"), matrix.LAYOUTS, matrix.PLACEMENTS)
     all_but(("codecs", "placement"), codecs, matrix.PLACEMENTS)
+    found = {
+        pair for cell in chosen("operations") for pair in pairs_of(cell, matrix.OPERATION_PAIRS)
+    }
     all_but(("operations", "codecs"), matrix.OPERATIONS, codecs)
+    all_but(("operations", "placement"), matrix.OPERATIONS, matrix.PLACEMENTS)
     kind, grows = ("operations", "layout"), {"growing"}
     others = {(kind, "grow", layout) for layout in matrix.LAYOUTS if layout not in grows}
     all_but(kind, matrix.OPERATIONS, matrix.LAYOUTS, missing=others)

@@ -204,6 +204,17 @@ def test_devices_share_evenly():
         what_fits(MODEL, max_len=64, memory=10**9, devices=3)
 
 
+def test_devices_that_share_a_text_read_their_tails_whole():
+    policy, length = kvjax.policy(bits=4, block=16), 1024
+    model, _ = tiny_model(windows=(None, None))
+    one, each = (
+        plan(model, policy, batch=2, max_len=length, compiled=False, mesh=mesh)
+        for mesh in (None, kvjax.make_mesh(sequence=8))
+    )
+    body = 2 * (length - 2 * 16) * one.token["device"]
+    assert one.moved - each.moved == pytest.approx(body * 7 / 8, rel=0.03)
+
+
 @pytest.mark.parametrize("limit", [None, 1, 7, 100])
 @pytest.mark.parametrize("end", [0, 1, 2, 6, 7, 8, 63, 64, 65])
 def test_the_largest(limit, end):

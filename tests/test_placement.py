@@ -235,7 +235,7 @@ def step_at(length, policy):
 
 
 @pytest.mark.parametrize("codec", [kvjax.Raw(), CODECS["int4"]])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, pytest.param(2, marks=pytest.mark.rare)])
 def test_every_block_comes_in_once(prefetch, codec):
     """Of a step behind 30,020 of 32,768 tokens: a block fetched while it is walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""
@@ -266,7 +266,7 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
 @pytest.mark.parametrize(
     ("name", "prefetch", "form"),
     [
-        ("dense-raw", 1, "step"),
+        pytest.param("dense-raw", 1, "step", marks=pytest.mark.rare),
         ("dense-raw", 2, "step"),
         pytest.param("dense-raw", 2, "while_loop", marks=pytest.mark.rare),
         pytest.param("dense-int4", 1, "step", marks=pytest.mark.rare),

@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention import attending
+from kvjax.cache import appending
 from tests.matrix import tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,12 +174,15 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
             frame = frame.f_back
         stacks.add(tuple(room for room, _ in itertools.groupby(reversed(rooms))))
 
-    jax.clear_caches()  # what was traced before would not be seen
-    sys.setprofile(note)
-    try:
-        jax.eval_shape(step, *args)
-    finally:
-        sys.setprofile(None)
+    with pytest.MonkeyPatch.context() as patch:
+        # What was traced before would not be seen.
+        patch.setattr(attending, "_traced_once", attending._traced)
+        patch.setattr(appending, "with_tokens", inspect.unwrap(appending.with_tokens))
+        sys.setprofile(note)
+        try:
+            jax.eval_shape(step, *args)
+        finally:
+            sys.setprofile(None)
     return stacks, files
 
 

@@ -19,6 +19,7 @@ from tests.matrix import (
     CACHE_PAIRS,
     CODECS,
     FULL,
+    OPERATION_PAIRS,
     RAW,
     SHARD,
     Held,
@@ -63,7 +64,7 @@ def check_chunks(cell, data):
     laws.same_arrays(again, cache)
 
 
-@pytest.mark.parametrize("cell", cells(cache_cells(), CACHE_PAIRS))
+@pytest.mark.parametrize("cell", cells(cache_cells(), OPERATION_PAIRS))
 def test_a_text_goes_on_after_operations(cell):
     check_operations(cell)
 

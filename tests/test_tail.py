@@ -54,7 +54,10 @@ def calls(start, stop, size):
     yield from ((at, 1) for at in range(whole, stop))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.rare] * (x in ("growing", "narrow"))) for x in LAYOUTS],
+)
 def test_a_block_can_always_be_taken_back(layout):
     """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""
     made, _ = LAYOUTS[layout]

@@ -106,19 +106,18 @@ def by_position(cache):
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype"),
     [
-        *((name, 128, "float32") for name in ("raw", "int8", "int4", "sinks-int2")),
-        *((name, 64, "float32") for name in ("raw", "int4-int2")),
-        ("raw", 256, "bfloat16"),
+        *((name, 128, "float32") for name in ("sinks", "int8", "int4")),
+        ("raw", 64, "float32"), ("raw", 256, "bfloat16"),
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
-            ("sinks", "float32"), ("int4-int2", "float32"), ("float8", "float32"),
+            ("sinks-int2", "float32"), ("int4-int2", "float32"), ("float8", "float32"),
             ("rotated", "float32"), ("centred", "float32"), ("raw-int4", "float32"),
-            ("int4", "bfloat16"),
+            ("int4", "bfloat16"), ("raw", "float32"),
         )),
     ],
 )  # fmt: skip
 def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict):
     """Over texts of several tiles, in calls of one token, and of many, or some."""
-    some = (21,) if name in ("raw", "int4") else ()
+    some = (21,) if name == "int4" else ()
     given = POLICIES[name], head_dim, (150, 150, *some, 1), dtype
     policy, *rest = given
     wanted, there = run(policy, "cpu", "reference", *rest)
@@ -188,7 +187,7 @@ def test_the_kernel_and_settings(settings, strict):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int4", "rotated", "raw"])
+@pytest.mark.parametrize("name", ["int4", pytest.param("rotated", marks=pytest.mark.rare), "raw"])
 def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     """Fork, rows, growth, conversion, rewinding: what is kept in another order goes on alike."""
     found = []
@@ -244,8 +243,12 @@ def test_units_on_a_host_are_whole(codec, apart):
             np.testing.assert_array_equal(order.give(some), x[:, 1:3])
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("name", ["raw", "int8", "int4-int2"])
+@pytest.mark.parametrize(
+    ("name", "prefetch"),
+    [("raw", 1), ("int4-int2", 0),
+     *(pytest.param(*cell, marks=pytest.mark.rare)
+       for cell in (("raw", 0), ("int8", 0), ("int8", 1), ("int4-int2", 1)))],
+)  # fmt: skip
 def test_bodies_on_the_host_of_a_tpu(name, prefetch):
     """Their blocks go there row by row, and come back, in an order of their own."""
     policy = replace(POLICIES[name], placement=kvjax.Host(prefetch))
@@ -270,7 +273,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.rare), "int4"])
 def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
     """Each device has the units of its heads, which go from one device there, and back."""
     monkeypatch.setattr(Spread, "platform", "tpu")

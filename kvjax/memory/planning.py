@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
-from kvjax.cache.sizes import nbytes
+from kvjax.cache.sizes import nbytes, share_of
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
@@ -112,7 +112,8 @@ def plan(
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
     share = weights / weight_bytes(model)  # of a device, where a mesh divides them
-    held = [seen(layer, length) for layer in cache.layers]
+    own = cache.layers if spread is None else [share_of(each, spread) for each in cache.layers]
+    held = [seen(layer, length, part) for layer, part in zip(cache.layers, own, strict=True)]
     matrices = 2 * share * multiplied(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
     scores = 4 * model.config.num_attention_heads
@@ -136,7 +137,7 @@ def plan(
         temporaries, source,
         operations=rows * (matrices + scores * attended / shares),
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
-        moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held) / parts,
+        moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held),
         moved_uncached=share * weight_bytes_read(params, rows * length),
         beyond_context=beyond_context(model.config, min(max_len, cache.reach)),
     )  # fmt: skip

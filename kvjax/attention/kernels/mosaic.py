@@ -41,9 +41,13 @@ LONGEST = 1024
 """Tokens of a run, at most."""
 
 
-def decode(reading: Reading) -> Partial:
-    """The softmax of rows of queries over a section, not yet divided by its total."""
+def decode(reading: Reading, after: Partial | None = None) -> Partial:
+    """The softmax of rows of queries over a section, not yet divided by its total. ``after``: that
+    over other keys, which goes on where it stands."""
     section = reading.section
+    values = in_tiles(section.codecs[1])
+    if after is not None and values.core is not values:  # whose mixtures are turned back first
+        return after.merge(decode(reading))
     batch, kv_heads, rows, head_dim = reading.queries.shape
     if head_dim % LANES and section.unit == 1:
         section = _turned(section)
@@ -81,35 +85,53 @@ def decode(reading: Reading) -> Partial:
     specs = [of_rows(queries.shape[2] // blocks, queries.shape[3])]
     specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, s: (b, q, 0))]
     specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
-    lanes = reading.sides * head_dim
     found = [
         jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
-        for shape in ((SUBLANES, padded), (padded, lanes))
+        for shape in ((SUBLANES, padded), (padded, head_dim))
     ]
     stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, s: (b, h, 0, q))
-    scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in (1, 1, lanes)]
+    out_specs = [stats_of, of_rows(together, head_dim)]
+    widths = 1, 1, reading.sides * head_dim
+    scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in widths]
+    before = () if after is None else _in_stats(after, padded)
+    first = 1 + len(specs)  # behind the scalars
 
-    def run(*arrays: Array, interpret: bool) -> Any:
+    def run(*arrays: Array, interpret: Any) -> Any:
+        if interpret is False:
+            # Tiles are fetched once. A compiler that has room for a whole array in the fast memory
+            # would put it there first, and copy it back behind its update.
+            near, stores, rest = arrays[:3], arrays[3 : 3 + len(leaves)], arrays[3 + len(leaves) :]
+            stores = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in stores)
+            arrays = *near, *stores, *rest
         return pl.pallas_call(
             functools.partial(_kernel, reading.bare(), tree, tile, blocks),
             out_shape=found,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=(batch, kv_heads // heads, blocks, arrays[-1]),
-                in_specs=specs,
-                out_specs=[stats_of, of_rows(together, lanes)],
+                in_specs=[*specs, *out_specs[: len(before)]],
+                out_specs=out_specs,
                 scratch_shapes=scratch,
             ),
+            input_output_aliases={first + n: n for n in range(len(before))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
         )(*arrays[:-1])
 
-    stats, mixed = compiled(run, scalars, queries, at, *leaves, tiles)
-    mixed = mixed.reshape(*mixed.shape[:3], reading.sides, head_dim).sum(3)
-    mixed = in_tiles(section.codecs[1]).unturn(mixed[:, :, :rows])
+    stats, mixed = compiled(run, scalars, queries, at, *leaves, *before, tiles)
+    mixed = values.unturn(mixed[:, :, :rows])
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed)
+
+
+def _in_stats(found: Partial, rows: int) -> tuple[Array, Array]:
+    """A softmax as the kernel keeps it, of so many rows: the highest score and the total along the
+    lanes, [batch, kv_heads, 8, rows], and mixtures."""
+    more = rows - found.total.shape[2]
+    both = jnp.stack([found.highest, *[found.total] * (SUBLANES - 1)], axis=2)
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, more)))
+    return both, jnp.pad(found.mixed, ((0, 0), (0, 0), (0, more), (0, 0)))
 
 
 def _turned(section: Section) -> Section:
@@ -125,15 +147,21 @@ def _kernel(
     at_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One tile of a row, for some of its heads of keys and some of its queries."""
-    stores = jax.tree.unflatten(tree, refs[:-5])
+    stores = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    before = refs[tree.num_leaves : -5]
     stats_ref, mixed_out, highest_ref, total_ref, mixed_ref = refs[-5:]
     row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
+    head_dim = mixed_out.shape[3]
 
     @pl.when(number == 0)
     def _() -> None:
         highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
+        if before:
+            stats = jnp.swapaxes(before[0][0], 1, 2)
+            highest_ref[...], total_ref[...] = stats[:, :, :1], stats[:, :, 1:2]
+            mixed_ref[:, :, :head_dim] = before[1][0]
 
     @pl.when(number < scalars_ref[row, 1])
     def _() -> None:
@@ -180,7 +208,9 @@ def _kernel(
         )
         first = lax.broadcasted_iota(jnp.int32, highest.shape, 1) == 0
         stats_ref[0] = jnp.where(first, highest, total)
-        mixed_out[0] = mixed_ref[...]
+        mixed = mixed_ref[...]
+        sides = [mixed[:, :, n : n + head_dim] for n in range(0, mixed.shape[2], head_dim)]
+        mixed_out[0] = functools.reduce(jnp.add, sides)
 
 
 def _along(count: int, axis: int) -> Array:

@@ -6,6 +6,7 @@ from kvjax.attention.buckets import prefix
 from kvjax.attention.call import Call
 from kvjax.attention.kernels import mosaic, triton
 from kvjax.attention.kernels.common import Reading, refuse
+from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
 from kvjax.core.device import traced_for
 from kvjax.core.typing import Mixed
@@ -21,13 +22,15 @@ def pallas(call: Call) -> Mixed:
     """
     largest = max(call.sections, key=lambda each: each.size * each.unit)
     refuse("pallas", refusals(call, largest))
-    found = [
-        _kernels().decode(Reading.of(call, each))
-        if each is largest or not any(refusals(call, each).values())
-        else prefix(each, each.size, call.rows(each), call.mask)
-        for each in call.sections
-    ]
-    return call.finish(*found)
+    found: Partial | None = None
+    for each in call.sections:
+        if each is largest or not any(refusals(call, each).values()):
+            found = _kernels().decode(Reading.of(call, each), found)
+        else:
+            beside = prefix(each, each.size, call.rows(each), call.mask)
+            found = beside if found is None else found.merge(beside)
+    assert found is not None
+    return call.finish(found)
 
 
 def refusals(call: Call, section: Section) -> dict[str, object]:

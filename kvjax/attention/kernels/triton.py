@@ -37,9 +37,10 @@ ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
 
 
-def decode(reading: Reading) -> Partial:
-    """The softmax of rows of queries over a section, not yet divided by its total. Tiles before
-    the first and behind the last that any of a row's queries sees are not read."""
+def decode(reading: Reading, after: Partial | None = None) -> Partial:
+    """The softmax of rows of queries over a section, not yet divided by its total, merged with that
+    over other keys, ``after``. Tiles before the first and behind the last that any of a row's
+    queries sees are not read."""
     section = reading.section
     batch, kv_heads, rows, head_dim = reading.queries.shape
     leaves, tree = jax.tree.flatten((section.keys, section.values))
@@ -88,7 +89,8 @@ def decode(reading: Reading) -> Partial:
     joined = Partial(*parts).joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in parts))
     every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in joined)
     found = Partial(*(x[:, :, :rows] for x in every))
-    return found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
+    found = found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
+    return found if after is None else after.merge(found)
 
 
 def refusals(section: Section, head_dim: int) -> dict[str, object]:
