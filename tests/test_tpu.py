@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax.attention import attending
-from kvjax.attention.kernels import common, mosaic
+from kvjax.attention.kernels import common, tiling
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.device import computing_on
 from kvjax.placement.spread import Spread
@@ -50,7 +50,7 @@ POLICIES = {
 @pytest.fixture
 def strict(monkeypatch):
     """Kernels of small tiles, so that a text has some, interpreted strictly."""
-    monkeypatch.setattr(mosaic, "LONGEST", 128)
+    monkeypatch.setattr(tiling, "LONGEST", 128)
     monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     ))  # fmt: skip

@@ -80,14 +80,19 @@ def mixture_of(
     return total
 
 
-def spread_out(queries: Array, blocks: int, sides: int, groups: int) -> Array:
-    """Queries [batch, kv_heads, blocks * rows, head_dim] once for every side and group, with zeros
-    in the lanes of the others: [batch, kv_heads, blocks * sides * groups * rows, lanes]."""
+def turned_by(mixed: Array, matrix: Array) -> Array:
+    """Rows [kv_heads, rows, head_dim] times a matrix [head_dim, head_dim], float32."""
+    return _dot(mixed, jnp.broadcast_to(matrix, (mixed.shape[0], *matrix.shape)), 1)
+
+
+def spread_out(queries: Array, sides: int, groups: int) -> Array:
+    """Queries [kv_heads, rows, head_dim] once for every side and group, with zeros in the lanes of
+    the others: [kv_heads, sides * groups * rows, lanes]."""
     if sides == groups == 1:
         return queries
-    batch, kv_heads, _, head_dim = queries.shape
-    lane = jnp.arange(sides * head_dim)
+    head_dim = queries.shape[2]
+    wide = jnp.concatenate([queries.astype(jnp.float32)] * sides, axis=2)
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, wide.shape[2]), 2)
     which = lane // head_dim * groups + lane % head_dim // (head_dim // groups)
-    mine = (which == jnp.arange(sides * groups)[:, None])[:, None].astype(queries.dtype)
-    wide = jnp.tile(queries, (1, 1, 1, sides)).reshape(batch, kv_heads, blocks, 1, -1, lane.size)
-    return (wide * mine).reshape(batch, kv_heads, -1, lane.size)
+    each = [jnp.where(which == number, wide, 0.0) for number in range(sides * groups)]
+    return jnp.concatenate(each, axis=1).astype(queries.dtype)

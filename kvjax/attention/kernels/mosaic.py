@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.attention.kernels.common import Reading, compiled, folded_sides
-from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out
+from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out, turned_by
+from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
@@ -29,24 +30,14 @@ from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
 
-ROWS = 512
-"""Rows of queries that walk a text together, at most."""
-PLANE = 2**21
-"""Bytes of a run's numbers in float32, at most: some such arrays are in the fast memory at once."""
-GRAIN = 16
-"""Rows of a tile of 16-bit numbers."""
-MIXTURES = 4
-"""Arrays of rows of queries that they are counted with."""
-LONGEST = 1024
-"""Tokens of a run, at most."""
-
 
 def decode(reading: Reading, after: Partial | None = None) -> Partial:
     """The softmax of rows of queries over a section, not yet divided by its total. ``after``: that
     over other keys, which goes on where it stands."""
     section = reading.section
     values = in_tiles(section.codecs[1])
-    if after is not None and values.core is not values:  # whose mixtures are turned back first
+    turned = values.core is not values
+    if after is not None and turned:  # another's mixtures are not turned back
         return after.merge(decode(reading))
     batch, kv_heads, rows, head_dim = reading.queries.shape
     if head_dim % LANES and section.unit == 1:
@@ -55,11 +46,10 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
     leaves, tree = jax.tree.flatten((section.keys, section.values))
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
-    heads, tile, together = _sizes(reading, capacity)
+    heads, tile, together = sizes_of(reading, capacity)
     blocks = -(-rows // together)
     padded = blocks * together
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    queries = spread_out(queries, blocks, reading.sides, reading.groups[0])
     at = reading.at(blocks, together)
     scalars, tiles = reading.scalars(tile, at)
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
@@ -82,7 +72,7 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
 
         return pl.BlockSpec(tuple(block), index)
 
-    specs = [of_rows(queries.shape[2] // blocks, queries.shape[3])]
+    specs = [of_rows(together, head_dim)]
     specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, s: (b, q, 0))]
     specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
     found = [
@@ -95,21 +85,22 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
     scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in widths]
     before = () if after is None else _in_stats(after, padded)
     first = 1 + len(specs)  # behind the scalars
+    specs += out_specs[: len(before)]
+    # What mixtures are turned back by, as a matrix: a kernel makes no constants.
+    back = [values.unturn(jnp.eye(head_dim))] if turned else []
+    specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, s: (0, 0)) for _ in back]
 
     def run(*arrays: Array, interpret: Any) -> Any:
         if interpret is False:
-            # Tiles are fetched once. A compiler that has room for a whole array in the fast memory
-            # would put it there first, and copy it back behind its update.
             near, stores, rest = arrays[:3], arrays[3 : 3 + len(leaves)], arrays[3 + len(leaves) :]
-            stores = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in stores)
-            arrays = *near, *stores, *rest
+            arrays = *near, *map(_where_it_is, stores), *rest
         return pl.pallas_call(
-            functools.partial(_kernel, reading.bare(), tree, tile, blocks),
+            functools.partial(_kernel, reading.bare(), tree, tile, blocks, turned),
             out_shape=found,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=(batch, kv_heads // heads, blocks, arrays[-1]),
-                in_specs=[*specs, *out_specs[: len(before)]],
+                in_specs=specs,
                 out_specs=out_specs,
                 scratch_shapes=scratch,
             ),
@@ -120,9 +111,16 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
             interpret=interpret,
         )(*arrays[:-1])
 
-    stats, mixed = compiled(run, scalars, queries, at, *leaves, *before, tiles)
-    mixed = values.unturn(mixed[:, :, :rows])
-    return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed)
+    stats, mixed = compiled(run, scalars, queries, at, *leaves, *before, *back, tiles)
+    return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed[:, :, :rows])
+
+
+def _where_it_is(store: Array) -> Array:
+    """Tiles are fetched once. A compiler that has room for a whole array in the fast memory would
+    put it there first, and copy it back behind its update; as it does what is small and has to be
+    turned."""
+    small = store.shape[3] < LANES
+    return store if small else pltpu.with_memory_space_constraint(store, pltpu.HBM)
 
 
 def _in_stats(found: Partial, rows: int) -> tuple[Array, Array]:
@@ -143,12 +141,12 @@ def _turned(section: Section) -> Section:
 
 
 def _kernel(
-    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, queries_ref: Any,
-    at_ref: Any, *refs: Any,
+    reading: Reading, tree: Any, tile: int, blocks: int, turned: bool, scalars_ref: Any,
+    queries_ref: Any, at_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One tile of a row, for some of its heads of keys and some of its queries."""
     stores = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    before = refs[tree.num_leaves : -5]
+    beside = refs[tree.num_leaves : -5]  # the matrix, or another softmax, or neither
     stats_ref, mixed_out, highest_ref, total_ref, mixed_ref = refs[-5:]
     row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
     head_dim = mixed_out.shape[3]
@@ -158,10 +156,10 @@ def _kernel(
         highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
-        if before:
-            stats = jnp.swapaxes(before[0][0], 1, 2)
+        if beside and not turned:
+            stats = jnp.swapaxes(beside[0][0], 1, 2)
             highest_ref[...], total_ref[...] = stats[:, :, :1], stats[:, :, 1:2]
-            mixed_ref[:, :, :head_dim] = before[1][0]
+            mixed_ref[:, :, :head_dim] = beside[1][0]
 
     @pl.when(number < scalars_ref[row, 1])
     def _() -> None:
@@ -169,13 +167,14 @@ def _kernel(
         start = (scalars_ref[row, 0] + number) * tile
         runs = range(reading.parts)
         keys, values = (jax.tree.map(lambda ref: ref[0], store) for store in stores)
+        queries = spread_out(queries_ref[0], reading.sides, reading.groups[0])
         found = []
         for part in runs:
             slots = start + reading.slots(part, tile, lambda n: _along(n, 1))
             positions = reading.positions(slots, numbers)
             seen = reading.sees(at_ref[0, :, :1][None], positions, numbers)
             tiles = reading.tiles(0, keys, part)
-            every = [scores_of(each, queries_ref[0], reading) for each in tiles]
+            every = [scores_of(each, queries, reading) for each in tiles]
             products = functools.reduce(jnp.add, every)
             found.append((jnp.where(seen, reading.scores(products), LOWEST), positions))
         before = highest_ref[...]
@@ -210,38 +209,13 @@ def _kernel(
         stats_ref[0] = jnp.where(first, highest, total)
         mixed = mixed_ref[...]
         sides = [mixed[:, :, n : n + head_dim] for n in range(0, mixed.shape[2], head_dim)]
-        mixed_out[0] = functools.reduce(jnp.add, sides)
+        found = functools.reduce(jnp.add, sides)
+        mixed_out[0] = turned_by(found, beside[0][...]) if turned else found
 
 
 def _along(count: int, axis: int) -> Array:
     """0, 1, 2 … along an axis of two."""
     return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)
-
-
-def _sizes(reading: Reading, capacity: int) -> tuple[int, int, int]:
-    """Heads of keys, tokens of so many, and rows of queries that are looked at together."""
-    _, kv_heads, rows, head_dim = reading.queries.shape
-    together = min(-(-rows // GRAIN) * GRAIN, ROWS)
-    # As many numbers of a head's tokens, and scores, as fit with those of its fellows.
-    lanes = reading.sides * head_dim
-    # Those of all runs are there before the first is a weight.
-    width = max(lanes, together * max(*reading.groups, reading.parts // 2)) * 4
-    section, least = reading.section, LANES
-    if section.unit > 1:
-        for order in jax.tree.leaves(section.orders):
-            units = -(-order.multiple // order.step)
-            least = max(least, units * section.unit // reading.parts)
-    # And mixtures, of which there are some: what is summed, and the result, twice.
-    one = max(least * width, MIXTURES * together * lanes * 4)
-    fitting = (n for n in range(2, kv_heads + 1) if n * one <= PLANE)
-    heads = max((n for n in fitting if kv_heads % n == 0), default=1)
-    each = max(PLANE // (heads * width), least)
-    each = min(1 << each.bit_length() - 1, max(LONGEST, least))
-    # Of sinks, which stand in one array with a ring, no more is read than there is.
-    grain = max(GRAIN, *(order.multiple for order in jax.tree.leaves(section.orders)))
-    needed = -(-(section.first + section.size) * section.unit // grain) * grain
-    tile = min(each * reading.parts, capacity, needed if section.unit == 1 else capacity)
-    return heads, tile, together
 
 
 def refusals(section: Section, head_dim: int) -> dict[str, object]:
