@@ -160,8 +160,14 @@ def walked(monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="layers in one piece are for CPUs")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("heads", [KV, HEADS])  # one row of queries, and three
+@pytest.mark.parametrize(
+    ("heads", "dtype"),  # one row of queries, and three
+    [
+        (KV, "float32"), (HEADS, "bfloat16"), (HEADS, "float16"),
+        *(pytest.param(*cell, marks=pytest.mark.rare)
+          for cell in ((HEADS, "float32"), (KV, "bfloat16"), (KV, "float16"))),
+    ],
+)  # fmt: skip
 def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=64, dtype=dtype

@@ -324,7 +324,7 @@ def test_generation_grows_with_the_text(tiny_llama):
     [
         pytest.param("dynamic", marks=pytest.mark.rare),
         pytest.param(kvjax.policy("sliding_window", window=64), marks=pytest.mark.rare),
-        kvjax.policy("sliding_window", window=200, sinks=3),
+        pytest.param(kvjax.policy("sliding_window", window=200, sinks=3), marks=pytest.mark.rare),
         [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
     ],
     ids=str,

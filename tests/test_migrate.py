@@ -278,7 +278,7 @@ def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
     assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **AT).stats.moves == ()
 
 
-@pytest.mark.parametrize("layout", [GROWING, kvjax.Dense()])
+@pytest.mark.parametrize("layout", [GROWING, pytest.param(kvjax.Dense(), marks=pytest.mark.rare)])
 def test_more_rows_send_layers_away(tiny_llama, layout):
     """When they go on, though nothing grows."""
     policy, short = auto(tiny_llama, 16, layout), {**AT, "max_new_tokens": 3}

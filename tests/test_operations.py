@@ -85,7 +85,9 @@ def test_a_converted_cache_stays_on_its_device(old, new):
         feed(None, None, other, 30, 40, rows=2)
 
 
-@pytest.mark.parametrize("slacks", [(2, 20), (20, 2), (4, 30)])
+@pytest.mark.parametrize(
+    "slacks", [(2, 20), (20, 2), pytest.param((4, 30), marks=pytest.mark.rare)]
+)
 def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
     """Each layer lacks what its own old ring had no slack for, and nothing else."""
     model, params = windowed

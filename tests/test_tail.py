@@ -231,8 +231,8 @@ def test_policies_by_name_and_by_layer():
     "name",
     [
         "dynamic",
-        "sliding_window",
         "quantized",
+        pytest.param("sliding_window", marks=pytest.mark.rare),
         pytest.param("static", marks=pytest.mark.rare),
         pytest.param("hybrid", marks=pytest.mark.rare),
     ],

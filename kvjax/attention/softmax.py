@@ -79,10 +79,8 @@ class Partial(NamedTuple):
         total, mixed = self.total, self.mixed
         if axis is not None:
             highest = lax.pmax(lax.stop_gradient(self.highest), axis)
-            shrink = jnp.exp(self.highest - highest)[..., None]
-            # Together: each collective waits for the slowest device.
-            both = jnp.concatenate([mixed, total[..., None]], axis=-1) * shrink
-            both = lax.psum(both, axis)
-            total, mixed = both[..., -1], both[..., :-1]
+            shrink = jnp.exp(self.highest - highest)
+            # Of few rows compilers make one collective of both.
+            total, mixed = lax.psum((total * shrink, mixed * shrink[..., None]), axis)
         mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
         return mixed.reshape(queries.shape).astype(queries.dtype)
