@@ -191,7 +191,8 @@ CACHE_PAIRS = (
     ("singly", "layout"), ("singly", "codecs"),
 )  # fmt: skip
 OPERATION_PAIRS = (
-    ("operations", "layout"), ("operations", "codecs"), ("operations", "placement")
+    ("operations", "layout"), ("operations", "codecs"), ("operations", "placement"),
+    ("layout", "placement"),
 )  # fmt: skip
 MESH_PAIRS = (("layout", "mesh"), ("mesh", "heads"), ("codecs", "codecs"), ("mesh", "placement"))
 PATH_PAIRS = (("codecs", "codecs"), ("layout", "layout"))

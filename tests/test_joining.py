@@ -1,6 +1,7 @@
 """A layout and a codec that nobody built before join the law matrix by a line each."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -173,8 +174,11 @@ def test_they_join_the_covering_sets_and_do_not_multiply_them(joined):
     assert codecs == {*matrix.CODECS, *matrix.RAW}
     matrix_alone = {"halves", "sixteenths"}
     old = [c for c in every if c.layout != "halves" and not matrix_alone & {*c.codecs}]
-    before = covering(old, lambda cell: pairs_of(cell, matrix.CACHE_PAIRS))
-    assert len(chosen) <= len(before) + len(matrix.CODECS) + len(matrix.RAW)
+    for kinds in (matrix.CACHE_PAIRS, matrix.OPERATION_PAIRS):
+        now, before = (
+            covering(some, functools.partial(pairs_of, kinds=kinds)) for some in (every, old)
+        )
+        assert len(now) <= len(before) + len(matrix.CODECS) + len(matrix.RAW)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

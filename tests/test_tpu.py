@@ -43,6 +43,9 @@ POLICIES = {
     ),
     "centred": kvjax.CachePolicy(keys=kvjax.Centred(kvjax.Int4()), values=kvjax.Int8("channel")),
     "raw-int4": kvjax.CachePolicy(values=kvjax.Int4(zero_point=True)),
+    "half-quadratic": kvjax.CachePolicy(
+        keys=kvjax.HalfQuadratic(kvjax.Int4(zero_point=True)), values=kvjax.Unrotated(INT4)
+    ),
 }
 """The cells of the kernel: each codec that it reads, and each order, once."""
 
@@ -51,6 +54,7 @@ POLICIES = {
 def strict(monkeypatch):
     """Kernels of small tiles, so that a text has some, interpreted strictly."""
     monkeypatch.setattr(tiling, "LONGEST", 128)
+    monkeypatch.setattr(tiling, "ROWS", 128)
     monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     ))  # fmt: skip
@@ -111,6 +115,7 @@ def by_position(cache):
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
             ("sinks-int2", "float32"), ("int4-int2", "float32"), ("float8", "float32"),
             ("rotated", "float32"), ("centred", "float32"), ("raw-int4", "float32"),
+            ("half-quadratic", "float32"),
             ("int4", "bfloat16"), ("raw", "float32"),
         )),
     ],
@@ -134,9 +139,9 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict
 
 
 RECOMPUTED = [
-    ("raw", "tpu"), ("int4-int2", "tpu"), ("int4", "gpu"),
+    ("raw", "tpu"), ("int4-int2", "tpu"), ("rotated", "tpu"), ("int4", "gpu"),
     *(pytest.param(name, "tpu", marks=pytest.mark.rare)
-      for name in ("int8", "sinks-int2", "rotated", "float8", "centred")),
+      for name in ("int8", "sinks-int2", "float8", "centred")),
     *(pytest.param(name, "gpu", marks=pytest.mark.rare) for name in ("raw", "int8", "float8")),
 ]  # fmt: skip
 
@@ -295,6 +300,42 @@ def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
         assert_same(by_position(kvjax.grow(filled(mesh), 512)), wanted)
         assert_same(by_position(kvjax.migrate(spread, mesh=None)), wanted)
         assert_same(by_position(kvjax.migrate(filled(None), mesh=mesh)), wanted)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("name", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
+def test_vmap_over_caches_of_accelerators(name, platform):
+    """Three texts, each with a cache of its own, at different lengths."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=64)
+    generator = np.random.default_rng(0)
+    queries, keys, values = (
+        jnp.asarray(generator.normal(size=(3, 1, heads, 90, 64)), "float32")
+        for heads in (HEADS, KV, KV)
+    )
+
+    def run(queries, keys, values, length):
+        with computing_on(platform):
+            cache = kvjax.init_cache(config, POLICIES[name], batch=1, max_len=128)
+        cache = kvjax.append(cache, 0, keys, values, lengths=length)
+        return kvjax.attend(queries, cache, 0, lengths=length)[:, :, :3]
+
+    given = queries, keys, values, jnp.asarray([[90], [64], [3]])
+    together = jax.jit(jax.vmap(run))(*given)
+    for row in range(3):
+        alone = jax.jit(run)(*(x[row] for x in given))
+        np.testing.assert_allclose(together[row], alone, atol=1e-5)
+
+
+def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
+    """Also where what a kernel would go on from is not to be turned back."""
+    given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
+    wanted, _ = run(*given)
+    in_order = attending.sections
+    monkeypatch.setattr(attending, "sections", lambda *held: in_order(*held)[::-1])
+    monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
+    found, _ = run(*given)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def assert_same(found, wanted):

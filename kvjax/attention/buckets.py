@@ -62,9 +62,12 @@ def bucket_sizes(tokens: list[int]) -> list[int]:
     return found[::-1]
 
 
-def prefix(section: Section, units: int, rows: Array, mask: Mask) -> Partial:
-    """The softmax over a section's first ``units``. A long prefix is taken in pieces, a number that
-    the compiler knows: what is made of the stores is never larger than one of them."""
+def prefix(
+    section: Section, units: int, rows: Array, mask: Mask, before: Partial | None = None
+) -> Partial:
+    """The softmax over a section's first ``units``, and what was looked at ``before``. A long
+    prefix is taken in pieces, a number that the compiler knows: what is made of the stores is never
+    larger than one of them."""
     piece = min(units, max(PIECE // section.unit, 1))
     stop = section.first + units
 
@@ -79,8 +82,9 @@ def prefix(section: Section, units: int, rows: Array, mask: Mask) -> Partial:
 
     begin = jnp.int32(section.first)
     if piece == units:
-        return over(begin)
-    return lax.scan(one, (begin, Partial.of_none(rows)), length=-(-units // piece))[0][1]
+        return over(begin, before)
+    found = Partial.of_none(rows) if before is None else before
+    return lax.scan(one, (begin, found), length=-(-units // piece))[0][1]
 
 
 def _units(section: Section, tokens: int) -> int:

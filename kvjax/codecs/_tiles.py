@@ -52,6 +52,11 @@ class InTiles(Codec):
     def core(self) -> Any:
         return self
 
+    @property
+    def turning(self) -> bool:
+        """Whether ``turn`` and ``unturn`` change anything; they are linear."""
+        return False
+
     def turn(self, queries: Array) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] as ``core`` multiplies them with its store."""
         return queries

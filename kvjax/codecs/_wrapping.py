@@ -41,6 +41,10 @@ class Wrapping(InTiles):
     def core(self) -> Any:
         return in_tiles(self.codec).core
 
+    @property
+    def turning(self) -> bool:
+        return in_tiles(self.codec).turning
+
     def turn(self, queries: Array) -> Array:
         return in_tiles(self.codec).turn(queries)
 

@@ -85,6 +85,10 @@ class Centred(Wrapping):
         mean = self._means.decode(store.mean).astype(jnp.float32)
         return [*rest, Tile(each_token(mean, tokens, lanes), rest[0].side)]
 
+    @property
+    def turning(self) -> bool:
+        return False
+
     def turn(self, queries: Array) -> Array:
         return queries
 

@@ -37,6 +37,10 @@ class Rotated(Wrapping):
         wide = self._unmixed(numbers.astype(jnp.float32))
         return in_range(wide, self.dtype).astype(numbers.dtype)
 
+    @property
+    def turning(self) -> bool:
+        return True
+
     def turn(self, queries: Array) -> Array:
         return super().turn(self._turned(queries))
 

@@ -80,7 +80,7 @@ def mixture_of(
     return total
 
 
-def turned_by(mixed: Array, matrix: Array) -> Array:
+def times(mixed: Array, matrix: Array) -> Array:
     """Rows [kv_heads, rows, head_dim] times a matrix [head_dim, head_dim], float32."""
     return _dot(mixed, jnp.broadcast_to(matrix, (mixed.shape[0], *matrix.shape)), 1)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import custom_batching, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.attention.kernels.common import Reading, compiled, folded_sides
-from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out, turned_by
+from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out, times
 from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
@@ -31,19 +31,18 @@ from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
 
 
-def decode(reading: Reading, after: Partial | None = None) -> Partial:
-    """The softmax of rows of queries over a section, not yet divided by its total. ``after``: that
+def decode(reading: Reading, before: Partial | None = None) -> Partial:
+    """The softmax of rows of queries over a section, not yet divided by its total. ``before``: that
     over other keys, which goes on where it stands."""
     section = reading.section
     values = in_tiles(section.codecs[1])
-    turned = values.core is not values
-    if after is not None and turned:  # another's mixtures are not turned back
-        return after.merge(decode(reading))
+    if before is not None and values.turning:  # another's mixtures are not turned back
+        return before.merge(decode(reading))
     batch, kv_heads, rows, head_dim = reading.queries.shape
     if head_dim % LANES and section.unit == 1:
         section = _turned(section)
         reading = replace(reading, section=section)
-    leaves, tree = jax.tree.flatten((section.keys, section.values))
+    leaves = jax.tree.leaves((section.keys, section.values))
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
     heads, tile, together = sizes_of(reading, capacity)
@@ -83,44 +82,49 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
     out_specs = [stats_of, of_rows(together, head_dim)]
     widths = 1, 1, reading.sides * head_dim
     scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in widths]
-    before = () if after is None else _in_stats(after, padded)
-    first = 1 + len(specs)  # behind the scalars
-    specs += out_specs[: len(before)]
+    goes_on = () if before is None else _in_stats(before, padded)
+    aliases = {1 + len(specs) + n: n for n in range(len(goes_on))}  # behind the scalars
+    specs += out_specs[: len(goes_on)]
     # What mixtures are turned back by, as a matrix: a kernel makes no constants.
-    back = [values.unturn(jnp.eye(head_dim))] if turned else []
+    back = [values.unturn(jnp.eye(head_dim, dtype=jnp.float32))] if values.turning else []
     specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, s: (0, 0)) for _ in back]
+    given, tree = jax.tree.flatten(((section.keys, section.values), goes_on, back))
 
-    def run(*arrays: Array, interpret: Any) -> Any:
+    def run(
+        scalars: Array, queries: Array, at: Array, tiles: Array, *given: Array, interpret: Any
+    ) -> Any:
         if interpret is False:
-            near, stores, rest = arrays[:3], arrays[3 : 3 + len(leaves)], arrays[3 + len(leaves) :]
-            arrays = *near, *map(_where_it_is, stores), *rest
+            stores, *rest = jax.tree.unflatten(tree, given)
+            given = tuple(jax.tree.leaves((jax.tree.map(_where_it_is, stores), *rest)))
         return pl.pallas_call(
-            functools.partial(_kernel, reading.bare(), tree, tile, blocks, turned),
+            functools.partial(_kernel, reading.bare(), tree, tile, blocks),
             out_shape=found,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(batch, kv_heads // heads, blocks, arrays[-1]),
+                grid=(batch, kv_heads // heads, blocks, tiles),
                 in_specs=specs,
                 out_specs=out_specs,
                 scratch_shapes=scratch,
             ),
-            input_output_aliases={first + n: n for n in range(len(before))},
+            input_output_aliases=aliases,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(*arrays[:-1])
+        )(scalars, queries, at, *given)
 
-    stats, mixed = compiled(run, scalars, queries, at, *leaves, *before, *back, tiles)
+    # JAX's own rule for kernels whose grids differ is such a loop, and knows no aliases.
+    call = custom_batching.sequential_vmap(functools.partial(compiled, run))
+    stats, mixed = call(scalars, queries, at, tiles, *given)
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed[:, :, :rows])
 
 
 def _where_it_is(store: Array) -> Array:
-    """Tiles are fetched once. A compiler that has room for a whole array in the fast memory would
-    put it there first, and copy it back behind its update; as it does what is small and has to be
-    turned."""
-    small = store.shape[3] < LANES
-    return store if small else pltpu.with_memory_space_constraint(store, pltpu.HBM)
+    """A store, not moved before its tiles are fetched, each once: a compiler with room for it in
+    the fast memory would copy it there first, and back behind its update. Rows narrower than the
+    lanes are left to the compiler: they have to be turned, and are copied in any case."""
+    narrow = store.shape[3] < LANES
+    return store if narrow else pltpu.with_memory_space_constraint(store, pltpu.HBM)
 
 
 def _in_stats(found: Partial, rows: int) -> tuple[Array, Array]:
@@ -141,12 +145,11 @@ def _turned(section: Section) -> Section:
 
 
 def _kernel(
-    reading: Reading, tree: Any, tile: int, blocks: int, turned: bool, scalars_ref: Any,
-    queries_ref: Any, at_ref: Any, *refs: Any,
+    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, queries_ref: Any,
+    at_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One tile of a row, for some of its heads of keys and some of its queries."""
-    stores = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    beside = refs[tree.num_leaves : -5]  # the matrix, or another softmax, or neither
+    stores, goes_on, back = jax.tree.unflatten(tree, refs[:-5])
     stats_ref, mixed_out, highest_ref, total_ref, mixed_ref = refs[-5:]
     row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
     head_dim = mixed_out.shape[3]
@@ -156,10 +159,10 @@ def _kernel(
         highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
-        if beside and not turned:
-            stats = jnp.swapaxes(beside[0][0], 1, 2)
+        if goes_on:
+            stats = jnp.swapaxes(goes_on[0][0], 1, 2)
             highest_ref[...], total_ref[...] = stats[:, :, :1], stats[:, :, 1:2]
-            mixed_ref[:, :, :head_dim] = beside[1][0]
+            mixed_ref[:, :, :head_dim] = goes_on[1][0]
 
     @pl.when(number < scalars_ref[row, 1])
     def _() -> None:
@@ -210,7 +213,7 @@ def _kernel(
         mixed = mixed_ref[...]
         sides = [mixed[:, :, n : n + head_dim] for n in range(0, mixed.shape[2], head_dim)]
         found = functools.reduce(jnp.add, sides)
-        mixed_out[0] = turned_by(found, beside[0][...]) if turned else found
+        mixed_out[0] = times(found, back[0][...]) if back else found
 
 
 def _along(count: int, axis: int) -> Array:

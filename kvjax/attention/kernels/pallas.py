@@ -22,14 +22,16 @@ def pallas(call: Call) -> Mixed:
     """
     largest = max(call.sections, key=lambda each: each.size * each.unit)
     refuse("pallas", refusals(call, largest))
-    found: Partial | None = None
-    for each in call.sections:
-        if each is largest or not any(refusals(call, each).values()):
-            found = _kernels().decode(Reading.of(call, each), found)
-        else:
-            beside = prefix(each, each.size, call.rows(each), call.mask)
-            found = beside if found is None else found.merge(beside)
-    assert found is not None
+
+    def over(section: Section, before: Partial | None = None) -> Partial:
+        if section is largest or not any(refusals(call, section).values()):
+            found: Partial = _kernels().decode(Reading.of(call, section), before)
+            return found
+        return prefix(section, section.size, call.rows(section), call.mask, before)
+
+    found = over(call.sections[0])
+    for each in call.sections[1:]:
+        found = over(each, found)
     return call.finish(found)
 
 

@@ -12,7 +12,8 @@ PLANE = 2**21
 GRAIN = 16
 """Rows of a tile of 16-bit numbers."""
 MIXTURES = 4
-"""Arrays of rows of queries that they are counted with."""
+"""Arrays of rows of queries that they are counted with. Those that a softmax goes on from are not
+counted: they have room beside them."""
 LONGEST = 1024
 """Tokens of a run, at most."""
 

@@ -37,9 +37,9 @@ ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
 
 
-def decode(reading: Reading, after: Partial | None = None) -> Partial:
+def decode(reading: Reading, before: Partial | None = None) -> Partial:
     """The softmax of rows of queries over a section, not yet divided by its total, merged with that
-    over other keys, ``after``. Tiles before the first and behind the last that any of a row's
+    over other keys, ``before``. Tiles before the first and behind the last that any of a row's
     queries sees are not read."""
     section = reading.section
     batch, kv_heads, rows, head_dim = reading.queries.shape
@@ -90,7 +90,7 @@ def decode(reading: Reading, after: Partial | None = None) -> Partial:
     every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in joined)
     found = Partial(*(x[:, :, :rows] for x in every))
     found = found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
-    return found if after is None else after.merge(found)
+    return found if before is None else before.merge(found)
 
 
 def refusals(section: Section, head_dim: int) -> dict[str, object]:
