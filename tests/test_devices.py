@@ -65,6 +65,7 @@ SOME = [
     ("4 and 2 bits", "8,192", LOOP), ("2 bits", "8,192", STEP), ("float8", "8,192", STEP),
     ("rotated", "8,192", STEP), ("sinks", "64 channels", LOOP), ("hybrid", "8,192", STEP),
     ("2 bits", "64 channels", CHUNK), ("8 bits", "as many as queries'", CHUNK),
+    ("4 and 2 bits", "8,001 slots", LOOP), ("rotated", "64 channels", CHUNK),
 ]  # fmt: skip
 """The covering set of the law for devices; all of it is in ``.ci/run --full``."""
 EVERY = [
@@ -78,14 +79,12 @@ EVERY = [
 
 def above(device, policy, feature, form):
     """What does not obey, and is named in docs/notes/devices.md."""
-    if device == "v6e" and policy == "sinks" and form != CHUNK:
-        return True  # the ring is copied to VMEM
-    if form != CHUNK:
+    cell = policy, feature, form
+    if device == "h200":
         # What a kernel's programs find is as large as half of the layer with a window.
-        return device == "h200" and (policy, feature) == ("hybrid", "one head of keys")
-    if device == "v6e" and policy not in ("raw", "growing", "sinks", "hybrid"):
-        return feature in ("64 channels", "256 channels", "as many as queries'")
-    return device == "v5e" and (policy, feature) == ("rotated", "64 channels")
+        return form != CHUNK and cell[:2] == ("hybrid", "one head of keys")
+    # The compiler that JAX 0.10.2 goes with turns a ring round a loop.
+    return jax.__version__.startswith("0.10.") and cell == ("sinks", "64 channels", LOOP)
 
 
 CELLS = [
@@ -186,7 +185,7 @@ def test_the_programs_of_a_generation(device, lm):
     for model in (lm, lm.architecture):
         made = kvjax.compile(model, kvjax.CachePolicy(kvjax.Growing(64)), device=device, **given)
         assert made.executables.keys() == {*here.executables, "first token"}
-        assert made.programs == here.programs and (made.temporaries or 0) > 0
+        assert made.programs == here.programs and made.temporaries is not None
     held = kvjax.nbytes(kvjax.init_cache(lm.config, batch=2, max_len=80))["device"]
     for name in ("decode of 80", "prefill 128 of 80"):
         assert made.executables[name].memory_analysis().alias_size_in_bytes >= held

@@ -128,8 +128,11 @@ class ModelShape:
         layer = {
             "qkv": matrix(queries + 2 * keys, hidden),
             "out": matrix(hidden, queries),
-            "mlp": matrix((3 if self.gated else 2) * self.intermediate_size, hidden),
+            "up": matrix(self.intermediate_size, hidden),
+            "down": matrix(self.intermediate_size, hidden),
         }
+        if self.gated:
+            layer["gate"] = matrix(self.intermediate_size, hidden)
         params: dict[str, Any] = {"embed_tokens": matrix(self.vocab_size, hidden)}
         if self.learned_positions:
             params["wpe"] = matrix(self.learned_positions, hidden)
@@ -168,11 +171,10 @@ class ModelShape:
             cache = append(cache, number, split(keys, kv_heads), split(values, kv_heads))
             mixed = attend(split(queries, heads), cache, number, window=window).swapaxes(1, 2)
             x = x + _times(mixed.reshape(*x.shape[:2], -1), layer["out"])
-            parts = jnp.split(layer["mlp"], 3 if self.gated else 2)
-            inner = jax.nn.silu(_times(normed(x), parts[0]))
+            inner = jax.nn.silu(_times(normed(x), layer["gate" if self.gated else "up"]))
             if self.gated:
-                inner = inner * _times(normed(x), parts[1])
-            x = x + inner @ parts[-1]
+                inner = inner * _times(normed(x), layer["up"])
+            x = x + inner @ layer["down"]
         x = normed(x[:, -1:] if last_only else x)
         head = params.get("lm_head", params["embed_tokens"])
         return _times(x, head).astype(jnp.float32), advance(cache, tokens.shape[1])

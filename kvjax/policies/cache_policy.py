@@ -88,7 +88,9 @@ class CachePolicy:
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
         grain = self.grain
-        parts = self.placement.parts * max(grain // 2, 1)  # a block has rows of its own
+        # A block has rows of its own, but for its scales: they are whole tiles where many are.
+        many = self.layout.slots >= grain * grain * self.block
+        parts = self.placement.parts * (grain if many else max(grain // 2, 1))
         return Split(self.layout, self.block, self.recent, parts, grain)
 
     @property
