@@ -121,7 +121,7 @@ HALF = np.array([20, 11], np.int32)
 """Real tokens of a call of 20."""
 
 
-@pytest.mark.parametrize("new", [5, 20])
+@pytest.mark.parametrize("new", [pytest.param(5, marks=pytest.mark.rare), 20])
 @pytest.mark.parametrize(
     "policy",
     [
