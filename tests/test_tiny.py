@@ -110,6 +110,7 @@ def test_held_out_loss_is_that_of_the_card(embedded, held_out):
     assert losses == pytest.approx(FIGURES["spot"]["nats_per_token"], abs=TOLERANCE)
 
 
+@pytest.mark.rare
 def test_loss_falls_with_position(embedded, held_out):
     """In every row of the card up to 1,024 tokens before; and from few to many, measured again."""
     table = np.array(FIGURES["nats_by_position"])
