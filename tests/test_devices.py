@@ -38,6 +38,10 @@ from tests.conftest import FULL
 from tests.matrix import tiny_model
 
 
+OLD = jax.__version__.startswith("0.10.")
+"""Whether the compilers are those that JAX 0.10.2 goes with."""
+
+
 @functools.cache
 def missing(device):
     """Why nothing is compiled for a device here; None if it is."""
@@ -83,8 +87,8 @@ def above(device, policy, feature, form):
     if device == "h200":
         # What a kernel's programs find is as large as half of the layer with a window.
         return form != CHUNK and cell[:2] == ("hybrid", "one head of keys")
-    # The compiler that JAX 0.10.2 goes with turns a ring round a loop.
-    return jax.__version__.startswith("0.10.") and cell == ("sinks", "64 channels", LOOP)
+    # That compiler turns the ring before and behind a loop.
+    return OLD and cell == ("sinks", "64 channels", LOOP)
 
 
 CELLS = [
@@ -185,7 +189,9 @@ def test_the_programs_of_a_generation(device, lm):
     for model in (lm, lm.architecture):
         made = kvjax.compile(model, kvjax.CachePolicy(kvjax.Growing(64)), device=device, **given)
         assert made.executables.keys() == {*here.executables, "first token"}
-        assert made.programs == here.programs and made.temporaries is not None
+        assert made.programs == here.programs
+        # Of so small a model the old compiler has them all in the fast memory.
+        assert (made.temporaries or 0) > 0 or (OLD and device == "v5e")
     held = kvjax.nbytes(kvjax.init_cache(lm.config, batch=2, max_len=80))["device"]
     for name in ("decode of 80", "prefill 128 of 80"):
         assert made.executables[name].memory_analysis().alias_size_in_bytes >= held

@@ -51,6 +51,11 @@ def share_of(held: LayerCache, spread: Spread) -> LayerCache:
     return jax.tree.map(part, whole, whole.specs())
 
 
+def shares_of(cache: KVCache, spread: Spread | None) -> list[LayerCache]:
+    """A cache's layers, or what a device has of each, as shapes, where some share it."""
+    return [layer if spread is None else share_of(layer, spread) for layer in cache.layers]
+
+
 @functools.lru_cache(maxsize=1024)
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int

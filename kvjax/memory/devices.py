@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
-from kvjax.cache.sizes import nbytes, share_of
+from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh, kind_of
 from kvjax.core.checks import whole_number
@@ -124,13 +124,12 @@ def plan_on(
                 each = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
                 code += 2 * more * max(each, 0)
     kind, spread, params = kind_of(device), cache.spread, model.abstract_params()
-    own, rows = cache.layers, batch
+    rows = batch
     if mesh is not None and spread is not None:
         params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
-        own = tuple(share_of(layer, spread) for layer in own)
     length = min(max_len, cache.reach)
-    pairs = zip(cache.layers, own, strict=True)
-    of_row = sum(seen(layer, length, part)[1] for layer, part in pairs)
+    pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
+    of_row = sum(seen(layer, length, own)[1] for layer, own in pairs)
     return DevicePlan(
         device.device_kind or device.platform,
         None if kind is None else kind.memory,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
-from kvjax.cache.sizes import nbytes, share_of
+from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
@@ -112,8 +112,8 @@ def plan(
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
     share = weights / weight_bytes(model)  # of a device, where a mesh divides them
-    own = cache.layers if spread is None else [share_of(each, spread) for each in cache.layers]
-    held = [seen(layer, length, part) for layer, part in zip(cache.layers, own, strict=True)]
+    pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
+    held = [seen(layer, length, own) for layer, own in pairs]
     matrices = 2 * share * multiplied(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
     scores = 4 * model.config.num_attention_heads

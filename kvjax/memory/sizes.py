@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax.cache.creation import init_cache
-from kvjax.cache.sizes import nbytes, share_of
+from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import check_cache
 from kvjax.core.trees import tree_bytes
@@ -53,9 +53,11 @@ def cache_nbytes(
 def bytes_ahead(cache: KVCache, spread: Spread | None) -> int:
     """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
     fetched ahead, at most."""
-    own = cache.layers if spread is None else [share_of(each, spread) for each in cache.layers]
     return ahead_bytes(
-        [(tree_bytes((layer.keys, layer.values)), layer.policy.placement) for layer in own]
+        [
+            (tree_bytes((layer.keys, layer.values)), layer.policy.placement)
+            for layer in shares_of(cache, spread)
+        ]
     )
 
 
