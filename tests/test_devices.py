@@ -37,7 +37,6 @@ from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model
 
-
 OLD = jax.__version__.startswith("0.10.")
 """Whether the compilers are those that JAX 0.10.2 goes with."""
 
