@@ -123,6 +123,14 @@ def in_chunks(lengths: Any, width: int) -> list[tuple[int, np.ndarray]]:
     return [(width, np.clip(lengths - start, 0, width)) for start in starts]
 
 
+def memory_kinds(cache: Any) -> tuple[set[str], set[str]]:
+    """Kinds of memory of bodies, and of all else."""
+    bodies = [x for layer in cache.layers for x in jax.tree.leaves((layer.keys, layer.values))]
+    rest = [x for layer in cache.layers for x in jax.tree.leaves(layer.tail)]
+    rest += [cache.length, cache.written, cache.status]
+    return tuple({x.sharding.memory_kind for x in some} for some in (bodies, rest))
+
+
 def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
     """After an operation the texts go on as if their rows had always been there."""
     operation = OPERATIONS[name]
@@ -130,8 +138,10 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
         0 if back is None else LENGTHS[row] - back
         for row, back in zip(operation.rows, operation.back, strict=True)
     ]
+    kinds = memory_kinds(cache)
     changed = operation.change(cache)
     kvjax.check(changed)
+    assert memory_kinds(changed) == kinds, name
     assert np.asarray(changed.length).tolist() == begins, name
     take = np.array([WIDTH, 9, 3])
     found, changed = step(changed, begins, take, WIDTH, texts(), operation.rows)

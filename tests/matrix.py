@@ -8,7 +8,7 @@ The laws' cells are chosen by ``tests/covering.py``: every pair of parts, of the
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -246,10 +246,18 @@ def path_cells() -> list[PathCell]:
 _Cell = TypeVar("_Cell", CacheCell, MeshCell, CopyCell, PathCell)
 
 
-def cells(every: list[_Cell], kinds: Iterable[tuple[str, str]]) -> list[Any]:
-    """Parameters of a law: the covering set, or what the environment asks for instead."""
+def choice(every: Sequence[_Cell], kinds: Iterable[tuple[str, str]]) -> list[_Cell]:
+    """The covering set of ``kinds``."""
     kinds = tuple(kinds)
-    chosen = covering.covering(every, lambda cell: covering.pairs_of(cell, kinds))
+    return covering.covering(every, lambda cell: covering.pairs_of(cell, kinds))
+
+
+def cells(
+    every: list[_Cell], kinds: Iterable[tuple[str, str]], among: Sequence[_Cell] = ()
+) -> list[Any]:
+    """Parameters of a law: the covering set, or what the environment asks for instead. It is
+    chosen ``among`` some of the cells, where these are given: laws that share what they make."""
+    chosen = choice(among or every, kinds)
     if SHARD:
         number, parts = map(int, SHARD.split("/"))
         chosen = covering.share(every, chosen, number, parts)

@@ -361,6 +361,7 @@ TestCodedMachine = CodedMachine.TestCase
 TestCodedMachine.settings = FEWER
 TestCodedRingMachine = CodedRingMachine.TestCase
 TestCodedRingMachine.settings = FEWER
+TestCodedRingMachine = pytest.mark.rare(TestCodedRingMachine)
 TestConvertingMachine = ConvertingMachine.TestCase
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase

@@ -33,7 +33,12 @@ def prompt(length):
     return [(7 * i) % 250 for i in range(length)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+RARE = ("sliding_window", "offloaded_static")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.rare] * (x in RARE)) for x in POLICIES]
+)
 def test_generation_compiles_nothing_afterwards(lm, name):
     """Neither any length of prompts nor any number of new tokens."""
     jax.clear_caches()

@@ -70,6 +70,7 @@ def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, toke
     assert in_chunks.perplexity == pytest.approx(math.exp(np.mean(nats)), rel=1e-4)
 
 
+@pytest.mark.rare
 def test_ranges_end_at_doubled_positions(embedded):
     text = tokens_of("validation", embedded)[:1280]
     quality = evaluate(embedded, text, {"": kvjax.policy(bits=8)}, context=1280, chunk=256)[""]
@@ -170,6 +171,7 @@ def test_wrong_arguments_are_refused(embedded, text, settings, message):
         evaluate(embedded, text, {}, **settings)
 
 
+@pytest.mark.rare
 def test_a_growing_cache_grows_along_the_text(embedded, tokens):
     policies = {
         "static": kvjax.policy(bits=4),

@@ -168,7 +168,8 @@ TEAM = ("sixteenths", "int8")
 
 def test_they_join_the_covering_sets_and_do_not_multiply_them(joined):
     every = matrix.cache_cells()
-    chosen = covering(every, lambda cell: pairs_of(cell, matrix.CACHE_PAIRS))
+    kinds = matrix.CACHE_PAIRS + matrix.OPERATION_PAIRS
+    chosen = matrix.choice(matrix.choice(every, kinds), matrix.CACHE_PAIRS)
     assert {c.layout for c in chosen if "sixteenths" in c.codecs} == {*matrix.LAYOUTS}
     codecs = {name for cell in chosen if cell.layout == "halves" for name in cell.codecs}
     assert codecs == {*matrix.CODECS, *matrix.RAW}

@@ -12,6 +12,7 @@ from tests.covering import covering, pairs_of, share
 FAMILIES = {
     "cache": (matrix.cache_cells, matrix.CACHE_PAIRS, 5),
     "operations": (matrix.cache_cells, matrix.OPERATION_PAIRS, 5),
+    "both": (matrix.cache_cells, matrix.CACHE_PAIRS + matrix.OPERATION_PAIRS, 5),
     "mesh": (matrix.mesh_cells, matrix.MESH_PAIRS, 50),
     "copy": (matrix.copy_cells, matrix.COPY_PAIRS, 5),
     "path": (matrix.path_cells, matrix.PATH_PAIRS, 5),
@@ -21,7 +22,18 @@ FAMILIES = {
 
 def chosen(family):
     make, kinds, _ = FAMILIES[family]
-    return covering(make(), lambda cell: pairs_of(cell, kinds))
+    return matrix.choice(make(), kinds)
+
+
+@pytest.mark.parametrize("family", ["cache", "operations"])
+def test_chosen_among_a_covering_set_they_cover_as_much(family):
+    """As the laws of caches are, which share what they make."""
+    make, kinds, _ = FAMILIES[family]
+    found = matrix.choice(chosen("both"), kinds)
+    assert {*found} <= {*chosen("both")}
+    assert {p for cell in found for p in pairs_of(cell, kinds)} == {
+        pair for cell in make() for pair in pairs_of(cell, kinds)
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -224,6 +224,7 @@ def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
     assert kvjax.generate(lm, made.unfed, cache=made.cache, **settings).cache.batch == 4
 
 
+@pytest.mark.rare
 def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
     settings = {
         "policies": {
@@ -291,6 +292,7 @@ def test_loading_spreads_what_one_device_does_not_hold(monkeypatch, tiny_llama, 
     assert models.load(tiny_llama_dir, dtype="float32", mesh=None).mesh is None
 
 
+@pytest.mark.rare
 def test_the_documented_scripts_run(tiny_llama_dir):
     """One after the other, word by word, but for the path of the model."""
     text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")

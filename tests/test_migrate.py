@@ -227,8 +227,9 @@ def auto(lm, bits, layout=GROWING):
     return kvjax.Auto(stored(bits, layout), 2 * layer + tail)
 
 
-PROMPTS = ["A cache of keys and values" * 6, "abc"]
-AT = {"max_new_tokens": 300, "eos_token_ids": ()}
+PROMPTS = ["A cache of keys and values" * 9, "abc"]
+AT = {"max_new_tokens": 40, "eos_token_ids": ()}
+"""Rows have 256 tokens at first, and 512 in the end."""
 
 
 @pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.rare), 4])
@@ -265,17 +266,17 @@ def test_layers_come_back_when_there_is_room_again(tiny_llama):
     assert set(places(last.cache)) == {"device"}
 
 
+@pytest.mark.rare
 def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
     """They don't come back for a moment."""
-    found = kvjax.generate(
-        tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), max_new_tokens=3, eos_token_ids=()
-    )
+    prompts, long = ["A cache of keys and values" * 6, "abc"], {**AT, "max_new_tokens": 300}
+    short = {**AT, "max_new_tokens": 3}
+    found = kvjax.generate(tiny_llama, prompts, cache=auto(tiny_llama, 4), **short)
     assert found.cache.max_len < 512 and set(places(found.cache)) == {"device"}
     parked = kvjax.migrate(found.cache, kvjax.Host())
-    short = {**AT, "max_new_tokens": 3}
     back = kvjax.generate(tiny_llama, found.unfed, cache=kvjax.fork(parked), **short)
     assert [move.place for move in back.stats.moves] == ["device"] * 2
-    assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **AT).stats.moves == ()
+    assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **long).stats.moves == ()
 
 
 @pytest.mark.parametrize("layout", [GROWING, pytest.param(kvjax.Dense(), marks=pytest.mark.rare)])
@@ -308,10 +309,11 @@ def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_lla
     assert not any(x.is_deleted() for x in jax.tree.leaves(four))
 
 
+@pytest.mark.rare
 def test_a_layer_that_can_not_leave(tiny_llama):
     """A ring smaller than a tail stays on the device, and is no reason to give up midway."""
     ring = kvjax.policy("sliding_window", window=8)
-    choice, prompt = [stored(16, GROWING), ring], ["abc" * 60]
+    choice, prompt = [stored(16, GROWING), ring], ["abc" * 78]
     away = [stored(16, kvjax.Dense(), kvjax.Host()), ring]
     least = kvjax.cache_nbytes(tiny_llama.config, away, batch=1, max_len=512)["device"]
     found = kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least), **AT)
@@ -324,7 +326,7 @@ def test_a_layer_that_can_not_leave(tiny_llama):
 def test_limits_give_auto_its_memory(tiny_llama):
     """``"auto"`` by name, and one that would have more."""
     weights, total = tree_bytes(tiny_llama.params), 100_000_000
-    names = ("static", "offloaded_static")
+    names, at = ("static", "offloaded_static"), {**AT, "max_len": 512}
     whole, least = (
         kvjax.cache_nbytes(tiny_llama.config, name, batch=2, max_len=512)["device"]
         for name in names
@@ -334,16 +336,16 @@ def test_limits_give_auto_its_memory(tiny_llama):
         InferenceLimits(cache_memory_ratio=share, device_memory=weights + total)
         for share in (1.0, (whole - 1) / left, (least - 1) / left)
     )
-    found = kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=wide, **AT)
+    found = kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=wide, **at)
     assert found.stats.moves == () and set(places(found.cache)) == {"device"}
     for cache in ("auto", kvjax.policy("auto", memory=10 * whole)):
-        found = kvjax.generate(tiny_llama, PROMPTS, cache=cache, limits=narrow, **AT)
+        found = kvjax.generate(tiny_llama, PROMPTS, cache=cache, limits=narrow, **at)
         assert "host" in places(found.cache)
     with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
-        kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **AT)
+        kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **at)
     with pytest.raises(ValueError, match="leave nothing of the device to the cache"):
         tiny = InferenceLimits(cache_memory_ratio=1.0, device_memory=1000)
-        kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=tiny, **AT)
+        kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=tiny, **at)
 
 
 def test_auto_without_a_memory(tiny_llama):

@@ -10,8 +10,8 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
-SHORT = ("quickstart.ipynb", "caches.ipynb")
-"""What a newcomer opens, and what takes a few seconds; the others are of the shards."""
+SHORT = ("quickstart.ipynb",)
+"""What a newcomer opens; the others are of the shards."""
 
 needs_nbclient = pytest.mark.skipif(
     importlib.util.find_spec("nbclient") is None or importlib.util.find_spec("ipykernel") is None,

@@ -46,16 +46,8 @@ def fed(policy, cuts=CUTS, cache=None, lengths=None):
     return np.concatenate(found, axis=1), cache
 
 
-def kinds(cache):
-    """Kinds of memory of bodies, and of all else."""
-    bodies = [x for layer in cache.layers for x in jax.tree.leaves((layer.keys, layer.values))]
-    rest = [x for layer in cache.layers for x in jax.tree.leaves(layer.tail)]
-    rest += [cache.length, cache.written, cache.status]
-    return tuple({x.sharding.memory_kind for x in some} for some in (bodies, rest))
-
-
 def assert_on_host(cache):
-    assert kinds(cache) == ({"pinned_host"}, {"device"})
+    assert laws.memory_kinds(cache) == ({"pinned_host"}, {"device"})
 
 
 def test_the_order_of_accelerators():
@@ -132,6 +124,7 @@ def test_outside_jit_layers_that_were_read_are_let_go():
     assert not any(held.fetched for held in kvjax.advance(cache, 1).layers)
 
 
+@pytest.mark.rare
 def test_operations_leave_bodies_on_the_host():
     codec = CODECS["int4"]
     far = kvjax.CachePolicy(kvjax.Growing(start=64), codec, codec, kvjax.Host(), block=BLOCK)
@@ -157,6 +150,7 @@ def test_operations_leave_bodies_on_the_host():
     assert np.abs(APPLY(TEXT[:, 48:52], again)[0] - wanted).max() <= 1e-5
 
 
+@pytest.mark.rare
 def test_there_and_back():
     """To the other place and back, a hundred times: nothing drifts, and nothing is left behind."""
     near, far = policies(kvjax.Dense(), CODECS["int4"], CODECS["int8"])
@@ -174,7 +168,10 @@ def test_there_and_back():
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("offloaded", 16), ("offloaded_static", 4)])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("offloaded", 16), pytest.param("offloaded_static", 4, marks=pytest.mark.rare)],
+)
 def test_generation_with_a_cache_on_the_host(tiny_llama, name, bits):
     place = {"offloaded": "dynamic", "offloaded_static": "static"}[name]
     prompts = ["A cache of keys and values" * 6, "abc"]
@@ -276,7 +273,7 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
         ("dense-raw", 2, "step"),
         pytest.param("dense-raw", 2, "while_loop", marks=pytest.mark.rare),
         pytest.param("dense-int4", 1, "step", marks=pytest.mark.rare),
-        ("ring-int4", 1, "while_loop"),
+        pytest.param("ring-int4", 1, "while_loop", marks=pytest.mark.rare),
     ],
 )
 def test_layers_fetched_ahead_are_few(name, prefetch, form):

@@ -19,12 +19,15 @@ from tests.matrix import (
     CACHE_PAIRS,
     CODECS,
     FULL,
+    LAYOUTS,
     OPERATION_PAIRS,
+    PLACEMENTS,
     RAW,
     SHARD,
     Held,
     cache_cells,
     cells,
+    choice,
     codes,
     held,
     tiny_model,
@@ -41,7 +44,11 @@ def filled(codecs, layout, placement, max_len):
     return one, true, cache, laws.fill(cache, chunks, texts(), LENGTHS, true, one.tolerance)
 
 
-@pytest.mark.parametrize("cell", cells(cache_cells(), CACHE_PAIRS))
+AMONG = choice(cache_cells(), CACHE_PAIRS + OPERATION_PAIRS)
+"""The laws of caches share these: each is made and filled once."""
+
+
+@pytest.mark.parametrize("cell", cells(cache_cells(), CACHE_PAIRS, AMONG))
 @settings(max_examples=max(settings.default.max_examples // 5, 1))
 @given(data=st.data())
 def test_a_cache_is_its_text(cell, data):
@@ -64,7 +71,7 @@ def check_chunks(cell, data):
     laws.same_arrays(again, cache)
 
 
-@pytest.mark.parametrize("cell", cells(cache_cells(), OPERATION_PAIRS))
+@pytest.mark.parametrize("cell", cells(cache_cells(), OPERATION_PAIRS, AMONG))
 def test_a_text_goes_on_after_operations(cell):
     check_operations(cell)
 
@@ -79,13 +86,22 @@ def check_operations(cell):
 
 def away():
     """Every codec, layout and place in one of them at least; each takes another place's program."""
-    here = ("device", "host")
-    found = [cell for cell in cache_cells() if cell.placement not in here[: 1 + is_raw(cell)]]
-    return cells(found, [(name, name) for name in ("codecs", "layout", "placement")])
+    found, among = (
+        [cell for cell in some if cell.placement not in ("device", "host")[: 1 + is_raw(cell)]]
+        for some in (cache_cells(), AMONG)
+    )
+    return cells(found, [(name, name) for name in ("codecs", "layout", "placement")], among)
 
 
 def is_raw(cell):
     return cell.codecs[0] in RAW
+
+
+def test_every_part_is_away():
+    names = [param.values[0] for param in away()]
+    assert {codec for cell in names for codec in cell.codecs} == {*CODECS, *RAW}
+    assert {cell.layout for cell in names} == {*LAYOUTS}
+    assert {cell.placement for cell in names} == {*PLACEMENTS} - {"device"}
 
 
 @pytest.mark.parametrize("cell", away())
@@ -97,10 +113,7 @@ def check_place(cell):
     """Exactly. Raw caches have no tail on the device, and are walked in other blocks there: these
     are what they are without anything fetched ahead."""
     *_, there = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
-    bodies = jax.tree.leaves((there.layers[0].keys, there.layers[0].values))
-    assert {x.sharding.memory_kind for x in bodies} == {"pinned_host"}
-    rest = [there.length, there.written, there.status, *jax.tree.leaves(there.layers[0].tail)]
-    assert {x.sharding.memory_kind for x in rest} == {"device"}
+    assert laws.memory_kinds(there) == ({"pinned_host"}, {"device"})
     place = "host" if is_raw(cell) else "device"
     *_, here = filled(cell.codecs, cell.layout, place, cell.max_len)
     assert here is not there

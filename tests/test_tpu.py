@@ -98,9 +98,12 @@ def run(policy, platform, path, head_dim, calls, dtype="float32", settings=()):
     return found, cache
 
 
+READ = jax.jit(lambda cache: kvjax.read(cache, 0))
+
+
 def by_position(cache):
     """What a layer holds, a row: keys and values by position."""
-    keys, values, positions = (np.asarray(x, np.float32) for x in kvjax.read(cache, 0))
+    keys, values, positions = (np.asarray(x, np.float32) for x in READ(cache))
     return [
         {int(p): (keys[row, :, n], values[row, :, n]) for n, p in enumerate(at) if p >= 0}
         for row, at in enumerate(positions)
@@ -192,6 +195,13 @@ def test_the_kernel_and_settings(settings, strict):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@jax.jit
+def twice(cache, again):
+    """Rows the other way round, and as they were, less nine tokens; and that in 8 bits."""
+    both = kvjax.rewind(kvjax.concatenate([kvjax.select(cache, jnp.array([1, 0])), again]), 9)
+    return both, kvjax.convert(both, kvjax.policy("static", bits=8), max_len=TOKENS)
+
+
 @pytest.mark.parametrize("name", ["int4", pytest.param("rotated", marks=pytest.mark.rare), "raw"])
 def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     """Fork, rows, growth, conversion, rewinding: what is kept in another order goes on alike."""
@@ -201,9 +211,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
         _, cache = run(policy, platform, None, 64, (200,))
         with computing_on(platform):
             cache = kvjax.grow(cache, 384)
-            both = kvjax.concatenate([kvjax.select(cache, jnp.array([1, 0])), kvjax.fork(cache)])
-            both = kvjax.rewind(both, 9)
-            other = kvjax.convert(both, kvjax.policy("static", bits=8), max_len=TOKENS)
+            both, other = twice(cache, kvjax.fork(cache))
         found.append([by_position(x) for x in (cache, both, other)])
     for here, there in zip(*found, strict=True):
         for row, wanted in zip(here, there, strict=True):
