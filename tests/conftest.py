@@ -10,9 +10,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from jaxtyping import install_import_hook
 
-import tests.shapes  # noqa: F401  # the hook below calls it by name
+from tests import shapes
 from tests.checkpoints import write_llama, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +38,7 @@ if "xla_force_host_platform_device_count" not in _FLAGS:
     _FLAGS += " --xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
-install_import_hook("kvjax", "tests.shapes.check")
+shapes.install()
 
 hypothesis.settings.register_profile("plain", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None, derandomize=True)
@@ -100,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Look for garbage less often: tracing makes many objects, and next to none in circles."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(500_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

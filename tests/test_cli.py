@@ -303,6 +303,7 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     assert_refused(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
 
 
+@pytest.mark.rare
 def test_eval_recall(run):
     code, out, err = run("eval", "--recall", "--policy", "bits=4")
     assert (code, err) == (0, "")
@@ -525,7 +526,7 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvjax.cli import main; main()"
     )
-    command = [sys.executable, "-c", program, "eval", "--policy", "bits=4"]
+    command = [sys.executable, "-c", program, "eval", "--policy", "bits=4", "--context", "256"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True)
     os.close(theirs)
     seen = b""

@@ -341,6 +341,7 @@ def test_gradients_and_odd_ends_on_a_mesh():
         kvjax.check(cache)
 
 
+@pytest.mark.rare
 def test_bench_on_a_mesh(tiny_llama):
     lm, settings = tiny_llama.on(mesh("2-2-2")), dict(prompts=[16], steps=4, repeats=1)
     settings["bandwidth"] = kvjax.bench.Bandwidth(1e9, 5e8, {}, 4096)
@@ -443,6 +444,7 @@ def test_every_family_on_a_mesh(cell):
     close([np.concatenate(found[:-1], axis=1)], wanted[-1:])
 
 
+@pytest.mark.rare
 def test_memory_on_a_mesh(tmp_path):
     tiny_llama = models.load(write_llama(tmp_path / "of-two-layers"), dtype="float32")
     lm, settings = tiny_llama.on(mesh("2-2-2")), dict(max_new_tokens=80, **SHARED)

@@ -1,6 +1,7 @@
 """A cache on a mesh: its operations, its moves, and what is refused."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -165,8 +166,16 @@ EVERY = {name: jax.jit(change) for name, change in CHANGES.items()} | {
 }
 
 
-@pytest.mark.parametrize("shape", ["1-1-8", "2-2-2"])
-@pytest.mark.parametrize("name", SOME)
+RARE = (("int4", "2-2-2"), ("ring-host", "1-1-8"), ("dense", "2-2-2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.rare] * (cell in RARE))
+        for cell in itertools.product(SOME, ("1-1-8", "2-2-2"))
+    ],
+)
 def test_operations_are_those_of_one_device(name, shape):
     """Every one on every policy, on one of the two meshes; a full run has both."""
     turn = list(SOME).index(name) + (shape == "2-2-2")
@@ -225,8 +234,7 @@ def spread_of(over):
     [
         "ring-sinks",
         "int4",
-        "ring-host",
-        *(pytest.param(name, marks=pytest.mark.rare) for name in ("dense", "growing")),
+        *(pytest.param(name, marks=pytest.mark.rare) for name in ("ring-host", "dense", "growing")),
     ],
 )
 def test_a_text_goes_on_on_another_mesh(name):

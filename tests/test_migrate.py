@@ -42,7 +42,7 @@ def memories(cache):
     ("layout", "codec"),
     [
         ("dense", "int4"),
-        ("sinks", "raw"),
+        pytest.param("sinks", "raw", marks=pytest.mark.rare),
         pytest.param("dense", "raw", marks=pytest.mark.rare),
         pytest.param("ring", "int4", marks=pytest.mark.rare),
         pytest.param("ring", "raw", marks=pytest.mark.rare),

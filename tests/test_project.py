@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -294,6 +295,17 @@ def test_an_unpacked_wheel_generates_text(archives, tmp_path):
 
 def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_tests_see_a_shape_that_is_wrong():
+    """Of arguments and of results; functions that name no shape are as they are."""
+    layout = kvjax.Dense(8)
+    assert not hasattr(kvjax.Dense.resolve, "__wrapped__")
+    slots, row = np.zeros(8, np.int32), np.zeros(2, np.int32)
+    with pytest.raises(jaxtyping.TypeCheckError, match="written"):
+        layout.positions(row, np.zeros(3, np.int32), slots)
+    with pytest.raises(jaxtyping.TypeCheckError, match="slots"):
+        layout.positions(row, row, np.zeros(8))
 
 
 def test_readme_begins_with_two_commands():

@@ -43,6 +43,7 @@ def biased(embedded, tokens, tmp_path_factory):
     return models.load(folder, dtype="float32")
 
 
+@pytest.mark.rare
 def test_large_key_biases_do_not_collapse(biased, tokens):
     naive = kvjax.CachePolicy(keys=kvjax.Int4("token"), values=kvjax.Int4("token"))
     centred = kvjax.CachePolicy(

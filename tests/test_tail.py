@@ -80,6 +80,7 @@ def test_a_block_can_always_be_taken_back(layout):
         kvjax.check(kvjax.rewind(cache, int(kvjax.rewindable(cache).max()) + 1))
 
 
+@pytest.mark.rare
 def test_grown_selected_repeated_and_joined_caches_go_on_alike():
     codecs = CODECS["int4"], CODECS["int2"]
     growing = kvjax.CachePolicy(kvjax.Growing(start=24), *codecs, block=BLOCK)

@@ -167,6 +167,7 @@ def test_repeated_stretches_come_after_their_first_place():
         assert distances[0] >= len(at)
 
 
+@pytest.mark.rare
 def test_training_resumes_to_the_same_state(tmp_path):
     small = recipe.Recipe(
         vocab_size=300, hidden_size=64, intermediate_size=64, layers=1, heads=2, kv_heads=1,
