@@ -128,7 +128,8 @@ def memory_kinds(cache: Any) -> tuple[set[str], set[str]]:
     bodies = [x for layer in cache.layers for x in jax.tree.leaves((layer.keys, layer.values))]
     rest = [x for layer in cache.layers for x in jax.tree.leaves(layer.tail)]
     rest += [cache.length, cache.written, cache.status]
-    return tuple({x.sharding.memory_kind for x in some} for some in (bodies, rest))
+    in_body, beside = ({x.sharding.memory_kind for x in some} for some in (bodies, rest))
+    return in_body, beside
 
 
 def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:

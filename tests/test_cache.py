@@ -354,7 +354,6 @@ class CodedRingMachine(CodedMachine):
     convert_to_the_same = None  # pyright: ignore[reportAssignmentType]
 
 
-# The steps of coded machines take longest to compile.
 FEWER = settings(max_examples=settings.default.max_examples // 2)
 TestCacheMachine = CacheMachine.TestCase
 TestCodedMachine = CodedMachine.TestCase
@@ -363,9 +362,12 @@ TestCodedRingMachine = CodedRingMachine.TestCase
 TestCodedRingMachine.settings = FEWER
 TestCodedRingMachine = pytest.mark.rare(TestCodedRingMachine)
 TestConvertingMachine = ConvertingMachine.TestCase
+TestConvertingMachine.settings = FEWER
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase
+TestSinksMachine.settings = FEWER
 TestGrowingMachine = GrowingMachine.TestCase
+TestGrowingMachine.settings = FEWER
 
 
 @pytest.mark.parametrize("dtype", RAW)

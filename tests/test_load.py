@@ -389,7 +389,10 @@ print(status("VmHWM") - before, size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("float32", "float32"), pytest.param("bfloat16", "float32", marks=pytest.mark.rare)],
+)
 def test_peak_of_memory(tiny_llama_dir: Path, tmp_path: Path, stored: str, dtype: str) -> None:
     """The peak is at most a fifth more than the parameters."""
     folder = write_llama(
@@ -449,7 +452,9 @@ def wide_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the most resident is read from /proc")
-@pytest.mark.parametrize("mesh", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 8}, pytest.param({"data": 2, "tensor": 4}, marks=pytest.mark.rare)]
+)
 def test_a_checkpoint_is_loaded_straight_to_its_shares(wide_llama_dir, mesh):
     folder = wide_llama_dir
     run = subprocess.run(

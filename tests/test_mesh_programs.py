@@ -117,7 +117,9 @@ def test_the_search_finds_a_cache_that_is_gathered():
 # Bytes.
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "heads", [pytest.param(x, marks=[pytest.mark.rare] * (x == "multi-head")) for x in HEADS]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [None, 4])
 def test_bytes_of_a_device_are_as_planned(shape, heads, bits):

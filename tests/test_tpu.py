@@ -335,6 +335,7 @@ def test_vmap_over_caches_of_accelerators(name, platform):
         np.testing.assert_allclose(together[row], alone, atol=1e-5)
 
 
+@pytest.mark.rare
 def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
     """Also where what a kernel would go on from is not to be turned back."""
     given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
