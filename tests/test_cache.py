@@ -354,7 +354,8 @@ class CodedRingMachine(CodedMachine):
     convert_to_the_same = None  # pyright: ignore[reportAssignmentType]
 
 
-FEWER = settings(max_examples=settings.default.max_examples // 2)
+# What takes longest to compile or to run has half of the examples, but in a full run.
+FEWER = settings(max_examples=settings.default.max_examples // (1 if FULL else 2))
 TestCacheMachine = CacheMachine.TestCase
 TestCodedMachine = CodedMachine.TestCase
 TestCodedMachine.settings = FEWER

@@ -298,7 +298,7 @@ def fenced(text: str, language: str) -> list[str]:
 
 
 def test_the_tests_see_a_shape_that_is_wrong():
-    """Of arguments and of results; functions that name no shape are as they are."""
+    """Of arguments; functions that name no shape are as they are."""
     layout = kvjax.Dense(8)
     assert not hasattr(kvjax.Dense.resolve, "__wrapped__")
     slots, row = np.zeros(8, np.int32), np.zeros(2, np.int32)
