@@ -34,19 +34,21 @@ from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.streaming import GenerationResult
-from kvjax.layouts import Dense, Growing, Ring
+from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.memory.devices import DevicePlan, plan_on
 from kvjax.memory.fitting import what_fits
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import Plan, plan
 from kvjax.memory.shapes import ModelShape
 from kvjax.memory.sizes import cache_nbytes, memory_report
+from kvjax.operations.concatenation import concatenate
 from kvjax.operations.conversion import convert
 from kvjax.operations.growth import grow
 from kvjax.operations.migration import migrate
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import make_room
-from kvjax.operations.rows import concatenate, fork, repeat, reset, select
+from kvjax.operations.rows import fork, repeat, reset, select
+from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host
 from kvjax.placement.mesh import make_mesh
@@ -62,7 +64,7 @@ __all__ = [
     "Compiled", "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
     "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
     "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
-    "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
+    "PageAllocator", "Paged", "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
     "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
     "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",
     "generate_batches", "grow", "init_cache", "make_mesh", "make_room", "memory_report",

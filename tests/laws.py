@@ -1,5 +1,6 @@
 """The laws of a cell: a cache of one layer, filled in any chunks, against plain numpy."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.cache.sections import View, sections
 from kvjax.core.rotary import rotary_table
 from tests import matrix, naive
 from tests.matrix import OPERATIONS, Held, tiny_config
@@ -151,9 +153,33 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
 
 
 def same_arrays(a: Any, b: Any) -> None:
-    """Bit by bit."""
+    """Bit by bit; of pages, what rows have in them."""
+    a, b = (out_of_pages(x) if getattr(x, "pools", ()) else x for x in (a, b))
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+
+
+@jax.jit
+def out_of_pages(cache: Any) -> Any:
+    """A cache's arrays, with each row's own pages in the order of its text, 0 where they hold
+    nothing, in place of the pools."""
+    layers = []
+    for entry, held in enumerate(cache.layers):
+        if held.policy.paging is not None:
+            marks = cache.written[:, entry]
+            view = View(held, cache.length, cache.length, marks, pages=cache.table(entry))
+            body = sections(view, together=True)[0]
+            units = jax.numpy.arange(body.size)
+            there = body.positions(units, 0).reshape(cache.batch, body.size, body.unit)[..., 0] >= 0
+
+            def known(x: Any, there: Any = there) -> Any:
+                mask = there.reshape(there.shape[0], 1, -1, *[1] * (x.ndim - 3))
+                return jax.numpy.where(mask, x, jax.numpy.zeros_like(x))
+
+            keys, values = jax.tree.map(known, body.stores())
+            held = dataclasses.replace(held, keys=keys, values=values)
+        layers.append(held)
+    return dataclasses.replace(cache, layers=tuple(layers), pools=())
 
 
 READ = jax.jit(lambda cache: kvjax.read(cache, 0))

@@ -126,7 +126,7 @@ def attend(
     if layout.sinks and rotary is not None:
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
     kinds = (turned,) if capped is turned else (turned, capped)
-    view = View(held, cache.length, length, cache.written[:, entry], rotary)
+    view = View(held, cache.length, length, cache.written[:, entry], rotary, cache.table(entry))
     return _mixture(way, kinds, view, mask)
 
 
@@ -176,7 +176,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
-    layer = View(view.held.specs(), rows, rows, rows, everywhere)
+    layer = View(view.held.specs(), rows, rows, rows, everywhere, rows)
     with computing_on(platform):
         return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
 

@@ -131,6 +131,8 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
         fine, coarse = _block_sizes(section.size, section.unit, numbers)
+        fine = section.fitting(fine)
+        coarse = max(section.fitting(coarse, fine), fine)
 
     def visit(start: Array, size: int, found: Partial) -> Partial:
         # A last block that would pass the end is moved down; what it shares is not seen twice.

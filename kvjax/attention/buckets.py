@@ -68,7 +68,7 @@ def prefix(
     """The softmax over a section's first ``units``, and what was looked at ``before``. A long
     prefix is taken in pieces, a number that the compiler knows: what is made of the stores is never
     larger than one of them."""
-    piece = min(units, max(PIECE // section.unit, 1))
+    piece = section.fitting(min(units, max(PIECE // section.unit, 1)))
     stop = section.first + units
 
     def over(start: Array, after: Partial | None = None) -> Partial:
@@ -89,4 +89,5 @@ def prefix(
 
 def _units(section: Section, tokens: int) -> int:
     """Units of a section's prefix of so many tokens."""
-    return min(section.size, -(-tokens // section.unit))
+    units = -(-tokens // section.unit)
+    return min(section.size, units + -units % section.page)

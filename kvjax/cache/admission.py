@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.layer import LayerCache
+from kvjax.cache.paging import pages_taken
 from kvjax.cache.state import KVCache, Pending
-from kvjax.cache.status import BAD_LENGTHS, BAD_NUMBERS, OUT_OF_STEP, OVERFLOW
+from kvjax.cache.status import (
+    BAD_LENGTHS,
+    BAD_NUMBERS,
+    BAD_PAGE,
+    OUT_OF_PAGES,
+    OUT_OF_STEP,
+    OVERFLOW,
+)
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
@@ -24,6 +32,11 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
     pending = cache.pending
     if pending is None:
         cache, count = admit(cache, new, lengths)
+        if cache.pools:
+            pools, had, astray = pages_taken(cache, new, count)
+            wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)
+            cache = replace(cache, pools=pools, status=cache.status | wrong)
+            count = jnp.where(had, count, 0)
         return replace(cache, pending=Pending(count, new, ()))
     if new != pending.new:
         raise ValueError(

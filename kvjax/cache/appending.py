@@ -85,7 +85,9 @@ def append(
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     platform = old.policy.placement.platform()
-    new = with_tokens(platform, old, keys, values, cache.length, count, rotary)
+    new = with_tokens(
+        platform, old, keys, values, cache.length, count, rotary, cache.table(entry)
+    )
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     layers = (*layers[:entry], new, *layers[entry + 1 :])
@@ -131,17 +133,17 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 @functools.partial(jax.jit, static_argnames="platform")
 def with_tokens(
     platform: str, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None,
+    rotary: RotaryTable | None, table: Array | None = None,
 ) -> LayerCache:  # fmt: skip
     """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
     that are alike share a trace, which is made for a platform."""
-    spread, call = old.policy.placement.spread, (old, keys, values, length, count, rotary)
+    spread, call = old.policy.placement.spread, (old, keys, values, length, count, rotary, table)
     with computing_on(platform):
         if spread is None:
             parts = store_tokens(*call)
         else:
             specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
-            given = specs, tokens, tokens, rows, rows, PartitionSpec()
+            given = specs, tokens, tokens, rows, rows, PartitionSpec(), rows
             made = specs.keys, specs.values, tokens, tokens, specs.fetched
             parts = spread.run(store_tokens, given, made, *call)
     keys, values, tail, strip, fetched = parts

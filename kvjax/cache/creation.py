@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.sizes import kept_within
+from kvjax.cache.paging import with_pools
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.core.device import check_here
@@ -94,7 +95,8 @@ def allocate(
     # A layer that reads another's has none of its own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
     resolved = [
-        policies[n].resolve(max_len, windows[n], model_dtype(config), room=room) for n in own
+        policies[n].resolve(max_len, windows[n], model_dtype(config), room=room, rows=batch)
+        for n in own
     ]
     budget = budget_of(policy)
     if budget is not None:
@@ -107,10 +109,11 @@ def allocate(
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
     reach = max(layer.policy.layout.reach for layer in layers)
-    return KVCache(
+    cache = KVCache(
         tuple(layers), *rows, sources=sources, positions=limit,
         turned_for=rotary_length(config, reach), budget=budget,
     )  # fmt: skip
+    return with_pools(cache)
 
 
 def new_layer(

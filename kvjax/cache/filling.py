@@ -10,6 +10,7 @@ from kvjax.cache.layer import Body, LayerCache, Tail
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, Rows
 from kvjax.placement.order import kept
+from kvjax.placement.pages import in_pages
 from kvjax.policies.cache_policy import CachePolicy
 
 Tokens = Callable[[Array], tuple[Array, Array, Array]]
@@ -21,8 +22,9 @@ body is cut in the same blocks."""
 
 
 def filled(
-    like: LayerCache, policy: CachePolicy, length: Rows, tokens: Tokens, blocks: Blocks
-) -> tuple[LayerCache, Rows, Array]:
+    like: LayerCache, policy: CachePolicy, length: Rows, tokens: Tokens, blocks: Blocks,
+    table: Array | None = None,
+) -> tuple[LayerCache, Rows, Array]:  # fmt: skip
     """A layer of a resolved policy that holds rows of ``length``.
 
     Args:
@@ -31,6 +33,7 @@ def filled(
       length: int32[batch].
       tokens: the numbers.
       blocks: what is encoded already, which stays as it is where the codec is the same.
+      table: int32[batch, columns], the pages of each row, where the policy's slots are in pages.
 
     Returns:
       The layer, on the device; the ``written`` that tells what it lacks; and bool[batch], the rows
@@ -42,7 +45,7 @@ def filled(
         keys, values, there = tokens(wanted)
         written, lost = stored.hiding(length, wanted, (wanted >= 0) & ~there)
         body = policy.keys.encode(keys), policy.values.encode(values)
-        return _layer(like, policy, body), written, lost
+        return _layer(like, policy, body, table), written, lost
     split, layout = policy.split, policy.layout
     newest = split.tail.positions(length, length, jnp.arange(split.tail.slots, dtype=jnp.int32))
     keys, values, in_tail = tokens(newest)
@@ -53,13 +56,16 @@ def filled(
     needed = wanted < layout.sinks
     needed |= wanted > (length - (layout.window or UNLIMITED))[:, None]
     low = jnp.max(jnp.where(missing, wanted + 1, 0), axis=1)
-    return _layer(like, policy, body, tail, low), length, jnp.any(missing & needed, axis=1)
+    return _layer(like, policy, body, table, tail, low), length, jnp.any(missing & needed, axis=1)
 
 
 def _layer(
-    like: LayerCache, policy: CachePolicy, body: Body, tail: Tail | None = None,
-    low: Rows | None = None,
+    like: LayerCache, policy: CachePolicy, body: Body, table: Array | None,
+    tail: Tail | None = None, low: Rows | None = None,
 ) -> LayerCache:  # fmt: skip
+    """A layer with a body of rows, or, with a ``table``, in pages."""
+    if table is not None and (paging := policy.paging):
+        body = in_pages(body, table, paging.layout.page_size, paging.layout.pool or 0)
     keys, values = kept(body, policy.orders(like.kv_heads, like.head_dim))
     return replace(
         like, keys=keys, values=values, policy=policy, tail=tail, low=low,

@@ -95,15 +95,26 @@ class LayerCache:
         return self.each(jnp.copy)
 
     def taken(self, rows: Array) -> "LayerCache":
-        """The layer of rows int[n], the nearest one where there is none."""
-        return self.each(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
+        """The layer of rows int[n], the nearest one where there is none; pages stay where they are.
+        """
+        return self._of_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def repeated(self, times: int) -> "LayerCache":
-        """Every row ``times`` times."""
-        return self.each(lambda x: jnp.repeat(x, times, axis=0))
+        """Every row ``times`` times; pages stay where they are."""
+        return self._of_rows(lambda x: jnp.repeat(x, times, axis=0))
+
+    def _of_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
+        """The same for every array that has rows."""
+        if self.policy.paging is None:
+            return self.each(change)
+        tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
+        placement = self.policy.placement
+        tail, strip = placement.put_tokens((tail, strip)) if placement.spread else (tail, strip)
+        return replace(self, tail=tail, strip=strip, low=low)
 
     def joined(self, others: Sequence["LayerCache"]) -> "LayerCache":
-        """The rows of this layer, and behind them those of others of the same policy."""
+        """The rows of this layer, and behind them those of others of the same policy; or the pages
+        of all pools."""
         return self.each(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
@@ -160,7 +171,11 @@ def empty_layer(
         slots, low = (*slots, policy.block), jnp.zeros(batch, jnp.int32)
         in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
         tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
-    shape = (batch, kv_heads, *slots, head_dim)
+    rows = batch
+    if paging := policy.paging:
+        assert paging.layout.pool is not None
+        rows, slots = paging.layout.pool, (paging.layout.page_size, *slots[1:])
+    shape = (rows, kv_heads, *slots, head_dim)
     body = policy.keys.empty(shape), policy.values.empty(shape)
     keys, values = kept(body, policy.orders(kv_heads, head_dim))
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)

@@ -9,7 +9,6 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
-from kvjax.placement.order import given
 
 
 def read(
@@ -40,7 +39,7 @@ def read(
     if held.policy.prefill == "exact":
         raw_from = jnp.minimum(raw_from, before)
     keys, values, positions = [], [], []
-    view = View(held, before, length, cache.written[:, entry])
+    view = View(held, before, length, cache.written[:, entry], pages=cache.table(entry))
     # A long call's own sinks have been written, its other tokens stand in a section of their own.
     for section in sections(view, together=held.strip is None):
         some_keys, some_values, at = section.numbers()
@@ -57,13 +56,14 @@ def read(
 
 
 def tokens_at(
-    held: LayerCache, length: Rows, marks: Rows, wanted: Array
+    held: LayerCache, length: Rows, marks: Rows, pages: Array | None, wanted: Array
 ) -> tuple[Array, Array, Array]:
     """Keys and values [batch, kv_heads, n, head_dim] of the tokens at ``wanted`` int32[batch, n],
-    as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0."""
+    as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0.
+    ``pages``: the rows' tables, where it is in pages."""
     keys = values = jnp.zeros((), held.policy.keys.dtype)
     there = jnp.zeros(wanted.shape, bool)
-    view = View(held, length, length, marks)
+    view = View(held, length, length, marks, pages=pages)
     for section in reversed(sections(view, together=True)):  # raw ones first
         some_keys, some_values, at = section.numbers()
         source = jnp.clip(section.slot_of(wanted), 0, at.shape[1] - 1)
@@ -81,7 +81,9 @@ def tokens_at(
     return keys, values, there
 
 
-def blocks_at(held: LayerCache, length: Rows, marks: Rows, ids: Array) -> tuple[Body, Array]:
+def blocks_at(
+    held: LayerCache, length: Rows, marks: Rows, pages: Array | None, ids: Array
+) -> tuple[Body, Array]:
     """The blocks ``ids`` int32[batch, n] of a body as they are encoded, and which of them it has,
     bool[batch, n]; the others mean nothing."""
     split, batch = held.policy.split, ids.shape[0]
@@ -94,7 +96,8 @@ def blocks_at(held: LayerCache, length: Rows, marks: Rows, ids: Array) -> tuple[
         index = source.reshape(batch, 1, -1, *[1] * (store.ndim - 3))
         return jnp.take_along_axis(store, index, axis=2)
 
-    return jax.tree.map(taken, given((held.keys, held.values), held.orders)), there
+    body = sections(View(held, length, length, marks, pages=pages))[0]
+    return jax.tree.map(taken, body.stores()), there
 
 
 def _there(held: LayerCache, positions: Array) -> Array:

@@ -17,9 +17,10 @@ from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_s
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, Rows
-from kvjax.layouts import Layout, Part, Region, Share, Split, divided, shared
+from kvjax.layouts import Layout, Part, Region, Share, Split, divided, paged, shared
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
+from kvjax.placement.pages import from_pages
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Section:
     one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
     are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
     all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
-    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how.
+    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how. ``pages``:
+    int32[batch, columns], where they are of pages of ``page`` units, those of each row.
     ``position_of(slots, *cursors)`` -> int32[batch, slots]: positions of the store's slots of
     tokens, -1 for none, made of each element alone, for kernels make it of one row's ``cursors``;
     ``span(start, size)``: the lowest and highest of them in some units, over all rows;
@@ -56,6 +58,8 @@ class Section:
     table: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
     orders: tuple[Any, Any] = (AS_IS, AS_IS)
+    pages: Array | None = None
+    page: int = 1
 
     def positions(self, units: Array, start: Array | int) -> Array:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
@@ -89,22 +93,43 @@ class Section:
         return plain_mix(weights, present.astype(dtype))
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
-        """Keys and values of so many units from ``start`` on, as codecs know them."""
+        """Keys and values of so many units from ``start`` on, as codecs know them; of pages a part
+        of one, or whole ones (``fitting``)."""
+        if self.pages is not None:
+            return self._known(from_pages(
+                (self.keys, self.values), self.orders, self.placement, self.pages, self.page,
+                start, size,
+            ))  # fmt: skip
         part = jax.tree.map(
             lambda x, o: lax.dynamic_slice_in_dim(x, start * o.step, size * o.step, axis=o.axis),
             (self.keys, self.values), self.orders,
         )  # fmt: skip
         return self._known(self.placement.near(part))
 
+    def fitting(self, units: int, of: int = 1) -> int:
+        """About so many units, a multiple ``of`` so many, of which each that ``part_of`` gives from
+        a multiple of them on is a part of one page, or whole ones: any number but of pages."""
+        if self.pages is None or self.size <= self.page:
+            return units
+        if units >= self.page:
+            return units // self.page * self.page
+        parts = [n for n in range(units, units // 2, -1) if self.page % n == 0 and n % of == 0]
+        return next(iter(parts), of if of > 1 else self.page)
+
     def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
         """Stores in the order of codecs, in which most devices keep them."""
         return stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else given(stores, self.orders)
 
+    def stores(self) -> tuple[Store, Store]:
+        """Keys and values of all units of the stores, of every row, as codecs know them."""
+        if self.pages is not None:
+            return self.part_of(jnp.int32(0), self.pages.shape[1] * self.page)
+        return self._known(self.placement.near((self.keys, self.values)))
+
     def numbers(self) -> tuple[Array, Array, Array]:
         """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,
         tokens, head_dim], and the positions of their slots, int32[batch, tokens]."""
-        stores = self._known(self.placement.near((self.keys, self.values)))
-        end = self.first + self.size
+        stores, end = self.stores(), self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
             tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
@@ -118,7 +143,8 @@ class View:
     """A layer as a call sees it, with its tokens appended.
 
     ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
-    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table.
+    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table. ``pages``:
+    int32[batch, columns], where the layer is in pages, those of each row.
     """
 
     held: LayerCache
@@ -126,6 +152,7 @@ class View:
     length: Rows
     marks: Rows
     rotary: RotaryTable | None = None
+    pages: Array | None = None
 
 
 def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:
@@ -143,7 +170,8 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
         of = functools.partial(_regions, policy.stored, shared, together)
         return [
-            _region(stores, codecs, of, n, share, length, written) for n in range(len(of(share)))
+            _in_pages(_region(stores, codecs, of, n, share, length, written), view)
+            for n in range(len(of(share)))
         ]
     split, raw = replace(policy.split, share=share), policy.raw
     assert raw is not None
@@ -170,7 +198,16 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         marks = jnp.maximum(view.marks, view.before)
         newest[-1] = in_tail(held.strip.tail, len(newest) - 1, view.before, marks)
         newest.append(_own(held.strip, view, split, raw, table))
-    return [body, *newest]
+    return [_in_pages(body, view), *newest]
+
+
+def _in_pages(section: Section, view: View) -> Section:
+    """A section of a layer's body, which may be in pages."""
+    paging = view.held.policy.paging
+    if paging is None:
+        return section
+    page = paging.layout.page_size
+    return replace(section, pages=view.pages, page=page, whole=False)
 
 
 def _regions(
@@ -179,6 +216,10 @@ def _regions(
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
     if together:
         return [(Region(0, layout.slots), layout)]
+    if paged(layout) and layout.sinks:
+        # A page may have both: each walks it from its beginning, and counts its own.
+        found = Part(layout, layout.slots).regions()
+        return [(region._replace(size=layout.whole(region.size)), part) for region, part in found]
     if share is None:
         return [(region, layout) for region in layout.regions()]
     return of(layout, share).regions()

@@ -7,8 +7,9 @@ from typing import Any
 from kvjax.cache.layer import LayerCache
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import LayerRows, Rows
-from kvjax.layouts import UNLIMITED
+from kvjax.core.typing import Array, LayerRows, Rows
+from kvjax.layouts import UNLIMITED, Paging
+from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.budget import Budget
 from kvjax.placement.spread import Spread
 
@@ -36,6 +37,7 @@ class KVCache:
     after a rewind it tells which slots hold tokens that are no longer part of the text.
     ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
     ``pending``: the call whose tokens are being appended, None between calls.
+    ``pools``: who has which pages, of each kind of layers that go by the same tables (``pagings``).
     ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
     has its own.
     ``positions``: how many the model has, None where they do not end.
@@ -53,6 +55,7 @@ class KVCache:
     turned_for: int | None = static_field(default=None)
     budget: Budget | None = static_field(default=None)
     pending: Pending | None = None
+    pools: tuple[PageAllocator, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -104,6 +107,18 @@ class KVCache:
         last = [layout.grows_to or layout.limit for layout in layouts]
         return min(limit for limit in (self.positions, *last) if limit is not None)
 
+    @property
+    def pagings(self) -> tuple[Paging, ...]:
+        """The kinds of layers in pages, in the order of ``pools``."""
+        kinds = (layer.policy.paging for layer in self.layers)
+        return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+
+    def table(self, entry: int) -> Array | None:
+        """int32[batch, columns]: the pages of each row, of one of ``layers``; None where its slots
+        are a row's own."""
+        kind = self.layers[entry].policy.paging
+        return None if kind is None else self.pools[self.pagings.index(kind)].table
+
     def entry(self, number: int) -> int:
         """Which of ``layers`` layer ``number`` of the model reads.
 
@@ -137,5 +152,5 @@ def with_rows(cache: KVCache, **changes: Any) -> KVCache:
     changed = replace(cache, **changes)
     if changed.spread is None:
         return changed
-    rows = {name: getattr(changed, name) for name in ("length", "written", "status", "pending")}
+    rows = {name: getattr(changed, name) for name in ("length", "written", "status", "pending", "pools")}
     return replace(changed, **changed.layers[0].policy.placement.put(rows))

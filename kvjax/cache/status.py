@@ -22,15 +22,21 @@ from kvjax.core.typing import Array
     BAD_NUMBERS,
     OUT_OF_STEP,
     NO_SUCH_TOKEN,
-) = (1 << bit for bit in range(9))
+    OUT_OF_PAGES,
+    BAD_PAGE,
+) = (1 << bit for bit in range(11))
 """Bits of ``KVCache.status``; ``LOST``: the cache was converted to a layout that keeps tokens that
-it did not hold."""
+it did not hold. ``BAD_PAGE``: a table names a page that is none."""
 
 _ERRORS: dict[type[Exception], dict[int, str]] = {
     CacheOverflowError: {
         OVERFLOW: (
             "the cache holds {cache.max_len} tokens a row, and row(s) {rows} were given more than "
             "there was room for: those calls' tokens were dropped; {way}"
+        ),
+        OUT_OF_PAGES: (
+            "the pool has no pages left for row(s) {rows}: what they were given was dropped; give "
+            "the policy more pages, or others' back (kvjax.reset, kvjax.rewind, kvjax.select)"
         ),
     },
     ValueError: {
@@ -41,6 +47,10 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
         LOST: "row(s) {rows} had forgotten tokens that the layout they were converted to keeps",
         NO_SUCH_ROW: "row(s) {rows} were selected by a number that is no row's",
         BAD_LENGTHS: "lengths of row(s) {rows} was negative or above the tokens of its call",
+        BAD_PAGE: (
+            "the tables of row(s) {rows} name pages that the pool has not: what was to be written "
+            "there was dropped"
+        ),
         NO_SUCH_TOKEN: "row(s) {rows} were given a token id that is not in the vocabulary",
         OUT_OF_STEP: (
             "append or advance was given other lengths of row(s) {rows} than the first append of "

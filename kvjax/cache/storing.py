@@ -25,7 +25,7 @@ Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
 
 def store_tokens(
     old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None,
+    rotary: RotaryTable | None, table: Array | None = None,
 ) -> Arrays:  # fmt: skip
     """A layer's arrays after a call, of a device's own slots and blocks.
 
@@ -35,23 +35,27 @@ def store_tokens(
       length: int32[batch], tokens before the call.
       count: int32[batch], how many of ``new`` each row takes.
       rotary: the layer's table.
+      table: int32[batch, columns], where its slots are in pages, those of each row.
     """
     policy, new = old.policy, keys.shape[2]
     if not policy.keys.before_rotary:
         keys = apply_rotary(keys, positions_from(length, new), rotary)
     if old.tail is not None:
-        return _behind_tail(old, old.tail, keys, values, length, count)
+        return _behind_tail(old, old.tail, keys, values, length, count, table)
     share = policy.placement.share()
     layout = policy.stored if share is None else shared(policy.stored, share)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
-    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), body, fresh)
+    body = jax.tree.map(
+        lambda into, x: write_rows(into, x, runs, count, table=table), body, fresh
+    )
     return *body, None, None, None
 
 
 def _behind_tail(
-    old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows
-) -> Arrays:
+    old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows,
+    table: Array | None,
+) -> Arrays:  # fmt: skip
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
     split, raw = replace(policy.split, share=policy.placement.share()), policy.raw
     assert raw is not None
@@ -94,7 +98,7 @@ def _behind_tail(
     runs, placement = split.body.runs(start, leaving), policy.placement
     strip = None if short else Strip(tail, fresh.keys, fresh.values)
     if traced_for() == "tpu":
-        bodies = _row_after_row(old, runs, stop - start, encoded)
+        bodies = _row_after_row(old, runs, stop - start, encoded, table)
         return *bodies[0], after, strip, bodies[1]
     if short:
         # Without the axis of the one block: where it stands among axes of length 1 is open to the
@@ -114,22 +118,23 @@ def _behind_tail(
             stores, copies, jax.tree.leaves(blocks), jax.tree.leaves(old.orders), strict=True
         )
         both = [
-            write_far(placement, into, near, x, runs, stop - start, order)
+            write_far(placement, into, near, x, runs, stop - start, order, table)
             for into, near, x, order in each
         ]
         body = kind.unflatten([into for into, _ in both])
         fetched = None if fetched is None else kind.unflatten([near for _, near in both])
     else:
         body = jax.tree.map(
-            lambda into, x, order: write_rows(into, x, runs, stop - start, order),
+            lambda into, x, order: write_rows(into, x, runs, stop - start, order, table),
             body, blocks, old.orders,
         )  # fmt: skip
     return *body, after, strip, fetched
 
 
 def _row_after_row(
-    old: LayerCache, runs: Sequence[Run], count: Rows, encoded: Callable[..., Body]
-) -> tuple[Body, Body | None]:
+    old: LayerCache, runs: Sequence[Run], count: Rows, encoded: Callable[..., Body],
+    table: Array | None,
+) -> tuple[Body, Body | None]:  # fmt: skip
     """A body, and its copy on the device, with the block of every row that has one to put away, in
     a loop: rows are written one by one on a TPU, and so no more than one is there as numbers."""
     placement, orders = old.policy.placement, jax.tree.leaves(old.orders)
@@ -140,7 +145,7 @@ def _row_after_row(
         far, near = stores
         fresh = [x[0] for x in jax.tree.leaves(blocks)]
         for run in runs:
-            where = [(row, x, run, count, order) for x, order in zip(fresh, orders, strict=True)]
+            where = [(row, x, run, count, order, table) for x, order in zip(fresh, orders, strict=True)]
             near = [write_row(x, *each) for x, each in zip(near, where, strict=bool(near))]
             copies = near or [None] * len(far)
             far = [

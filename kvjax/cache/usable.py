@@ -90,6 +90,7 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
                 f"{what}: {name} is {found.dtype}{list(found.shape)}, and must be "
                 f"int32{list(wanted)}"
             )
+    _check_pools(what, cache)
     for entry in entries:
         held = cache.layers[entry]
         wanted = layer_shapes(held.policy, cache.batch, held.kv_heads, held.head_dim)
@@ -101,6 +102,23 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
                 )
 
 
+def _check_pools(what: str, cache: KVCache) -> None:
+    """Raise ``ValueError`` for pools that are not those of the layers' pages."""
+    pagings = cache.pagings
+    if len(pagings) != len(cache.pools):
+        raise ValueError(
+            f"{what}: the cache has {len(cache.pools)} pool(s) of pages, and its policies say "
+            f"{len(pagings)}"
+        )
+    for paging, pool in zip(pagings, cache.pools, strict=True):
+        wanted = (cache.batch, paging.layout.columns), paging.layout.pool
+        if (found := (pool.table.shape, pool.refs.shape[0])) != wanted:
+            raise ValueError(
+                f"{what}: a table and a pool of {found[0]} and {found[1]} pages, and its policy "
+                f"says {wanted[0]} and {wanted[1]}"
+            )
+
+
 def _shapes(held: LayerCache, part: str) -> str:
     """The arrays of a part of a layer, in words."""
     arrays = jax.tree.leaves(getattr(held, part))
@@ -109,22 +127,25 @@ def _shapes(held: LayerCache, part: str) -> str:
 
 def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
     """With NumPy's arrays, and those of another kind of memory, where they belong."""
-    rows, layers = (cache.length, cache.written, cache.status), list(cache.layers)
+    rows = cache.length, cache.written, cache.status, cache.pools
+    layers = list(cache.layers)
     away = [entry for entry in entries if not layers[entry].in_place]
-    if not away and all(isinstance(x, jax.Array) for x in rows):
+    if not away and all(isinstance(x, jax.Array) for x in jax.tree.leaves(rows)):
         return cache
     arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array)]
     traced = any(is_traced(x) for x in arrays)
     if traced and not away:
-        length, written, status = map(jnp.asarray, rows)
-        return replace(cache, length=length, written=written, status=status)
+        length, written, status, pools = jax.tree.map(jnp.asarray, rows)
+        return replace(cache, length=length, written=written, status=status, pools=pools)
     if traced:
         raise ValueError(
             f"{what}: not all arrays of the cache are in the memory that its policies say: "
             "kvjax.fork(cache), outside jit, brings them there"
         )
     with beside(arrays[0]) if arrays else nullcontext():
-        length, written, status = layers[0].policy.placement.put(rows)
+        length, written, status, pools = layers[0].policy.placement.put(rows)
         for entry in away:
             layers[entry] = layers[entry].placed()
-    return replace(cache, layers=tuple(layers), length=length, written=written, status=status)
+    return replace(
+        cache, layers=tuple(layers), length=length, written=written, status=status, pools=pools
+    )

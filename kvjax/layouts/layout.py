@@ -20,7 +20,8 @@ class Run(NamedTuple):
     """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
 
     Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``,
-    and, where they are traced, between ``bounds`` as well.
+    and, where they are traced, between ``bounds`` as well. ``column``: of a row's table, which
+    names the page that these slots are of; None where they are a row's own.
     """
 
     start: Rows
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     high: int
     skip: Rows | int = 0
     bounds: tuple[Number, Number] | None = None
+    column: Rows | None = None
 
 
 class Region(NamedTuple):

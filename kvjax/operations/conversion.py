@@ -1,6 +1,7 @@
 """The same text in a cache of another policy."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvjax.cache.filling import filled
 from kvjax.cache.layer import LayerCache
+from kvjax.cache.paging import pool_for
 from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
@@ -57,7 +59,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
             asked = cache.max_len
         new = wanted.resolve(
             limit if asked is None else asked, old.window, old.policy.keys.dtype,
-            values_dtype=old.policy.values.dtype,
+            values_dtype=old.policy.values.dtype, rows=cache.batch,
         )  # fmt: skip
         if new.keys.before_rotary != old.policy.keys.before_rotary:
             raise ValueError(
@@ -65,30 +67,64 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
                 "(Unrotated) can't be converted into one another"
             )
         if new.layout.grows_to is not None:
-            new = replace(new, layout=_with_room(new.layout, cache))
+            new = replace(new, layout=_with_room(new.layout, cache)).pooled(cache.batch)
         resolved.append(new)
     budget = budget_of(policy)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
         resolved = kept_within(budget, resolved, some)
-    anew = [laid_out_anew(cache, entry, new) for entry, new in enumerate(resolved)]
+    return replace(under(cache, resolved), budget=budget)
+
+
+def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
+    """A cache under other resolved policies, all laid out anew.
+
+    Raises:
+      ValueError: if a row can be seen to have more tokens than a policy holds, to lack some that it
+        keeps, or not to find pages for them.
+    """
+    kinds = dict.fromkeys(each.paging for each in policies if each.paging is not None)
+    pools, status = {}, cache.status
+    for kind in kinds:
+        pools[kind], lacking = pool_for(kind, cache)
+        if not is_traced(lacking) and np.any(fetch(lacking)):
+            raise ValueError(
+                f"row {int(np.argmax(fetch(lacking)))} finds no pages for its tokens in a pool of "
+                f"{kind.layout.pool} pages of {kind.layout.page_size}"
+            )
+        status |= jnp.where(lacking, LOST, 0)
+    tables = [each.paging and pools[each.paging].table for each in policies]
+    anew = [
+        laid_out_anew(cache, entry, each, table)
+        for entry, (each, table) in enumerate(zip(policies, tables, strict=True))
+    ]
     layers, written, lost = zip(*anew, strict=True)
-    status = functools.reduce(jnp.bitwise_or, lost, cache.status)
     return with_rows(
-        cache, layers=layers, written=jnp.stack(written, 1), status=status, budget=budget
-    )
+        cache, layers=layers, written=jnp.stack(written, 1), pools=tuple(pools.values()),
+        status=functools.reduce(jnp.bitwise_or, lost, status),
+    )  # fmt: skip
 
 
-def laid_out_anew(cache: KVCache, entry: int, policy: CachePolicy) -> tuple[LayerCache, Rows, Rows]:
-    """One of ``KVCache.layers`` under another policy, in its place; the ``written`` that tells what
-    it lacks, and the status of rows that it can't be had for.
+def unpaged(cache: KVCache) -> KVCache:
+    """A cache in which each row has slots of its own."""
+    policies = [layer.policy for layer in cache.layers]
+    return under(cache, [replace(x, layout=getattr(x.layout, "inner", x.layout)) for x in policies])
+
+
+def laid_out_anew(
+    cache: KVCache, entry: int, policy: CachePolicy, table: Array | None = None
+) -> tuple[LayerCache, Rows, Rows]:
+    """One of ``KVCache.layers`` under another policy, in its place, with its rows' ``table`` where
+    it is in pages; the ``written`` that tells what it lacks, and the status of rows that it can't
+    be had for.
 
     Raises:
       ValueError: if a row can be seen to have more tokens than the policy holds, or to lack some
         that it keeps.
     """
-    old, marks = cache.layers[entry], cache.written[:, entry]
-    layer, written, long, lost = converted(old, cache.length, marks, policy)
+    old, tables = cache.layers[entry], (cache.table(entry), table)
+    rows = cache.length, cache.written[:, entry]
+    layer, written, long, lost = converted(old, *rows, policy, tables)
     if not is_traced(long) and np.any(fetch(long)):
         row = int(np.argmax(fetch(long)))
         raise ValueError(
@@ -116,17 +152,20 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
 
 
 def converted(
-    old: LayerCache, length: Rows, marks: Rows, policy: CachePolicy
-) -> tuple[LayerCache, Rows, Array, Array]:
+    old: LayerCache, length: Rows, marks: Rows, policy: CachePolicy,
+    tables: tuple[Array | None, Array | None] = (None, None),
+) -> tuple[LayerCache, Rows, Array, Array]:  # fmt: skip
     """A layer under another policy, on the device; the ``written`` that tells what it lacks, and
     which rows it can't be had for, bool[batch]: those that are too long, and those that lack
-    tokens. ``length`` and ``marks``: the cache's, and its ``written`` for this layer."""
+    tokens. ``length`` and ``marks``: the cache's, and its ``written`` for this layer; ``tables``:
+    the rows' pages in the old layer and in the new one, where they are in pages."""
     old = old.near()
     if old.tail is not None:
         old = replace(old, fetched=(old.keys, old.values))  # so it is not fetched again
     limit = UNLIMITED if policy.layout.limit is None else policy.layout.limit
     alike = old.tail is not None and old.policy.block == policy.block
-    tokens = functools.partial(tokens_at, old, length, marks)
-    blocks = functools.partial(blocks_at, old, length, marks) if alike else None
-    layer, written, lost = filled(old, policy, length, tokens, blocks)
+    before, after = tables
+    tokens = functools.partial(tokens_at, old, length, marks, before)
+    blocks = functools.partial(blocks_at, old, length, marks, before) if alike else None
+    layer, written, lost = filled(old, policy, length, tokens, blocks, after)
     return layer, written, length > limit, lost

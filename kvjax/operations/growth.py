@@ -15,7 +15,9 @@ from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
 from kvjax.placement.device import Device, beside
+from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.order import Order
+from kvjax.policies.cache_policy import CachePolicy
 
 
 def grow(cache: KVCache, to: int) -> KVCache:
@@ -50,20 +52,40 @@ def grow(cache: KVCache, to: int) -> KVCache:
             marks.append(mark(layer, layout, cache.written[:, entry]))
             if larger is not layer:
                 larger = jax.block_until_ready(larger.placed())
-                if larger.policy.stored.slots != layer.policy.stored.slots:
+                if _first_shape(larger) != _first_shape(layer):
                     # A tail has not grown, and goes on as it is.
                     for array in jax.tree.leaves((layer.keys, layer.values)):
                         array.delete()
             layers.append(larger)
-        return replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+        larger = replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
+        return replace(larger, pools=grown_pools(cache, larger))
+
+
+def _first_shape(layer: LayerCache) -> tuple[int, ...]:
+    shape: tuple[int, ...] = jax.tree.leaves(layer.keys)[0].shape
+    return shape
+
+
+def grown_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
+    """The pools of a cache whose layers have grown."""
+    found = {}
+    for old, new in zip(cache.layers, larger.layers, strict=True):
+        before, after = old.policy.paging, new.policy.paging
+        if before is not None and after is not None and after not in found:
+            pool = cache.pools[cache.pagings.index(before)]
+            found[after] = pool.grown(after.layout.pool or 0, after.layout.columns)
+    pools: tuple[PageAllocator, ...] = larger.layers[0].policy.placement.put(tuple(found.values()))
+    return pools
 
 
 def enlarged(cache: KVCache, to: int) -> list[Layout]:
     """The layouts of a cache grown to hold ``to`` tokens a row."""
-    layouts: list[Layout] = [layer.policy.layout for layer in cache.layers]
+    policies = [layer.policy for layer in cache.layers]
     return [
-        layout if layout.limit is None or layout.limit >= to else layout.grown(to)
-        for layout in layouts
+        each.layout
+        if each.layout.limit is None or each.layout.limit >= to
+        else replace(each, layout=each.layout.grown(to)).pooled(cache.batch).layout
+        for each in policies
     ]
 
 
@@ -73,6 +95,8 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
         return layer
     policy = replace(layer.policy, layout=layout)
     more = policy.stored.slots - layer.policy.stored.slots
+    if policy.paging is not None:
+        return _more_pages(layer, policy)
 
     def pad(x: Array, order: Order) -> Array:
         wider = [(0, 0)] * x.ndim
@@ -87,6 +111,22 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
     keys, values = layer.keys, layer.values
     if more:
         keys, values = jax.tree.map(pad, (keys, values), layer.orders)
+    return replace(layer, keys=keys, values=values, policy=policy)
+
+
+def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
+    """A layer with the pages of another policy's pool, the new ones behind those of each share."""
+    placement, spread, pages = policy.placement, policy.placement.spread, policy.paging.layout.pool
+    shares = 1 if spread is None else spread.rows
+
+    def pad(x: Array) -> Array:
+        near = placement.near(x).reshape(shares, -1, *x.shape[1:])
+        wider = [(0, 0), (0, (pages - x.shape[0]) // shares), *[(0, 0)] * (x.ndim - 1)]
+        return placement.far(jnp.pad(near, wider).reshape(pages, *x.shape[1:]))
+
+    keys, values = layer.keys, layer.values
+    if pages > jax.tree.leaves(keys)[0].shape[0]:
+        keys, values = jax.tree.map(pad, (keys, values))
     return replace(layer, keys=keys, values=values, policy=policy)
 
 

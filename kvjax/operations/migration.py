@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache.layer import LayerCache
+from kvjax.cache.paging import pool_for
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import LOST
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.typing import Array
-from kvjax.operations.conversion import converted
+from kvjax.operations.conversion import converted, under, unpaged
+from kvjax.layouts import Paging, paged
+from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device, beside, check_placement
 from kvjax.placement.order import given, kept
 from kvjax.placement.spread import Spread, spread_over
@@ -78,9 +81,15 @@ def moved(
     held, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
     with beside(cache.length):
+        entries = list(entries)
+        policies = [
+            x.policy.elsewhere(placement) if n in entries else x.policy for n, x in enumerate(held)
+        ]
+        pools, lacking = _pools_under(cache, policies)
+        status |= jnp.where(lacking, LOST, 0)
         for entry in entries:
-            old = held[entry]
-            policy = old.policy.elsewhere(placement)
+            old, policy = held[entry], policies[entry]
+            table = None if policy.paging is None else pools[policy.paging].table
             if policy.placement.memory_kind == old.policy.placement.memory_kind:
                 held[entry] = replace(old, policy=policy)
                 continue
@@ -94,14 +103,37 @@ def moved(
             else:
                 # What is laid out anew is there before the old arrays go, and those go before it
                 # moves: never more than two of them.
-                anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy)
+                tables = cache.table(entry), table
+                anew, marks[entry], _, lost = _laid_out(
+                    old, cache.length, marks[entry], policy, tables
+                )
                 if not keep:
                     let_go(old, anew)
                 moving = anew.placed()
                 del anew
                 status |= jnp.where(lost, LOST, 0)
             held[entry] = moving
-        return replace(cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status)
+        return replace(
+            cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status,
+            pools=tuple(pools.values()),
+        )  # fmt: skip
+
+
+def _pools_under(
+    cache: KVCache, policies: Sequence[CachePolicy]
+) -> tuple[dict[Paging, PageAllocator], Array]:
+    """The pools of a cache's kinds of layers under other policies of the same devices, and the rows
+    that find no pages in those that are new."""
+    pools: dict[Paging, PageAllocator] = {}
+    before, lacking = dict(zip(cache.pagings, cache.pools, strict=True)), cache.status < 0
+    for paging in dict.fromkeys(each.paging for each in policies):
+        if paging in before:
+            pools[paging] = before[paging]
+        elif paging is not None:
+            pool, without = pool_for(paging, cache)
+            pools[paging] = cache.layers[0].policy.placement.put(pool)
+            lacking |= without
+    return pools, lacking
 
 
 def _columns(array: Array) -> list[Array]:
@@ -117,12 +149,16 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         raise ValueError(
             "the cache is on devices of several processes, and mesh=None is one device: give a mesh"
         )
+    shares = [1 if x is None else x.rows for x in (cache.spread, spread)]
+    if cache.pools and shares[0] != shares[1]:
+        return _repaged(cache, spread)
     layers, marks, status = [], _columns(cache.written), cache.status
     for entry, old in enumerate(cache.layers):
         policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
         anew = old
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
-            anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy)
+            tables = cache.table(entry), cache.table(entry)
+            anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
             status |= jnp.where(lost, LOST, 0)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
         near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
@@ -132,8 +168,29 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         _let_go_of_other(old, moving)
         layers.append(moving)
     put = layers[0].policy.placement.put
-    length, written, status = put((cache.length, jnp.stack(marks, axis=1), status))
-    return replace(cache, layers=tuple(layers), length=length, written=written, status=status)
+    length, written, status, pools = put(
+        (cache.length, jnp.stack(marks, axis=1), status, cache.pools)
+    )
+    return replace(
+        cache, layers=tuple(layers), length=length, written=written, status=status, pools=pools
+    )
+
+
+def _repaged(cache: KVCache, spread: Spread | None) -> KVCache:
+    """``_respread`` to where another number of devices divide the rows, who have pages of their
+    own: by way of rows without pages."""
+    whole = _respread(unpaged(cache), spread)
+    policies = []
+    for old, new in zip(cache.layers, whole.layers, strict=True):
+        layout, policy = old.policy.layout, new.policy
+        if paged(layout):
+            layout = replace(layout, inner=policy.layout, pool=None)
+            policy = replace(policy, layout=layout).pooled(cache.batch)
+        policies.append(policy)
+    found = under(whole, policies)
+    for old in cache.layers:
+        let_go(old, found.layers[0])
+    return found
 
 
 def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:

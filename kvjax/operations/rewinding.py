@@ -5,8 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.paging import trimmed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.cache.status import REWOUND_TOO_FAR
+from kvjax.cache.status import OUT_OF_PAGES, REWOUND_TOO_FAR
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Counts, Rows
@@ -35,7 +36,8 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
 
     Returns:
       The cache. A row that can't forget so many (see ``rewindable``) is left as it is and gets
-      the status ``REWOUND_TOO_FAR``.
+      the status ``REWOUND_TOO_FAR``. Of a paged cache it gives pages back; where it ends in one
+      that others have too, that is copied, or the row left, with the status ``OUT_OF_PAGES``.
 
     Raises:
       ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
@@ -55,6 +57,10 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     wrong = (back > rewindable(cache)) | (back < 0)
     length = jnp.where(wrong, cache.length, cache.length - back)
     status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
+    if cache.pools:
+        cache, had = trimmed(cache, length)
+        length = jnp.where(had, length, cache.length)
+        status |= jnp.where(had, 0, OUT_OF_PAGES)
     return with_rows(cache, length=length, status=status)
 
 

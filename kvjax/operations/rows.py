@@ -1,29 +1,27 @@
 """What is done with whole rows: pure functions, for every layout."""
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.paging import forked, freed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.cache.status import NO_SUCH_ROW
+from kvjax.cache.status import NO_SUCH_ROW, OUT_OF_PAGES
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.typing import Array
-from kvjax.layouts import UNLIMITED, Layout
-from kvjax.operations.conversion import laid_out_anew
-from kvjax.operations.growth import mark, padded_to
+from kvjax.core.typing import Array, SomeRows
+from kvjax.operations.conversion import under, unpaged
 from kvjax.operations.rewinding import whole_numbers
-from kvjax.policies.cache_policy import CachePolicy
 
 
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
-    return _changed(usable("kvjax.fork", cache, between=False), LayerCache.copied, jnp.copy)
+    cache = usable("kvjax.fork", cache, between=False)
+    copied = _changed(cache, LayerCache.copied, jnp.copy)
+    return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
 
 
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
@@ -49,12 +47,13 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
             raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
     if cache.spread is not None:
         cache.spread.check_rows(index.shape[0])
-    chosen = _changed(
-        cache,
-        lambda layer: layer.taken(index),
-        lambda x: jnp.take(x, index, axis=0, mode="clip"),
-    )
     missing = (index < 0) | (index >= cache.batch)
+    across = cache.pools and cache.spread is not None and cache.spread.rows > 1
+    if across:
+        # Each device has pages of its own, which rows leave.
+        chosen = under(_of_rows(unpaged(cache), index), [layer.policy for layer in cache.layers])
+    else:
+        chosen = _of_rows(cache, index)
     return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
 
@@ -66,117 +65,34 @@ def repeat(cache: KVCache, times: int) -> KVCache:
     """
     cache = usable("kvjax.repeat", cache, between=False)
     times = whole_number("times", times, 1)
-    return _changed(
+    each = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
+    cache, had = _forked(cache, jnp.repeat(jnp.arange(cache.batch, dtype=jnp.int32) % each, times))
+    repeated = _changed(
         cache, lambda layer: layer.repeated(times), lambda x: jnp.repeat(x, times, axis=0)
     )
+    return without(repeated, had)
 
 
-def concatenate(caches: Iterable[KVCache]) -> KVCache:
-    """The rows of several caches in one, which holds as much as the largest of them.
-
-    Rows may be of different lengths. Policies may differ in what changes nothing: layers go to
-    where those of the first cache are, growing ones with static ones, and with such as keep no more
-    than the layer's own window shows (of what is no longer kept, no row can be rewound to).
-
-    Args:
-      caches: of one model, and of policies that store alike and show queries the same.
-
-    Raises:
-      ValueError: if there are none, they are of different models or on different devices, their
-        layers store numbers in different ways or show different tokens, or their keys were turned
-        for different lengths of text (dynamic, longrope); as ``convert``, if a ring has forgotten
-        what another one's layout keeps.
-    """
-    if isinstance(caches, KVCache) or not isinstance(caches, Iterable):
-        raise ValueError(f"concatenate takes a list of caches, not a {type(caches).__name__}")
-    caches = list(caches)
-    if wrong := [cache for cache in caches if not isinstance(cache, KVCache)]:
-        raise ValueError(f"concatenate takes a list of caches, one is a {type(wrong[0]).__name__}")
-    caches = [usable("kvjax.concatenate", cache) for cache in caches]
-    if not caches:
-        raise ValueError("no caches: the list is empty")
-    first = caches[0]
-    for cache in caches:
-        if _model_of(cache) != _model_of(first):
-            raise ValueError("the caches are of models that differ in their layers")
-        if cache.spread != first.spread or not _together(cache, first):
-            raise ValueError(
-                "the caches are on different devices: kvjax.migrate(cache, mesh=mesh) moves one to "
-                "a mesh, and mesh=None to the default device"
-            )
-        if cache.turned_for != first.turned_for:
-            raise ValueError(
-                f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
-                "don't go together: give all caches one max_len"
-            )
-    wanted = [_common(n, [c.layers[n] for c in caches]) for n in range(len(first.layers))]
-    alike = [_as_policies(cache, wanted) for cache in caches]
-    layers = [held[0].joined(held[1:]) for held in zip(*(c.layers for c in alike), strict=True)]
-    length, written, status = (
-        jnp.concatenate([getattr(cache, name) for cache in alike])
-        for name in ("length", "written", "status")
+def _of_rows(cache: KVCache, index: Array) -> KVCache:
+    """The cache of some rows; those that find no page to write in are empty."""
+    cache, had = _forked(cache, jnp.clip(index, 0, cache.batch - 1))
+    chosen = _changed(
+        cache, lambda layer: layer.taken(index), lambda x: jnp.take(x, index, axis=0, mode="clip")
     )
-    return with_rows(first, layers=tuple(layers), length=length, written=written, status=status)
+    return without(chosen, had)
 
 
-def _together(cache: KVCache, other: KVCache) -> bool:
-    """Whether two caches are on the same devices, as far as that can be seen."""
-    if is_traced(cache.length) or is_traced(other.length):
-        return True
-    return cache.length.devices() == other.length.devices()
+def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows | None]:
+    """``forked``, of a cache that has pools."""
+    return forked(cache, rows) if cache.pools else (cache, None)
 
 
-def _common(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
-    """The policy under which layers of one model go on as they were: the first one's, as large as
-    the largest; where some keep no more than all of them show, as those do.
-
-    Raises:
-      ValueError: if there is none.
-    """
-    first, layouts = layers[0].policy, [layer.policy.layout for layer in layers]
-    try:
-        layout = functools.reduce(lambda a, b: a.joined(b), layouts)
-    except ValueError:
-        order = lambda each: (each.window is None, each.limit is not None, -each.slots)  # noqa: E731
-        layout = min(layouts, key=order)
-        if len({_shown(layer) for layer in layers}) > 1:
-            layout = None
-    if layout is None or any(layer.policy.stores_as != first.stores_as for layer in layers):
-        kinds = " and ".join(dict.fromkeys(str(layer.policy) for layer in layers))
-        raise ValueError(
-            f"layer {entry} is of {kinds}, whose rows do not go on alike: kvjax.convert the caches "
-            "to one policy first"
-        )
-    return replace(first, layout=layout)
-
-
-def _shown(layer: LayerCache) -> tuple[int, int]:
-    """How far back a layer shows tokens to queries, and how many of the first it always does."""
-    layout = layer.policy.layout
-    return min(layout.window or UNLIMITED, layer.window or UNLIMITED), layout.sinks
-
-
-def _as_policies(cache: KVCache, wanted: Sequence[CachePolicy]) -> KVCache:
-    """A cache under policies that keep all that it shows."""
-    layers, marks, status = [], [], cache.status
-    for entry, (held, policy) in enumerate(zip(cache.layers, wanted, strict=True)):
-        layout, written = policy.layout, cache.written[:, entry]
-        if replace(held.policy, layout=layout) == policy and _fits(held.policy.layout, layout):
-            layer, written = padded_to(held, layout), mark(held, layout, written)
-        else:
-            layer, written, lost = laid_out_anew(cache, entry, policy)
-            status |= lost
-        layers.append(layer)
-        marks.append(written)
-    return replace(cache, layers=tuple(layers), written=jnp.stack(marks, 1), status=status)
-
-
-def _fits(layout: Layout, larger: Layout) -> bool:
-    """Whether the slots of a layout are the first of a larger one."""
-    try:
-        return layout.joined(larger) == larger
-    except ValueError:
-        return False
+def without(cache: KVCache, had: SomeRows | None) -> KVCache:
+    """A cache in which the rows that have not got their pages are empty."""
+    if had is None:
+        return cache
+    length, status = jnp.where(had, cache.length, 0), jnp.where(had, 0, OUT_OF_PAGES)
+    return replace(cache, length=length, status=cache.status | status)
 
 
 def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
@@ -201,6 +117,8 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
         layer if layer.low is None else replace(layer, low=jnp.where(keep, layer.low, 0))
         for layer in cache.layers
     )
+    if cache.pools:
+        cache = replace(cache, pools=freed(cache, ~keep))
     return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
@@ -211,10 +129,5 @@ def _changed(
 ) -> KVCache:
     """The same of every layer, and of every array [batch, ...] of the cache's own."""
     layers = tuple(layer(held) for held in cache.layers)
-    return with_rows(jax.tree.map(rows, replace(cache, layers=())), layers=layers)
-
-
-def _model_of(cache: KVCache) -> Any:
-    """What caches of one model have in common."""
-    layers = [(layer.kv_heads, layer.head_dim, layer.window) for layer in cache.layers]
-    return layers, cache.sources, cache.positions
+    own = jax.tree.map(rows, replace(cache, layers=(), pools=()))
+    return with_rows(own, layers=layers, pools=cache.pools)

@@ -1,5 +1,6 @@
 """Write a call's tokens into the slots of each row, in place, and nothing else."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,12 @@ from kvjax.placement.order import AS_IS, LANES, Order
 
 
 def write_rows(
-    into: Array, x: Array, runs: Sequence[Run], count: Rows, order: Order = AS_IS
+    into: Array,
+    x: Array,
+    runs: Sequence[Run],
+    count: Rows,
+    order: Order = AS_IS,
+    table: Array | None = None,
 ) -> Array:
     """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else.
 
@@ -26,12 +32,17 @@ def write_rows(
       runs: where they go.
       count: int32[batch], how many of them each row takes.
       order: in which ``into`` is kept.
+      table: int32[batch, columns], the pages of each row, where ``into`` is of pages: what is to go
+        to a page that is none is dropped.
     """
     if traced_for() == "tpu":
         # What reads all rows at once, to put back what stands there, wants another order of axes on
         # a TPU, and would copy the whole array for it.
-        return _row_by_row(into, x, runs, count, order)
+        return _row_by_row(into, x, runs, count, order, table)
     for run in runs:
+        if table is not None:
+            into = _into_pages(into, x, run, count, table)
+            continue
 
         def one(
             into: Array, x: Array, start: Array, skip: Array, count: Array, run: Run = run
@@ -44,6 +55,34 @@ def write_rows(
     return into
 
 
+def _into_pages(into: Array, x: Array, run: Run, count: Rows, table: Array) -> Array:
+    """``write_rows`` of a run into pages."""
+    window = jax.vmap(functools.partial(_window, run))
+    origin, new, real = window(x, run.start, jnp.broadcast_to(run.skip, count.shape), count)
+    real = real[:, None]
+    page = jnp.where(count > 0, pages_of(table, run), -1)
+    index = jnp.stack([page, origin], axis=1)
+    inside = tuple(range(1, into.ndim))
+    if new.shape[2] > 1:
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=inside, collapsed_slice_dims=(0,), start_index_map=(0, 2)
+        )
+        old = lax.gather(into, index, dims, (1, *new.shape[1:]), mode="fill")
+        new = jnp.where(real, new, old)
+    else:
+        index = jnp.where(real.reshape(-1, 1), index, -1)
+    where = lax.ScatterDimensionNumbers(
+        update_window_dims=inside, inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+    )
+    return lax.scatter(into, index, new, where, mode="drop")
+
+
+def pages_of(table: Array, run: Run) -> Array:
+    """int32[batch]: the page of each row that a run is of."""
+    assert run.column is not None
+    return jnp.take_along_axis(table, run.column[:, None], 1, mode="fill", fill_value=-1)[:, 0]
+
+
 def write_far(
     placement: Device,
     into: Array,
@@ -52,13 +91,14 @@ def write_far(
     runs: Sequence[Run],
     count: Rows,
     order: Order = AS_IS,
+    table: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
     there is one: row by row, for such an array takes no scatter, and not at all where no row has
     anything to write."""
     for run in runs:
-        copy = near = None if near is None else write_rows(near, x, [run], count, order)
-        into = _row_by_row(into, x, [run], count, order, placement, copy)
+        copy = near = None if near is None else write_rows(near, x, [run], count, order, table)
+        into = _row_by_row(into, x, [run], count, order, table, placement, copy)
     return into, near
 
 
@@ -68,6 +108,7 @@ def _row_by_row(
     runs: Sequence[Run],
     count: Rows,
     order: Order,
+    table: Array | None,
     placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
@@ -78,9 +119,9 @@ def _row_by_row(
 
         def one(row: Array, into: Array, run: Run = run) -> Array:
             mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            return write_row(into, row, mine, run, count, order, *moved)
+            return write_row(into, row, mine, run, count, order, table, *moved)
 
-        rows: Any = into.shape[0]
+        rows: Any = x.shape[0]
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
         # With as many turns as rows it is differentiable.
@@ -95,21 +136,25 @@ def write_row(
     run: Run,
     count: Rows,
     order: Order,
+    table: Array | None = None,
     near: Callable[[Array], Array] = lambda old: old,
     far: Callable[[Array], Array] = lambda new: new,
     copy: Array | None = None,
 ) -> Array:
     """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
-    skip = jnp.broadcast_to(run.skip, count.shape)
+    skip, mine, at = jnp.broadcast_to(run.skip, count.shape), count[row], row
+    if table is not None:
+        at = pages_of(table, run)[row]
+        mine = jnp.where((at >= 0) & (at < into.shape[0]), mine, 0)
     x = jnp.pad(x, ((0, 0), (0, max(order.least - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
-    origin, new, real = _window(run, x, run.start[row], skip[row], count[row])
+    origin, new, real = _window(run, x, run.start[row], skip[row], mine)
     like = jax.eval_shape(order.keep, new[None])
     if copy is None:
-        old = near(order.of_row(into, row, origin, like))
+        old = near(order.of_row(into, at, origin, like))
         merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
     else:
-        merged = order.of_row(copy, row, origin, like)
-    into = order.with_row(into, row, origin, far(merged))
+        merged = order.of_row(copy, at, origin, like)
+    into = order.with_row(into, at, origin, far(merged))
     if order.read_by_tiles and into.shape[-1] % LANES == 0:
         # As it is given, and as kernels want it: in a loop a TPU's compiler would choose what suits
         # the update, and copy the array for that.

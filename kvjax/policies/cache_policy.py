@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
 from kvjax.core.checks import whole_number
-from kvjax.layouts import Dense, Layout, Split
+from kvjax.layouts import Dense, Layout, Paging, Split, paged
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import folded, grain, orders_of
 from kvjax.policies.model_config import layer_windows
@@ -57,7 +57,10 @@ class CachePolicy:
 
     @property
     def marked(self) -> int:
-        """Slots of a layout beyond which ``written`` tells what a conversion did not have."""
+        """Slots of a layout beyond which ``written`` tells what a conversion did not have; of pages
+        the same in any."""
+        if paged(self.layout):
+            return 0
         return self.layout.slots if self.has_tail else self.stored.slots
 
     @property
@@ -97,9 +100,21 @@ class CachePolicy:
     def stored(self) -> Layout:
         """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
         more where that many devices can't have the same number each."""
+        if paged(self.layout) and self.placement.parts > 1:
+            raise ValueError(
+                "pages can't be divided along sequence: give the mesh data and tensor alone, or a "
+                "layout whose slots are a row's own"
+            )
         if self.has_tail:
-            return self.split.body
+            body: Layout = self.split.body
+            return body
         return self.layout.rounded(self.placement.parts * self.grain)
+
+    @property
+    def paging(self) -> Paging | None:
+        """By which tables its slots are found, where they are in pages."""
+        layout = paged(self.layout) and paged(self.stored)
+        return None if layout is None else Paging(layout, self.split if self.has_tail else None)
 
     @property
     def stores_as(self) -> Any:
@@ -129,16 +144,28 @@ class CachePolicy:
         *,
         values_dtype: str | None = None,
         room: int | None = None,
+        rows: int = 1,
     ) -> "CachePolicy":
         """Fix what was left open: from the capacity, the layer's own window, the model's dtype
-        (``values_dtype`` where values have another) and the platform."""
+        (``values_dtype`` where values have another), the platform, and how many rows there are."""
         platform = self.placement.platform()
         back = max(16, self.block) if self.has_tail else 16
         layout: Layout = self.layout.resolve(max_len, window, room, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
         place = self.placement.fixed()
-        return replace(self, layout=layout, keys=keys, values=values, placement=place)._with_raw()
+        fixed = replace(self, layout=layout, keys=keys, values=values, placement=place)._with_raw()
+        return fixed.pooled(rows)
+
+    def pooled(self, rows: int) -> "CachePolicy":
+        """With a pool for so many rows, where its slots are in pages; resolved but for that."""
+        layout, spread, paging = paged(self.layout), self.placement.spread, self.paging
+        if layout is None or paging is None:
+            return self
+        pages = rows * paging.layout.columns if layout.pages is None else layout.pages
+        pages = max(pages, layout.pool or 0)  # one that rows have joined, or left
+        shares = 1 if spread is None else spread.rows
+        return replace(self, layout=replace(layout, pool=pages + -pages % shares))
 
     def elsewhere(self, placement: Device) -> "CachePolicy":
         """A resolved policy, with its body in another place of the same devices."""

@@ -1,0 +1,225 @@
+"""Pages of a cache's pools: taken as rows grow, given back, shared."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.state import KVCache
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.layouts import Paging
+from kvjax.paging.allocator import Copies, PageAllocator
+from kvjax.placement.pages import copied_pages
+
+Pools = tuple[PageAllocator, ...]
+
+
+def with_pools(cache: KVCache) -> KVCache:
+    """A cache whose rows are empty, with pools of which all pages are free."""
+    pools = tuple(empty_pool(kind, cache) for kind in cache.pagings)
+    return replace(cache, pools=cache.layers[0].policy.placement.put(pools))
+
+
+def empty_pool(paging: Paging, cache: KVCache) -> PageAllocator:
+    """A pool for a cache's rows, of which all pages are free; as NumPy's arrays."""
+    pool, spread = paging.layout.pool, cache.spread
+    assert pool is not None
+    shares = 1 if spread is None else spread.rows
+    return PageAllocator.create(pool, cache.batch, paging.layout.columns, shares)
+
+
+def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, SomeRows]:
+    """A pool of which the rows of a cache have what their texts need, and the rows for which there
+    are not enough pages; they have none."""
+    layout, pool = paging.layout, empty_pool(paging, cache)
+    pool = PageAllocator(*(jnp.asarray(x) for x in (pool.table, pool.refs, pool.stack, pool.left)))
+
+    def of(pool: PageAllocator, length: Rows) -> Any:
+        units = paging.units(length)
+        pages = layout.pages_in(units)
+        wanted = (pages < layout.filled(units)[:, None]) & ~layout.gone(pages, units[:, None])
+        columns = jnp.broadcast_to(jnp.arange(layout.columns), pages.shape)
+        return pool.append(columns, wanted)
+
+    pool, had = _on_each(cache, of, pool, cache.length)
+    return pool, ~had
+
+
+def pages_taken(cache: KVCache, new: int, asked: Rows) -> tuple[Pools, SomeRows, SomeRows]:
+    """The pools, with the pages that a call of ``asked`` tokens a row, ``new`` at most, writes in,
+    and without those that windows have left; the rows that have got all their pages, in every pool:
+    the others none in any; and those whose tables are none."""
+    pagings = cache.pagings
+
+    def of(pools: Pools, length: Rows, marks: list[Rows], asked: Rows) -> Any:
+        calls = [
+            _Call(paging, pool, length, mark, asked, new)
+            for paging, pool, mark in zip(pagings, pools, marks, strict=True)
+        ]
+        had = jnp.ones(length.shape, bool)
+        for call in calls:
+            had &= call.room()
+        after = tuple(call.taken(had) for call in calls)
+        bad = jnp.zeros(length.shape, bool)
+        for call, pool in zip(calls, after, strict=True):
+            bad |= call.astray(pool, had)
+        return after, had, bad
+
+    found: tuple[Pools, SomeRows, SomeRows] = _on_each(
+        cache, of, cache.pools, cache.length, [_marks(cache, each) for each in pagings], asked
+    )
+    return found
+
+
+class _Call:
+    """What a call wants of a pool."""
+
+    def __init__(
+        self, paging: Paging, pool: PageAllocator, length: Rows, marks: Rows, asked: Rows, new: int
+    ) -> None:
+        layout, units = paging.layout, paging.units
+        self.layout, self.pool = layout, pool
+        self.begin, self.end = units(length), units(length + asked)
+        self.new = paging.new_units(new)
+        pages = layout.filled(self.begin)[:, None] + jnp.arange(layout.filled(max(self.new, 1)))
+        self.wanted = pages < layout.filled(self.end)[:, None]
+        self.columns = layout.column_of(pages)
+        held = layout.pages_in(units(jnp.maximum(marks, length)))
+        left = layout.gone(held, units(jnp.maximum(marks, length + asked))[:, None])
+        # A column that is used again has no other page by then.
+        rows = jnp.arange(len(length))[:, None]
+        at = jnp.where(self.wanted, self.columns, layout.columns)
+        left = left.at[rows, at].set(True, mode="drop")
+        self.left = left & (pool.table >= 0)
+
+    def room(self) -> SomeRows:
+        alone = self.pool.refs[self.pool.table.clip(0, self.pool.pages - 1)] == 1
+        return self.pool.room(self.wanted.sum(1), (self.left & alone).sum(1))
+
+    def taken(self, rows: SomeRows) -> PageAllocator:
+        pool = self.pool
+        if not self.layout.straight:
+            pool = pool.drop(self.left & rows[:, None])
+        return pool.append(self.columns, self.wanted & rows[:, None])[0]
+
+    def astray(self, pool: PageAllocator, rows: SomeRows) -> SomeRows:
+        """Rows that write where their table has no page."""
+        size = self.layout.page_size
+        pages = (self.begin // size)[:, None] + jnp.arange(self.layout.spanned(max(self.new, 1)))
+        columns = self.layout.column_of(pages)
+        found = jnp.take_along_axis(pool.table, columns, 1, mode="fill", fill_value=-1)
+        written = (pages * size < self.end[:, None]) & (self.begin < self.end)[:, None]
+        bad = written & ((found < 0) | (found >= pool.pages))
+        return rows & jnp.any(bad, axis=1)
+
+
+def forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows]:
+    """A cache's pools and its layers' pages for rows that go on from ``rows``, int32[n], and which
+    of these have got what they need. On a mesh ``rows`` are of a device's own."""
+    pagings, pending = cache.pagings, cache.pending
+    count = jnp.zeros_like(cache.length) if pending is None else pending.count
+    new = 0 if pending is None else pending.new
+
+    def of(pools: Pools, length: Rows, count: Rows, rows: Array) -> Any:
+        found, had = [], jnp.ones(rows.shape, bool)
+        for paging, pool in zip(pagings, pools, strict=True):
+            columns = [x[rows] for x in _written(paging, length, count, new)]
+            found.append(pool.fork(rows, columns))
+            had &= found[-1][2]
+        pools = tuple(pool.free(~had) for pool, _, _ in found)
+        return pools, [copies for _, copies, _ in found], had
+
+    pools, copies, had = _on_each(cache, of, cache.pools, cache.length, count, rows)
+    return replace(cache, pools=pools, layers=_copied(cache, copies)), had
+
+
+def trimmed(cache: KVCache, length: Rows) -> tuple[KVCache, SomeRows]:
+    """A cache's pools and its layers' pages for rows that are to be ``length`` tokens long, of those
+    that they have; and the rows for which there is no page to go on in: they have what they had."""
+    pagings = cache.pagings
+
+    def of(pools: Pools, before: Rows, marks: list[Rows], length: Rows) -> Any:
+        had, changes = jnp.ones(length.shape, bool), []
+        for paging, pool, mark in zip(pagings, pools, marks, strict=True):
+            layout = paging.layout
+            held = layout.pages_in(paging.units(jnp.maximum(mark, before)))
+            behind = held >= layout.filled(paging.units(length))[:, None]
+            (last,) = _written(paging, length, jnp.zeros_like(length), 0)
+            last = jnp.where(length < before, last, -1)
+            changes.append((pool, behind & (pool.table >= 0), last))
+            had &= pool.writable(last)
+        found = []
+        for pool, behind, last in changes:
+            pool, copies = pool.apart(jnp.where(had, last, -1))
+            found.append((pool.drop(behind & had[:, None]), copies))
+        return tuple(pool for pool, _ in found), [copies for _, copies in found], had
+
+    marks = [_marks(cache, each) for each in pagings]
+    pools, copies, had = _on_each(cache, of, cache.pools, cache.length, marks, length)
+    return replace(cache, pools=pools, layers=_copied(cache, copies)), had
+
+
+def freed(cache: KVCache, rows: SomeRows) -> Pools:
+    """A cache's pools without the pages of some rows, bool[batch]."""
+
+    def of(pools: Pools, rows: SomeRows) -> Pools:
+        return tuple(pool.free(rows) for pool in pools)
+
+    found: Pools = _on_each(cache, of, cache.pools, rows)
+    return found
+
+
+def _written(paging: Paging, length: Rows, count: Rows, new: int) -> list[Array]:
+    """The columns, int32[batch] each, that rows write in where they have pages there, -1 for none:
+    behind ``length``, and of a call that has begun with ``count`` tokens, ``new`` at most."""
+    layout = paging.layout
+    begin, end = paging.units(length), paging.units(length + count)
+    first = begin // layout.page_size
+    columns = []
+    for number in range(layout.spanned(paging.new_units(new) + 1)):
+        page = first + number
+        there = (page * layout.page_size < end) & ((page + 1) * layout.page_size > begin)
+        columns.append(jnp.where(there, layout.column_of(page), -1))
+    return columns
+
+
+def _marks(cache: KVCache, paging: Paging) -> Rows:
+    """int32[batch]: what all layers of a kind have written."""
+    kinds = enumerate(layer.policy.paging for layer in cache.layers)
+    return jnp.min(cache.written[:, jnp.array([n for n, kind in kinds if kind == paging])], axis=1)
+
+
+def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
+    """The layers, with the pages of each kind copied."""
+    of_kind = dict(zip(cache.pagings, copies, strict=True))
+
+    def one(held: LayerCache) -> LayerCache:
+        paging = held.policy.paging
+        if paging is None:
+            return held
+        found, placement, orders = of_kind[paging], held.policy.placement, held.orders
+
+        def copy(body: Any, source: Array, target: Array) -> Any:
+            return copied_pages(body, orders, placement, source, target)
+
+        body, spread = (held.keys, held.values), placement.spread
+        if spread is None:
+            keys, values = copy(body, *found)
+        else:
+            specs = held.specs()
+            of_body, rows = (specs.keys, specs.values), spread.of_rows()
+            keys, values = spread.run(copy, (of_body, rows, rows), of_body, body, *found)
+        return replace(held, keys=keys, values=values)
+
+    return tuple(map(one, cache.layers))
+
+
+def _on_each(cache: KVCache, change: Callable[..., Any], *args: Any) -> Any:
+    """``change`` of arrays [batch, ...] and pools; on a mesh each device's own."""
+    spread = cache.spread
+    if spread is None:
+        return change(*args)
+    rows = spread.of_rows()
+    return spread.run(change, rows, rows, *args)

@@ -1,0 +1,262 @@
+"""The layout whose slots stand in pages of a pool that rows share.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", arXiv:2309.06180.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.typing import (
+    Cursors,
+    Held,
+    Number,
+    Positions,
+    Rows,
+    SlotPositions,
+    Slots,
+    SomeRows,
+    SomeSlots,
+)
+from kvjax.layouts.dense import Dense
+from kvjax.layouts.layout import Layout, Region, Run
+from kvjax.layouts.split import Split
+
+LEAST, MOST, MULTIPLE = 16, 1024, 8
+"""Tokens of a page."""
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Position ``p`` stands in page ``p // page_size`` of its row, in a place that the row's table
+    names: arrays of pages are a pool, of which rows have as many as their texts fill, and which
+    they can have in common.
+
+    ``page_size``: tokens, a multiple of 8 from 16 to 1,024, and of a block where codecs work on
+    blocks. ``inner``: what a row holds: ``Dense()``, ``Growing()``, or a ``Ring``, whose pages are
+    given back when its window has left them. ``pages``: of the pool, over all rows; by default as
+    many as the rows can need. ``pool``: how many there are; ``init_cache`` sets it.
+
+    What its members are, ``Layout`` says; slots count through the columns of a row's table.
+    """
+
+    page_size: int = 256
+    inner: Any = field(default_factory=Dense)
+    pages: int | None = None
+    pool: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("page_size", self.page_size, 1)
+        whole_or_none("pages", self.pages, 1)
+
+    def resolve(
+        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+    ) -> "Paged":
+        if not LEAST <= self.page_size <= MOST or self.page_size % MULTIPLE:
+            raise ValueError(
+                f"page_size={self.page_size}: pages have {LEAST} to {MOST} tokens, a multiple of "
+                f"{MULTIPLE}"
+            )
+        return replace(self, inner=self.inner.resolve(max_len, window, room, back), pool=None)
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether ``inner`` can do without a capacity."""
+        return bool(self.inner.open_ended)
+
+    @property
+    def straight(self) -> bool:
+        """Whether every page has a column of its own; else columns are used again."""
+        return self.inner.limit is not None
+
+    @property
+    def _seen(self) -> int:
+        """Tokens behind the sinks that are kept, at least; more than there can be where all are."""
+        window = self.inner.window
+        return UNLIMITED if window is None else window + (self.inner.slack or 0)
+
+    @property
+    def _first(self) -> int:
+        """Columns of the sinks' pages."""
+        return -(-self.sinks // self.page_size)
+
+    @property
+    def columns(self) -> int:
+        """Pages that a row can have at once."""
+        if self.straight:
+            return -(-self.inner.slots // self.page_size)
+        # So many tokens can begin anywhere in a page.
+        return self._first + -(-(self._seen - 1) // self.page_size) + 1
+
+    @property
+    def slots(self) -> int:
+        return self.columns * self.page_size
+
+    @property
+    def limit(self) -> int | None:
+        return self.inner.limit
+
+    @property
+    def chunk(self) -> int | None:
+        return self.inner.chunk
+
+    @property
+    def window(self) -> int | None:
+        return self.inner.window
+
+    @property
+    def sinks(self) -> int:
+        return self.inner.sinks
+
+    @property
+    def reach(self) -> int:
+        return self.inner.reach
+
+    @property
+    def grows_to(self) -> int | None:
+        return self.inner.grows_to
+
+    def grown(self, to: int) -> "Paged":
+        """A pool that was not given its pages grows with the tables, see ``kvjax.grow``."""
+        return replace(self, inner=self.inner.grown(to))
+
+    def rounded(self, parts: int) -> "Paged":
+        """As it is: pages are whole tiles already."""
+        return self
+
+    def joined(self, other: Layout) -> "Paged":
+        """The larger capacity; the pools are joined by ``kvjax.concatenate``."""
+        if not isinstance(other, Paged) or other.page_size != self.page_size:
+            raise ValueError(f"{self} and {other} are different layouts")
+        return replace(self, inner=self.inner.joined(other.inner))
+
+    def in_blocks(self, block: int, recent: int) -> "Paged":
+        """Pages of whole blocks."""
+        if self.page_size % block:
+            raise ValueError(
+                f"page_size={self.page_size} is no multiple of the block of {block} tokens that "
+                "codecs encode, or placements move, at once"
+            )
+        inner = self.inner.in_blocks(block, recent)
+        return replace(self, page_size=self.page_size // block, inner=inner)
+
+    def column_of(self, pages: Any) -> Any:
+        """The column of a row's table where its ``pages``, of any shape, stand while it has them."""
+        if self.straight:
+            return pages
+        around = self._first + (pages - self._first) % (self.columns - self._first)
+        return jnp.where(pages < self._first, pages, around)
+
+    def pages_in(self, written: Rows) -> Any:
+        """int[batch, columns]: the last page that each column was used for, or will be first."""
+        columns = jnp.arange(self.columns, dtype=jnp.int32)
+        if self.straight:
+            return jnp.broadcast_to(columns, (*written.shape, self.columns))
+        return self._page_in(columns, written[:, None])
+
+    def _page_in(self, columns: Any, written: Any) -> Any:
+        newest = jnp.maximum(written - 1, 0) // self.page_size
+        held = newest - (newest - columns) % (self.columns - self._first)
+        return jnp.where((columns < self._first) | (held < self._first), columns, held)
+
+    def gone(self, pages: Any, written: Any) -> Any:
+        """Which pages no query of a row will see, even when ``rewindable`` tokens are forgotten."""
+        left = written - self._seen
+        return (pages >= self._first) & ((pages + 1) * self.page_size <= left)
+
+    def filled(self, tokens: Any) -> Any:
+        """Pages that so many tokens fill, the last one perhaps in part."""
+        return -(-tokens // self.page_size)
+
+    def whole(self, slots: int) -> int:
+        """So many slots from the first on, up to the end of a page where they are more than one."""
+        return slots if slots <= self.page_size else self.filled(slots) * self.page_size
+
+    def spanned(self, new: int) -> int:
+        """Pages that a call of so many tokens writes in, at most."""
+        return 1 + -(-(new - 1) // self.page_size)
+
+    def runs(self, length: Rows, new: int) -> list[Run]:
+        """A run for each page that the call may write in, in slots of the page."""
+        first, size = length // self.page_size, self.page_size
+        return [
+            Run(length - (first + n) * size, 0, size, column=self.column_of(first + n))
+            for n in range(self.spanned(new))
+        ]
+
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+        held, marks = slots, written[:, None]
+        if not self.straight:
+            page = self._page_in(slots // self.page_size, marks)
+            held = page * self.page_size + slots % self.page_size
+        there = held < length[:, None]
+        if self.window is not None:
+            there &= (held >= marks - self._seen) | (held < self.sinks)
+        return jnp.where(there, held, -1)
+
+    def slot_of(self, positions: Positions) -> Positions:
+        column = self.column_of(positions // self.page_size)
+        return column * self.page_size + positions % self.page_size
+
+    def regions(self) -> tuple[Region, ...]:
+        rest = Region(self.sinks, self.slots - self.sinks)
+        return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
+
+    def occupied(self, length: Rows) -> Number:
+        return jnp.minimum(jnp.max(length), self.slots)
+
+    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+        start = jnp.asarray(start, jnp.int32)
+        longest = jnp.max(length)
+        straight = start, jnp.minimum(start + size, longest) - 1
+        if self.straight:
+            return straight
+        # Where columns have been used again, they hold anything that is left of the text.
+        low = jnp.minimum(start, jnp.maximum(jnp.min(length) - self.slots, 0))
+        again = longest > self.slots
+        return jnp.where(again, low, start), jnp.where(again, longest - 1, straight[1])
+
+    def hiding(
+        self, length: Rows, positions: SlotPositions, missing: SomeSlots
+    ) -> tuple[Rows, SomeRows]:
+        """As if so many tokens more had been written, and taken back, that the missing ones left
+        what is kept: up to ``slack``."""
+        if self.window is None:
+            return length, jnp.any(missing, axis=1)
+        newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
+        written = jnp.where(newest < 0, length, jnp.maximum(length, newest + self._seen + 1))
+        in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
+        return written, in_sinks | (written > length + (self.inner.slack or 0))
+
+    def rewindable(self, length: Rows, written: Rows) -> Rows:
+        if self.window is None:
+            return length
+        kept = jnp.where(written - self._seen > self.sinks, written - (self.inner.slack or 0), 0)
+        return jnp.maximum(length - kept, 0)
+
+
+@dataclass(frozen=True)
+class Paging:
+    """What layers have in common that go by the same tables: their ``layout`` of ``units``, tokens
+    or, where ``split`` says how they are divided, the blocks of a body."""
+
+    layout: Paged
+    split: Split | None = None
+
+    def units(self, tokens: Any) -> Any:
+        """Units that stand in pages where the text has so many tokens."""
+        return tokens if self.split is None else self.split.flushed(tokens)
+
+    def new_units(self, tokens: int) -> int:
+        """Units that a call of so many tokens puts into pages, at most."""
+        return tokens if self.split is None else -(-tokens // self.split.block)
+
+
+def paged(layout: Any) -> Paged | None:
+    """A layout of pages, or None for any other."""
+    return layout if isinstance(layout, Paged) else None
+
+

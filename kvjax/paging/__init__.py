@@ -1,0 +1,1 @@
+"""Which pages of a pool rows have: taken, shared, given back."""

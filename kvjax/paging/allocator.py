@@ -1,0 +1,240 @@
+"""Pages of a pool: who has which, and which are free.
+
+Source: the block tables and reference counts of Kwon et al., "Efficient Memory Management for Large
+Language Model Serving with PagedAttention", arXiv:2309.06180, as pure functions.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.checks import whole_number
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows
+
+
+class Copies(NamedTuple):
+    """Pages to copy before anything is written: int32[n] each, −1 for none."""
+
+    source: Array
+    target: Array
+
+
+@state
+class PageAllocator:
+    """Rows' tables of pages, and what is free: a small state of whole numbers, of pure functions,
+    inside ``jit`` and outside. A page that is taken or given back costs the same in any pool.
+
+    ``table``: int32[rows, columns], the page of each column, −1 for none. ``refs``: int32[pages],
+    how many have each: rows, and whoever called ``retain``. ``stack``: int32[pages], of which
+    the first ``left`` are free. ``left``: int32[shares], on a mesh one for each share of the
+    rows and of the pages, whose numbers are its own; else int32[1].
+
+    No page has two writers: a row writes behind its text alone, and what stands there in
+    common, behind ``fork`` or a rewind, is copied (``apart``).
+    """
+
+    table: Array
+    refs: Array
+    stack: Array
+    left: Array
+
+    @classmethod
+    def create(cls, pages: int, rows: int, columns: int, shares: int = 1) -> "PageAllocator":
+        """All pages free; as NumPy's arrays.
+
+        Args:
+          pages: of the pool.
+          rows: that take some.
+          columns: pages that a row can have.
+          shares: of a mesh, that have as many rows and pages each.
+
+        Raises:
+          ValueError: if one is no positive whole number, or shares do not divide the others.
+        """
+        for name, value in {"pages": pages, "rows": rows, "columns": columns}.items():
+            whole_number(name, value, 1)
+        if pages % whole_number("shares", shares, 1) or rows % shares:
+            raise ValueError(f"{shares} shares divide neither {pages} pages nor {rows} rows")
+        each = pages // shares
+        stack = np.tile(np.arange(each - 1, -1, -1, dtype=np.int32), shares)
+        refs, left = np.zeros(pages, np.int32), np.full(shares, each, np.int32)
+        return cls(np.full((rows, columns), -1, np.int32), refs, stack, left)  # type: ignore[arg-type]
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self.refs.shape[0]
+
+    def room(self, wanted: Rows, spare: Rows | int = 0) -> SomeRows:
+        """bool[rows]: the rows that can have so many pages, int32[rows], all of them: the first
+        ones first. ``spare``: pages of its own that each gives back before."""
+        more = jnp.maximum(wanted - spare, 0)
+        return (more == 0) | (jnp.cumsum(more) <= self.left[0])
+
+    def append(self, columns: Array, wanted: Array) -> tuple["PageAllocator", SomeRows]:
+        """A page more in some columns of each row.
+
+        Args:
+          columns: int32[rows, n], each row's own.
+          wanted: bool[rows, n], which of them want one; they have none.
+
+        Returns:
+          The allocator, and bool[rows], the rows that have got all their pages; the others got none.
+        """
+        had = self.room(wanted.sum(1))
+        wanted = wanted & had[:, None]
+        page, left = self._popped(wanted.ravel())
+        page = page.reshape(wanted.shape)
+        table = self.table.at[
+            jnp.arange(len(columns))[:, None], jnp.where(wanted, columns, self.table.shape[1])
+        ].set(page, mode="drop")
+        refs = self.refs.at[self._valid(page)].set(1, mode="drop")
+        return replace(self, table=table, refs=refs, left=left), had
+
+    def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
+        """Pages for the first columns of a row, as far as it has none; and bool[], whether it has
+        them now: all or none."""
+        columns = jnp.broadcast_to(jnp.arange(self.table.shape[1]), self.table.shape)
+        mine = jnp.arange(self.table.shape[0]) == row
+        fits = jnp.asarray(pages) <= self.table.shape[1]
+        wanted = mine[:, None] & fits & (columns < pages) & (self.table < 0)
+        after, had = self.append(columns, wanted)
+        return after, fits & jnp.any(had & mine)
+
+    def drop(self, which: Array) -> "PageAllocator":
+        """Without the pages of some columns, bool[rows, columns]: those that nobody else has are
+        free again."""
+        page = jnp.where(which, self.table, -1).ravel()
+        return replace(self, table=jnp.where(which, -1, self.table)).release(page)
+
+    def free(self, rows: SomeRows) -> "PageAllocator":
+        """Without all pages of some rows, bool[rows]."""
+        return self.drop(jnp.broadcast_to(rows[:, None], self.table.shape))
+
+    def retain(self, pages: Array) -> "PageAllocator":
+        """With one more who has ``pages``, int32[n], −1 for none."""
+        return replace(self, refs=self.refs.at[self._valid(pages)].add(1, mode="drop"))
+
+    def release(self, pages: Array) -> "PageAllocator":
+        """With one fewer who has ``pages``, int32[n], −1 for none; those that nobody has any longer
+        are free."""
+        at = self._valid(pages)
+        refs = self.refs.at[at].add(-1, mode="drop")
+        # A page may be named often, and is freed once: by the one whose mark is left on it.
+        number = jnp.arange(len(pages), dtype=jnp.int32)
+        marks = jnp.zeros_like(refs).at[at].set(number, mode="drop")
+        known = jnp.minimum(at, self.pages - 1)
+        freed = (at < self.pages) & (marks[known] == number) & (refs[known] == 0)
+        return self._pushed(refs, pages, freed)
+
+    def fork(
+        self, rows: Array, written: Sequence[Array]
+    ) -> tuple["PageAllocator", Copies, SomeRows]:
+        """The tables of rows that go on from ``rows``, which share their pages; a page that is still
+        written to, and that another one has, is copied.
+
+        Args:
+          rows: int32[n], the old row of each new one.
+          written: columns int32[n] that each new row will write in where it has pages there, −1 for
+            none: of a text the last one, if it is not full.
+
+        Returns:
+          The allocator of the new rows; what to copy; and bool[n], the rows that have got what they
+          need. The others have no pages.
+        """
+        table = jnp.take(self.table, rows, axis=0, mode="clip")
+        after = self.retain(table.ravel()).drop(jnp.ones(self.table.shape, bool))
+        after, had, copies = replace(after, table=table), jnp.ones(len(rows), bool), []
+        for column in written:
+            enough = after.writable(column)
+            after, copied = after.apart(column)
+            had &= enough
+            copies.append(copied)
+        source, target = (jnp.concatenate(x) for x in zip(*copies, strict=True))
+        return after.free(~had), Copies(source, target), had
+
+    def writable(self, column: Array) -> SomeRows:
+        """bool[rows]: the rows that can have a page of their own in ``column``, int32[rows], −1 for
+        none: as the only one, or as a copy."""
+        return self.room(self._shared(column)[1].astype(jnp.int32))
+
+    def apart(self, column: Array) -> tuple["PageAllocator", Copies]:
+        """With a page of its own in ``column`` for every row that is ``writable``; and what to
+        copy."""
+        page, shared = self._shared(column)
+        copied = shared & self.room(shared.astype(jnp.int32))
+        target, left = self._popped(copied)
+        refs = self.refs.at[self._valid(target)].set(1, mode="drop")
+        at = jnp.where(copied, column, self.table.shape[1])
+        table = self.table.at[jnp.arange(len(column)), at].set(target, mode="drop")
+        source = jnp.where(copied, page, -1)
+        after = replace(self, table=table, refs=refs, left=left).release(source)
+        return after, Copies(source, target)
+
+    def _shared(self, column: Array) -> tuple[Array, SomeRows]:
+        """Each row's page in a column, −1 for none, and whether it must be copied to be written:
+        the first of its writers keeps a page that nobody else has."""
+        number = jnp.arange(len(column), dtype=jnp.int32)
+        page = self.table[number, jnp.clip(column, 0, self.table.shape[1] - 1)]
+        page = jnp.where(column >= 0, page, -1)
+        at = self._valid(page)
+        first = jnp.full_like(self.refs, len(page)).at[at].min(number, mode="drop")
+        writers = jnp.zeros_like(self.refs).at[at].add(1, mode="drop")
+        known = jnp.minimum(at, self.pages - 1)
+        others = self.refs[known] > writers[known]
+        return page, (at < self.pages) & (others | (first[known] != number))
+
+    def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
+        """The rows of this and of others. ``same``: of one pool, of which each knows its own rows;
+        else the pools stand one behind the other."""
+        every = [self, *others]
+        held = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
+        if same:
+            pinned = [x.refs - rows for x, rows in zip(every, held, strict=True)]
+            refs = functools.reduce(jnp.maximum, pinned) + functools.reduce(jnp.add, held)
+            tables = [x.table for x in every]
+        else:
+            first = np.cumsum([0, *(x.pages for x in every)])
+            refs = jnp.concatenate([x.refs for x in every])
+            tables = [
+                jnp.where(x.table >= 0, x.table + offset, -1)
+                for x, offset in zip(every, first[:-1], strict=True)
+            ]
+        used = refs > 0
+        stack = jnp.argsort(used, stable=True).astype(jnp.int32)
+        left = jnp.sum(~used, dtype=jnp.int32)[None]
+        return PageAllocator(jnp.concatenate(tables), refs, stack, left)
+
+    def grown(self, pages: int, columns: int) -> "PageAllocator":
+        """With more pages, all of them free, and columns."""
+        shares, more = len(self.left), pages - self.pages
+        each = self.pages // shares
+        fresh = jnp.tile(jnp.arange(each, pages // shares, dtype=jnp.int32), (shares, 1))
+        refs = jnp.pad(self.refs.reshape(shares, -1), ((0, 0), (0, more // shares)))
+        # Below those that are free already.
+        stack = jnp.concatenate([fresh, self.stack.reshape(shares, -1)], axis=1)
+        wider = ((0, 0), (0, columns - self.table.shape[1]))
+        table = jnp.pad(self.table, wider, constant_values=-1)
+        return PageAllocator(table, refs.ravel(), stack.ravel(), self.left + more // shares)
+
+    def _valid(self, pages: Array) -> Array:
+        """Pages, and one that is not there in place of what is none."""
+        return jnp.where((pages >= 0) & (pages < self.pages), pages, self.pages)
+
+    def _popped(self, wanted: Array) -> tuple[Array, Array]:
+        """A free page for each of ``wanted``, bool[n], −1 for the others, and what is left."""
+        count = jnp.cumsum(wanted.astype(jnp.int32))
+        page = jnp.take(self.stack, self.left[0] - count, mode="clip")
+        return jnp.where(wanted, page, -1), self.left - count[-1]
+
+    def _pushed(self, refs: Array, pages: Array, freed: Array) -> "PageAllocator":
+        count = jnp.cumsum(freed.astype(jnp.int32))
+        at = jnp.where(freed, self.left[0] + count - 1, self.pages)
+        stack = self.stack.at[at].set(pages, mode="drop")
+        return replace(self, refs=refs, stack=stack, left=self.left + count[-1])
+
