@@ -81,6 +81,11 @@ PROGRAMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps
 def large(layout, size):
     """A layout of the matrix, of so many tokens."""
     made, (window, _) = LAYOUTS[layout]
+    if layout.startswith("paged"):
+        inner = made.inner
+        if window is not None:
+            inner = dataclasses.replace(inner, window=size // 2, slack=128)
+        return dataclasses.replace(made, page_size=256, inner=inner)
     if window is not None:
         return dataclasses.replace(made, window=size // 2, slack=128)
     return dataclasses.replace(made, start=size) if layout == "growing" else made

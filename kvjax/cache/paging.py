@@ -1,5 +1,6 @@
 """Pages of a cache's pools: taken as rows grow, given back, shared."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, SomeRows]:
     def of(pool: PageAllocator, length: Rows) -> Any:
         units = paging.units(length)
         pages = layout.pages_in(units)
-        wanted = (pages < layout.filled(units)[:, None]) & ~layout.gone(pages, units[:, None])
+        wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
         columns = jnp.broadcast_to(jnp.arange(layout.columns), pages.shape)
         return pool.append(columns, wanted)
 
@@ -58,10 +59,11 @@ def pages_taken(cache: KVCache, new: int, asked: Rows) -> tuple[Pools, SomeRows,
             _Call(paging, pool, length, mark, asked, new)
             for paging, pool, mark in zip(pagings, pools, marks, strict=True)
         ]
-        had = jnp.ones(length.shape, bool)
-        for call in calls:
-            had &= call.room()
-        after = tuple(call.taken(had) for call in calls)
+        alone = [call.taken() for call in calls]
+        had = functools.reduce(jnp.logical_and, [had for _, had in alone])
+        after = tuple(pool for pool, _ in alone)
+        if len(calls) > 1:
+            after = tuple(call.taken(had)[0] for call in calls)
         bad = jnp.zeros(length.shape, bool)
         for call, pool in zip(calls, after, strict=True):
             bad |= call.astray(pool, had)
@@ -74,7 +76,7 @@ def pages_taken(cache: KVCache, new: int, asked: Rows) -> tuple[Pools, SomeRows,
 
 
 class _Call:
-    """What a call wants of a pool."""
+    """What a call wants of a pool, and what it leaves."""
 
     def __init__(
         self, paging: Paging, pool: PageAllocator, length: Rows, marks: Rows, asked: Rows, new: int
@@ -82,32 +84,30 @@ class _Call:
         layout, units = paging.layout, paging.units
         self.layout, self.pool = layout, pool
         self.begin, self.end = units(length), units(length + asked)
-        self.new = paging.new_units(new)
-        pages = layout.filled(self.begin)[:, None] + jnp.arange(layout.filled(max(self.new, 1)))
+        self.new = max(paging.new_units(new), 1)
+        pages = layout.filled(self.begin)[:, None] + jnp.arange(layout.filled(self.new))
         self.wanted = pages < layout.filled(self.end)[:, None]
         self.columns = layout.column_of(pages)
-        held = layout.pages_in(units(jnp.maximum(marks, length)))
-        left = layout.gone(held, units(jnp.maximum(marks, length + asked))[:, None])
-        # A column that is used again has no other page by then.
-        rows = jnp.arange(len(length))[:, None]
-        at = jnp.where(self.wanted, self.columns, layout.columns)
-        left = left.at[rows, at].set(True, mode="drop")
-        self.left = left & (pool.table >= 0)
+        self.gone: Any = None
+        if not layout.straight:
+            before = layout.gone_before(units(jnp.maximum(marks, length)))[:, None]
+            after = layout.gone_before(units(jnp.maximum(marks, length + asked)))[:, None]
+            pages = before + jnp.arange(layout.spanned(self.new))
+            which = (pages >= layout.sink_pages) & (pages < after)
+            self.gone = layout.column_of(pages), which
 
-    def room(self) -> SomeRows:
-        alone = self.pool.refs[self.pool.table.clip(0, self.pool.pages - 1)] == 1
-        return self.pool.room(self.wanted.sum(1), (self.left & alone).sum(1))
-
-    def taken(self, rows: SomeRows) -> PageAllocator:
-        pool = self.pool
-        if not self.layout.straight:
-            pool = pool.drop(self.left & rows[:, None])
-        return pool.append(self.columns, self.wanted & rows[:, None])[0]
+    def taken(self, rows: SomeRows | None = None) -> tuple[PageAllocator, SomeRows]:
+        """The pool after the call of some rows, and those that have got their pages."""
+        wanted, gone = self.wanted, self.gone
+        if rows is not None:
+            wanted = wanted & rows[:, None]
+            gone = gone and (gone[0], gone[1] & rows[:, None])
+        return self.pool.append(self.columns, wanted, gone)
 
     def astray(self, pool: PageAllocator, rows: SomeRows) -> SomeRows:
         """Rows that write where their table has no page."""
         size = self.layout.page_size
-        pages = (self.begin // size)[:, None] + jnp.arange(self.layout.spanned(max(self.new, 1)))
+        pages = (self.begin // size)[:, None] + jnp.arange(self.layout.spanned(self.new))
         columns = self.layout.column_of(pages)
         found = jnp.take_along_axis(pool.table, columns, 1, mode="fill", fill_value=-1)
         written = (pages * size < self.end[:, None]) & (self.begin < self.end)[:, None]

@@ -23,6 +23,8 @@ Cursors = Int[Array, "batch *_"]
 Slots = Int[Array, "*_"]
 Held = Int[Array, "batch *_"]
 """A position for every row and slot."""
+Columns = Int[Array, "batch pages"]
+"""Of a table of pages, some of each row's."""
 SlotPositions = Int[Array, "batch slots"]
 SomeRows = Bool[Array, " batch"]
 SomeSlots = Bool[Array, "batch slots"]

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
 from kvjax.core.typing import (
+    Columns,
     Cursors,
     Held,
     Number,
@@ -20,8 +21,9 @@ class Run(NamedTuple):
     """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
 
     Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``,
-    and, where they are traced, between ``bounds`` as well. ``column``: of a row's table, which
-    names the page that these slots are of; None where they are a row's own.
+    and, where they are traced, between ``bounds`` as well. ``columns``: None where slots are a row's
+    own; else int[batch, pages], the columns of its table that name the pages, of ``high`` slots
+    each, through which they count.
     """
 
     start: Rows
@@ -29,7 +31,7 @@ class Run(NamedTuple):
     high: int
     skip: Rows | int = 0
     bounds: tuple[Number, Number] | None = None
-    column: Rows | None = None
+    columns: Columns | None = None
 
 
 class Region(NamedTuple):

@@ -79,17 +79,12 @@ class Paged:
         return UNLIMITED if window is None else window + (self.inner.slack or 0)
 
     @property
-    def _first(self) -> int:
-        """Columns of the sinks' pages."""
-        return -(-self.sinks // self.page_size)
-
-    @property
     def columns(self) -> int:
         """Pages that a row can have at once."""
         if self.straight:
             return -(-self.inner.slots // self.page_size)
         # So many tokens can begin anywhere in a page.
-        return self._first + -(-(self._seen - 1) // self.page_size) + 1
+        return self.sink_pages + -(-(self._seen - 1) // self.page_size) + 1
 
     @property
     def slots(self) -> int:
@@ -143,12 +138,17 @@ class Paged:
         inner = self.inner.in_blocks(block, recent)
         return replace(self, page_size=self.page_size // block, inner=inner)
 
+    @property
+    def sink_pages(self) -> int:
+        """Pages of the sinks, which are kept for ever."""
+        return -(-self.sinks // self.page_size)
+
     def column_of(self, pages: Any) -> Any:
         """The column of a row's table where its ``pages``, of any shape, stand while it has them."""
         if self.straight:
             return pages
-        around = self._first + (pages - self._first) % (self.columns - self._first)
-        return jnp.where(pages < self._first, pages, around)
+        around = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
+        return jnp.where(pages < self.sink_pages, pages, around)
 
     def pages_in(self, written: Rows) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
@@ -159,13 +159,17 @@ class Paged:
 
     def _page_in(self, columns: Any, written: Any) -> Any:
         newest = jnp.maximum(written - 1, 0) // self.page_size
-        held = newest - (newest - columns) % (self.columns - self._first)
-        return jnp.where((columns < self._first) | (held < self._first), columns, held)
+        held = newest - (newest - columns) % (self.columns - self.sink_pages)
+        return jnp.where((columns < self.sink_pages) | (held < self.sink_pages), columns, held)
 
-    def gone(self, pages: Any, written: Any) -> Any:
-        """Which pages no query of a row will see, even when ``rewindable`` tokens are forgotten."""
-        left = written - self._seen
-        return (pages >= self._first) & ((pages + 1) * self.page_size <= left)
+    def gone_before(self, written: Any) -> Any:
+        """The first page behind the sinks' that queries of a row may see, even when ``rewindable``
+        tokens are forgotten; 0 for all."""
+        return jnp.maximum(written - self._seen, 0) // self.page_size
+
+    def is_kept(self, pages: Any, written: Any) -> Any:
+        """Whether queries may see pages, so."""
+        return (pages >= self.gone_before(written)) | (pages < self.sink_pages)
 
     def filled(self, tokens: Any) -> Any:
         """Pages that so many tokens fill, the last one perhaps in part."""
@@ -180,12 +184,10 @@ class Paged:
         return 1 + -(-(new - 1) // self.page_size)
 
     def runs(self, length: Rows, new: int) -> list[Run]:
-        """A run for each page that the call may write in, in slots of the page."""
+        """One run, in slots of the pages that the call may write in, one behind the other."""
         first, size = length // self.page_size, self.page_size
-        return [
-            Run(length - (first + n) * size, 0, size, column=self.column_of(first + n))
-            for n in range(self.spanned(new))
-        ]
+        pages = first[:, None] + jnp.arange(self.spanned(new), dtype=jnp.int32)
+        return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         held, marks = slots, written[:, None]

@@ -76,25 +76,45 @@ class PageAllocator:
         more = jnp.maximum(wanted - spare, 0)
         return (more == 0) | (jnp.cumsum(more) <= self.left[0])
 
-    def append(self, columns: Array, wanted: Array) -> tuple["PageAllocator", SomeRows]:
+    def append(
+        self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
+    ) -> tuple["PageAllocator", SomeRows]:
         """A page more in some columns of each row.
 
         Args:
           columns: int32[rows, n], each row's own.
-          wanted: bool[rows, n], which of them want one; they have none.
+          wanted: bool[rows, n], which of them want one.
+          gone: columns, and which of them, whose pages the rows that get theirs give back before,
+            with those that stand in ``columns``; by default none, and none stands there.
 
         Returns:
           The allocator, and bool[rows], the rows that have got all their pages; the others got none.
         """
-        had = self.room(wanted.sum(1))
-        wanted = wanted & had[:, None]
-        page, left = self._popped(wanted.ravel())
+        spare, pages, before = 0, None, self
+        if gone is not None:
+            again = (gone[0][:, :, None] == columns[:, None]) & wanted[:, None]
+            which = jnp.concatenate([gone[1] & ~jnp.any(again, axis=2), wanted], axis=1)
+            pages = self._pages(jnp.concatenate([gone[0], columns], axis=1), which)
+            alone = self.refs[pages.clip(0, self.pages - 1)] == 1
+            spare = (alone & (pages >= 0)).sum(1)
+        had = self.room(wanted.sum(1), spare)
+        wanted, at, values = wanted & had[:, None], columns, []
+        if gone is not None and pages is not None:
+            before = self.release(jnp.where(had[:, None], pages, -1).ravel())
+            at = jnp.concatenate([gone[0], columns], axis=1)
+            values = [jnp.full(gone[0].shape, -1, jnp.int32)]
+            changed = jnp.concatenate([which[:, : gone[0].shape[1]] & had[:, None], wanted], axis=1)
+        else:
+            changed = wanted
+        page, left = before._popped(wanted.ravel())
         page = page.reshape(wanted.shape)
-        table = self.table.at[
-            jnp.arange(len(columns))[:, None], jnp.where(wanted, columns, self.table.shape[1])
-        ].set(page, mode="drop")
-        refs = self.refs.at[self._valid(page)].set(1, mode="drop")
-        return replace(self, table=table, refs=refs, left=left), had
+        rows, none = jnp.arange(len(columns))[:, None], self.table.shape[1]
+        # In one go, after all that is read of the old table: else that would be copied.
+        table = self.table.at[rows, jnp.where(changed, at, none)].set(
+            jnp.concatenate([*values, page], axis=1), mode="drop"
+        )
+        refs = before.refs.at[self._valid(page)].set(1, mode="drop")
+        return replace(before, table=table, refs=refs, left=left), had
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
         """Pages for the first columns of a row, as far as it has none; and bool[], whether it has
@@ -123,14 +143,12 @@ class PageAllocator:
     def release(self, pages: Array) -> "PageAllocator":
         """With one fewer who has ``pages``, int32[n], −1 for none; those that nobody has any longer
         are free."""
-        at = self._valid(pages)
+        at = jnp.sort(self._valid(pages))
         refs = self.refs.at[at].add(-1, mode="drop")
-        # A page may be named often, and is freed once: by the one whose mark is left on it.
-        number = jnp.arange(len(pages), dtype=jnp.int32)
-        marks = jnp.zeros_like(refs).at[at].set(number, mode="drop")
-        known = jnp.minimum(at, self.pages - 1)
-        freed = (at < self.pages) & (marks[known] == number) & (refs[known] == 0)
-        return self._pushed(refs, pages, freed)
+        # A page may be named often, and is freed once.
+        first = at != jnp.concatenate([jnp.full(1, -1), at[:-1]])
+        none = refs[jnp.minimum(at, self.pages - 1)] == 0
+        return self._pushed(refs, at, first & none & (at < self.pages))
 
     def fork(
         self, rows: Array, written: Sequence[Array]
@@ -182,12 +200,11 @@ class PageAllocator:
         number = jnp.arange(len(column), dtype=jnp.int32)
         page = self.table[number, jnp.clip(column, 0, self.table.shape[1] - 1)]
         page = jnp.where(column >= 0, page, -1)
-        at = self._valid(page)
-        first = jnp.full_like(self.refs, len(page)).at[at].min(number, mode="drop")
-        writers = jnp.zeros_like(self.refs).at[at].add(1, mode="drop")
-        known = jnp.minimum(at, self.pages - 1)
-        others = self.refs[known] > writers[known]
-        return page, (at < self.pages) & (others | (first[known] != number))
+        valid = self._valid(page) < self.pages
+        same = (page[:, None] == page) & valid
+        earlier = jnp.any(same & (number < number[:, None]), axis=1)
+        others = self.refs[jnp.clip(page, 0, self.pages - 1)] > same.sum(1)
+        return page, valid & (others | earlier)
 
     def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
         """The rows of this and of others. ``same``: of one pool, of which each knows its own rows;
@@ -221,6 +238,11 @@ class PageAllocator:
         wider = ((0, 0), (0, columns - self.table.shape[1]))
         table = jnp.pad(self.table, wider, constant_values=-1)
         return PageAllocator(table, refs.ravel(), stack.ravel(), self.left + more // shares)
+
+    def _pages(self, columns: Array, which: Array) -> Array:
+        """The pages of each row in some columns, int32[rows, n], -1 for none."""
+        found = jnp.take_along_axis(self.table, columns, axis=1, mode="clip")
+        return jnp.where(which, found, -1)
 
     def _valid(self, pages: Array) -> Array:
         """Pages, and one that is not there in place of what is none."""

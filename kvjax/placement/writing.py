@@ -1,6 +1,5 @@
 """Write a call's tokens into the slots of each row, in place, and nothing else."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,21 +55,29 @@ def write_rows(
 
 
 def _into_pages(into: Array, x: Array, run: Run, count: Rows, table: Array) -> Array:
-    """``write_rows`` of a run into pages."""
-    window = jax.vmap(functools.partial(_window, run))
-    origin, new, real = window(x, run.start, jnp.broadcast_to(run.skip, count.shape), count)
-    real = real[:, None]
-    page = jnp.where(count > 0, pages_of(table, run), -1)
-    index = jnp.stack([page, origin], axis=1)
+    """``write_rows`` of a run into pages, all of them at once."""
+    page, size = pages_of(table, run), min(x.shape[2], run.high)
+    batch, pages = page.shape
+    # The first token of the call that goes to each page, and where it stands there.
+    first = jnp.arange(pages, dtype=jnp.int32) * run.high - run.start[:, None]
+    origin = jnp.clip(-first, 0, run.high - size)
+    tokens = (first + origin)[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    real = (tokens >= 0) & (tokens < count[:, None, None])
+    page = jnp.where(jnp.any(real, axis=2), page, -1)
+    index = jnp.stack([page, origin], axis=2).reshape(-1, 2)
+    new = x
+    if pages > 1:
+        at = tokens.reshape(batch, 1, -1, *[1] * (x.ndim - 3))
+        new = jnp.take_along_axis(x, at, axis=2, mode="clip")
+        new = jnp.moveaxis(new.reshape(batch, x.shape[1], pages, size, *x.shape[3:]), 2, 1)
+        new = new.reshape(-1, *new.shape[2:])
     inside = tuple(range(1, into.ndim))
-    if new.shape[2] > 1:
+    if size > 1:
         dims = lax.GatherDimensionNumbers(
             offset_dims=inside, collapsed_slice_dims=(0,), start_index_map=(0, 2)
         )
         old = lax.gather(into, index, dims, (1, *new.shape[1:]), mode="fill")
-        new = jnp.where(real, new, old)
-    else:
-        index = jnp.where(real.reshape(-1, 1), index, -1)
+        new = jnp.where(real.reshape(-1, 1, size, *[1] * (x.ndim - 3)), new, old)
     where = lax.ScatterDimensionNumbers(
         update_window_dims=inside, inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
     )
@@ -78,9 +85,9 @@ def _into_pages(into: Array, x: Array, run: Run, count: Rows, table: Array) -> A
 
 
 def pages_of(table: Array, run: Run) -> Array:
-    """int32[batch]: the page of each row that a run is of."""
-    assert run.column is not None
-    return jnp.take_along_axis(table, run.column[:, None], 1, mode="fill", fill_value=-1)[:, 0]
+    """int32[batch, pages]: the pages of each row that a run is of."""
+    assert run.columns is not None
+    return jnp.take_along_axis(table, run.columns, 1, mode="fill", fill_value=-1)
 
 
 def write_far(
@@ -142,19 +149,43 @@ def write_row(
     copy: Array | None = None,
 ) -> Array:
     """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
-    skip, mine, at = jnp.broadcast_to(run.skip, count.shape), count[row], row
-    if table is not None:
-        at = pages_of(table, run)[row]
-        mine = jnp.where((at >= 0) & (at < into.shape[0]), mine, 0)
+    if run.columns is not None and table is not None:
+        return _row_into_pages(into, row, x, run, count, order, table, near, far, copy)
+    skip = jnp.broadcast_to(run.skip, count.shape)
+    found = run.start[row], skip[row], count[row]
+    return _write_one(into, row, x, run, found, order, near, far, copy)
+
+
+def _row_into_pages(
+    into: Array, row: Array, x: Array, run: Run, count: Rows, order: Order, table: Array, near: Any,
+    far: Any, copy: Array | None,
+) -> Array:  # fmt: skip
+    """``write_row`` into one page after the other; what is to go to one that is none is dropped."""
+    mine = pages_of(table, run)[row]
+
+    def one(number: Array, into: Array) -> Array:
+        page = mine[number]
+        real = jnp.where((page >= 0) & (page < into.shape[0]), count[row], 0)
+        found = run.start[row] - number * run.high, jnp.int32(0), real
+        return _write_one(into, page, x, run, found, order, near, far, copy)
+
+    return one(jnp.int32(0), into) if len(mine) == 1 else lax.fori_loop(0, len(mine), one, into)
+
+
+def _write_one(
+    into: Array, row: Array, x: Array, run: Run, found: tuple[Array, ...], order: Order, near: Any,
+    far: Any, copy: Array | None,
+) -> Array:  # fmt: skip
+    """One row's units, from ``found`` start on, between skip and count of them."""
     x = jnp.pad(x, ((0, 0), (0, max(order.least - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
-    origin, new, real = _window(run, x, run.start[row], skip[row], mine)
+    origin, new, real = _window(run, x, *found)
     like = jax.eval_shape(order.keep, new[None])
     if copy is None:
-        old = near(order.of_row(into, at, origin, like))
+        old = near(order.of_row(into, row, origin, like))
         merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
     else:
-        merged = order.of_row(copy, at, origin, like)
-    into = order.with_row(into, at, origin, far(merged))
+        merged = order.of_row(copy, row, origin, like)
+    into = order.with_row(into, row, origin, far(merged))
     if order.read_by_tiles and into.shape[-1] % LANES == 0:
         # As it is given, and as kernels want it: in a loop a TPU's compiler would choose what suits
         # the update, and copy the array for that.
