@@ -216,6 +216,10 @@ POLICIES: dict[str, Any] = {
     "rotated": kvjax.CachePolicy(
         keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
     ),
+    "pages": kvjax.policy("paged"),
+    "pages of 8 bits": kvjax.policy("paged", bits=8),
+    "pages of 4 bits": kvjax.policy("paged", bits=4),
+    "pages and windows": kvjax.policy("paged", slack=511),
     "host": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host()),
     "host 1 ahead": replace(kvjax.policy("offloaded_static"), placement=kvjax.Host(prefetch=1)),
     "host 4 bits": kvjax.policy("offloaded_static", bits=4),
@@ -224,6 +228,7 @@ POLICIES: dict[str, Any] = {
 
 LAYERS: dict[str, dict[str, Any]] = {
     "hybrid": {"layers": 2, "windows": (1024, None)},
+    "pages and windows": {"layers": 2, "windows": (1024, None)},
     "host 1 ahead": {"layers": 3},
 }
 """Policies whose cells have more than one layer: how many, and their windows."""

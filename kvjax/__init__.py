@@ -38,6 +38,7 @@ from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.memory.devices import DevicePlan, plan_on
 from kvjax.memory.fitting import what_fits
 from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.pages import PageMap, page_map
 from kvjax.memory.planning import Plan, plan
 from kvjax.memory.shapes import ModelShape
 from kvjax.memory.sizes import cache_nbytes, memory_report
@@ -64,11 +65,11 @@ __all__ = [
     "Compiled", "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
     "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
     "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
-    "PageAllocator", "Paged", "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
+    "PageAllocator", "PageMap", "Paged", "Plan", "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "Unrotated", "advance",
     "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
     "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",
     "generate_batches", "grow", "init_cache", "make_mesh", "make_room", "memory_report",
-    "migrate", "nbytes", "plan", "plan_on", "policy", "quantize_kv", "quantized_codec", "read",
+    "migrate", "nbytes", "page_map", "plan", "plan_on", "policy", "quantize_kv", "quantized_codec", "read",
     "repeat",
     "reset", "rewind", "rewindable", "rotary_table", "select", "self_attend", "stream",
     "transformers_policy", "what_fits",

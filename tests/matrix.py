@@ -72,6 +72,12 @@ PLACEMENTS: dict[str, Any] = {
 MESHES = {"8-1-1": (8, 1, 1), "1-8-1": (1, 8, 1), "1-1-8": (1, 1, 8), "2-2-2": (2, 2, 2)}
 """Devices along data, tensor and sequence."""
 
+REFUSED = {
+    (layout, mesh) for layout in LAYOUTS for mesh, axes in MESHES.items()
+    if layout.startswith("paged") and axes[2] > 1
+}  # fmt: skip
+"""What can't be had."""
+
 HEADS = {"multi-head": 8, "grouped": 2, "multi-query": 1}
 """Key-value heads of a model with 8 heads of queries."""
 
@@ -229,11 +235,11 @@ def cache_cells() -> list[CacheCell]:
 
 
 def mesh_cells() -> list[MeshCell]:
-    """The product of teams, layouts, meshes, heads, and the first two places."""
-    places = list(PLACEMENTS)[:2]
-    return [
-        *itertools.starmap(MeshCell, itertools.product(teams(), LAYOUTS, MESHES, HEADS, places))
-    ]
+    """The product of teams, layouts, meshes, heads, and the first two places; pages are refused
+    where a sequence is divided."""
+    parts = teams(), LAYOUTS, MESHES, HEADS, list(PLACEMENTS)[:2]
+    every = itertools.starmap(MeshCell, itertools.product(*parts))
+    return [cell for cell in every if (cell.layout, cell.mesh) not in REFUSED]
 
 
 def copy_cells() -> list[CopyCell]:

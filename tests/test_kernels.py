@@ -43,6 +43,8 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
     layer = cache.layers[0]
     if layer.tail is not None or not spoil:
         return cache
+    if layer.policy.paging is not None:
+        return spoilt_pages(cache)
     layout = layer.policy.layout
     positions = jax.jit(layout.positions)(
         cache.length, cache.written[:, 0], np.arange(layout.slots)
@@ -58,6 +60,22 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
         ]
 
     keys, values = spoilt(layer.keys, layer.values)
+    return replace(cache, layers=(replace(layer, keys=keys, values=values),))
+
+
+def spoilt_pages(cache):
+    """With NaN in all slots of all pages that hold nothing, free pages among them."""
+    layer, pool = cache.layers[0], cache.pools[0]
+    page = layer.policy.layout.page_size
+    taken = np.zeros((pool.pages, page), bool)
+    *_, positions = kvjax.read(cache, 0)
+    rows, slots = np.nonzero(np.asarray(positions) >= 0)
+    taken[np.asarray(pool.table)[rows, slots // page], slots % page] = True
+    codecs = (layer.policy.keys, layer.keys), (layer.policy.values, layer.values)
+    keys, values = (
+        codec.encode(jnp.where(taken[:, None, :, None], codec.decode(store), jnp.nan))
+        for codec, store in codecs
+    )
     return replace(cache, layers=(replace(layer, keys=keys, values=values),))
 
 
@@ -165,6 +183,9 @@ KERNELS = {
     "dense-int4-tensor": ("dense", "int4-tensor"),
     "ring-int2": ("ring", "int2"),
     "dense-rotated": ("dense", "rotated"),
+    "paged-raw": ("paged", "raw"),
+    "paged-ring-raw": ("paged-ring", "raw"),
+    "paged-ring-int4": ("paged-ring", "int4"),
 }
 
 

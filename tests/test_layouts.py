@@ -228,7 +228,7 @@ def test_rows_of_different_capacities_are_joined():
         (lambda c: kvjax.init_cache(CONFIG, "static"), "a dense cache needs max_len"),
         (lambda c: kvjax.init_cache(CONFIG, "sliding_window"), "a ring needs a window"),
         (lambda c: kvjax.policy("static", window=3), "'static' has no setting 'window'"),
-        (lambda c: kvjax.policy("paged"), "cache policy 'paged' is not built yet"),
+        (lambda c: kvjax.policy("vast"), "unknown cache policy 'vast': this version has 'static'"),
         (lambda c: kvjax.Ring(0), "window must be a whole number, at least 1, got 0"),
     ],
 )

@@ -74,7 +74,7 @@ def assert_same_blocks(cache, other):
 def stored(cache):
     """What a layer's codecs of blocks have stored, [batch, heads, blocks, ...] each, and the
     numbers of the blocks, int[batch, blocks], the newest last: in one order for every layout."""
-    layer, split = cache.layers[0], cache.layers[0].policy.split
+    layer, split = laws.out_of_pages(cache).layers[0], cache.layers[0].policy.split
     length, written = (split.flushed(np.asarray(x)) for x in (cache.length, cache.written[:, 0]))
     slots = jnp.arange(split.body.slots)
     numbers = np.asarray(jax.jit(split.body.positions)(length, written, slots))

@@ -222,7 +222,7 @@ def test_policies_by_name_and_by_layer():
         ({"bits": 5}, "5 bits for keys: there are 1, 2, 3, 4, 8, and 16"),
         ({"group": 32}, "group=32 is of a quantized cache: give bits="),
         ({"name": "quantized", "window": 3}, "'quantized' has no setting 'window'"),
-        ({"name": "paged"}, "'paged' is not built yet"),
+        ({"name": "static", "page_size": 16}, "'static' has no setting 'page_size'"),
     ):
         with pytest.raises(ValueError, match=message):
             kvjax.policy(**arguments)

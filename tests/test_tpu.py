@@ -31,6 +31,9 @@ INT4 = kvjax.Int4("channel", zero_point=True)
 POLICIES = {
     "raw": kvjax.CachePolicy(),
     "sinks": kvjax.CachePolicy(kvjax.Ring(160, sinks=4, slack=159)),
+    "pages": kvjax.CachePolicy(kvjax.Paged(128)),
+    "pages-int4": replace(kvjax.policy(bits=4), layout=kvjax.Paged(128)),
+    "pages-sinks": kvjax.CachePolicy(kvjax.Paged(128, kvjax.Ring(160, sinks=4, slack=159))),
     "int8": kvjax.policy(bits=8),
     "int4": kvjax.policy(bits=4),
     "int4-int2": kvjax.policy(key_bits=4, value_bits=2),
@@ -113,7 +116,8 @@ def by_position(cache):
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype"),
     [
-        *((name, 128, "float32") for name in ("sinks", "int4-int2")), ("raw", 256, "bfloat16"),
+        *((name, 128, "float32") for name in ("sinks", "int4-int2", "pages-int4", "pages-sinks")),
+        ("raw", 256, "bfloat16"), pytest.param("pages", 64, "float32", marks=pytest.mark.rare),
         pytest.param("raw", 64, "float32", marks=pytest.mark.rare),
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
             ("int8", "float32"),
@@ -143,7 +147,7 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict
 
 
 RECOMPUTED = [
-    ("raw", "tpu"), ("rotated", "tpu"), ("int4", "gpu"),
+    ("raw", "tpu"), ("rotated", "tpu"), ("int4", "gpu"), ("pages-sinks", "gpu"),
     *(pytest.param(name, "tpu", marks=pytest.mark.rare)
       for name in ("int8", "int4-int2", "sinks-int2", "float8", "centred")),
     *(pytest.param(name, "gpu", marks=pytest.mark.rare) for name in ("raw", "int8", "float8")),

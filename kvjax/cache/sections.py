@@ -218,8 +218,11 @@ def _regions(
         return [(Region(0, layout.slots), layout)]
     if paged(layout) and layout.sinks:
         # A page may have both: each walks it from its beginning, and counts its own.
-        found = Part(layout, layout.slots).regions()
-        return [(region._replace(size=layout.whole(region.size)), part) for region, part in found]
+        ends = [(each, each.first + each.size) for each in layout.regions()]
+        return [
+            (Region(0, layout.whole(end), each.capped), Part(layout, layout.slots, 0, each.first, end))
+            for each, end in ends
+        ]
     if share is None:
         return [(region, layout) for region in layout.regions()]
     return of(layout, share).regions()

@@ -40,7 +40,7 @@ class Part:
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         there = slots + self.offset
-        mine = (there >= self.low) & (there < jnp.minimum(self.high, self.layout.slots))
+        mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 
     def slot_of(self, positions: Positions) -> Positions:

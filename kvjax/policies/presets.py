@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.codecs import BITS, Codec, Integer, Raw
 from kvjax.core.checks import whole_number
 from kvjax.core.sizes import parse_bytes
-from kvjax.layouts import Dense, Growing, Ring
+from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.placement.budget import Budget
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host
@@ -26,6 +26,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "offloaded": ("prefetch",),
     "offloaded_static": ("prefetch",),
     "auto": ("prefetch", "memory"),
+    "paged": ("slack", "page_size", "pages"),
 }
 """The names, and the settings that each has beside those of all."""
 
@@ -46,6 +47,8 @@ def policy(
     prefill: str | None = None,
     prefetch: int | None = None,
     memory: int | str | None = None,
+    page_size: int | None = None,
+    pages: int | None = None,
 ) -> "CachePolicy | Hybrid | Auto":
     """A policy by its well-known name.
 
@@ -55,12 +58,13 @@ def policy(
         layer. ``"hybrid"``: those on layers that have a window of their own, static elsewhere.
         ``"quantized"``: static with ``bits=4``. ``"offloaded"`` and ``"offloaded_static"``:
         dynamic and static, with all but the newest tokens in the host's memory (see ``Host``).
-        ``"auto"``: dynamic, with layers that the device has no room for on the host.
+        ``"auto"``: dynamic, with layers that the device has no room for on the host. ``"paged"``:
+        hybrid, in pages of a pool that rows share (see ``Paged``).
       dtype: what keys and values are stored in, and, where they are quantized, what the newest
         tokens are; by default what the model computes in.
       window: of ``sliding_window``; by default each layer's own, from the model's config.
       sinks: of ``sliding_window``: first tokens that are kept for ever; by default 0.
-      slack: of ``sliding_window`` and ``hybrid``: see ``Ring``.
+      slack: of ``sliding_window``, ``hybrid`` and ``paged``: see ``Ring``.
       bits: of each number, 1, 2, 3, 4 or 8 (see ``quantized_codec``); 16 is not quantized.
       key_bits, value_bits: the same for keys or for values alone.
       group: numbers that share a scale; by default 64, or all of a head's channels where there are
@@ -69,17 +73,18 @@ def policy(
       prefetch: of an offloaded or automatic cache: see ``Host``; by default 0.
       memory: of an automatic cache: bytes that it may take of the device, or ``"8GiB"``. By default
         ``generate`` takes what its limits allow or the device has left.
+      page_size: of a paged cache: tokens of a page, by default 256.
+      pages: of a paged cache: of the pool of the layers that see everything; by default as many as
+        all rows can need.
 
     Raises:
       ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
     """
     if name not in PRESETS:
-        wrong = f"unknown cache policy {name!r}"
-        if name == "paged":
-            wrong = f"the cache policy {name!r} is not built yet"
-        raise ValueError(f"{wrong}: this version has {', '.join(map(repr, PRESETS))}")
+        known = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
     given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch,
-             "memory": memory}  # fmt: skip
+             "memory": memory, "page_size": page_size, "pages": pages}  # fmt: skip
     for setting, value in given.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
@@ -103,6 +108,10 @@ def policy(
     whole = CachePolicy(layout, keys, values, placement, **chosen)
     if name == "auto":
         return Auto(whole, parse_bytes(memory) if isinstance(memory, str) else memory, host)
+    if name == "paged":
+        every = Paged(pages=pages) if page_size is None else Paged(page_size, pages=pages)
+        sliding = replace(every, inner=ring, pages=None)
+        return Hybrid(replace(whole, layout=every), replace(whole, layout=sliding))
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
 
 

@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvjax.core.plots import pyplot
 from kvjax.quality.figures import CacheBytes, Quality, pareto_front
 
 DEFAULT_POLICIES = (
@@ -62,20 +62,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def as_figures(found: Mapping[str, Any]) -> dict[str, Any]:
     """All figures of each policy (of any dataclass), to be written as JSON."""
     return {name: asdict(each) for name, each in found.items()}
-
-
-def pyplot() -> Any:
-    """Matplotlib, drawing into files.
-
-    Raises:
-      ValueError: if it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError('a plot needs matplotlib: pip install "kvjax[plots]" installs it')
-    from matplotlib import pyplot
-
-    pyplot.switch_backend("agg")
-    return pyplot
 
 
 def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "") -> None:

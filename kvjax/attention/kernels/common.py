@@ -60,7 +60,7 @@ class Reading:
 
     def bare(self) -> "Reading":
         """Without arrays: settings alone."""
-        none = {"keys": None, "values": None, "cursors": ()}
+        none = {"keys": None, "values": None, "cursors": (), "pages": None}
         mask = replace(self.mask, queries=None, call=None if self.mask.call is None else True)
         return replace(self, section=replace(self.section, **none), mask=mask, queries=None)
 

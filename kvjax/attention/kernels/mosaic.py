@@ -20,12 +20,13 @@ from jax import custom_batching, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.attention.kernels.common import Reading, compiled, folded_sides
+from kvjax.attention.kernels.common import Reading, compiled, folded_sides, refuse
 from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out, times
 from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
+from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
@@ -46,16 +47,20 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
     heads, tile, together = sizes_of(reading, capacity)
+    refuse("pallas", {f"reads no pages of {capacity} tokens": section.pages is not None and capacity % tile})
     blocks = -(-rows // together)
     padded = blocks * together
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     at = reading.at(blocks, together)
     scalars, tiles = reading.scalars(tile, at)
+    # A row's own slots are as one page.
+    pages = jnp.arange(batch, dtype=jnp.int32)[:, None] if section.pages is None else section.pages
+    each = capacity // tile if section.pages is not None else UNLIMITED
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
     scalars = scalars.reshape(batch * blocks, -1)
 
     def of_rows(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads, *block), lambda b, h, q, j, s: (b, h, q, 0))
+        return pl.BlockSpec((1, heads, *block), lambda b, h, q, j, *s: (b, h, q, 0))
 
     def of_store(x: Array, order: Any) -> pl.BlockSpec:
         whole, block = x.shape[1], [1, heads, *x.shape[2:]]
@@ -63,36 +68,39 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
         block[1] = own
         block[order.axis] = min(tile // section.unit * order.step, x.shape[order.axis])
 
-        def index(b: Array, h: Array, q: Array, j: Array, s: Any) -> tuple[Any, ...]:
-            place, n = [b, 0 if own < heads else h, 0, 0], b * blocks + q
+        def index(b: Array, h: Array, q: Array, j: Array, s: Any, t: Any) -> tuple[Any, ...]:
+            n = b * blocks + q
             # Behind their last tile rows read nothing anew.
-            place[order.axis] = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
+            number = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
+            place: list[Any] = [jnp.maximum(t[b, number // each], 0), 0 if own < heads else h, 0, 0]
+            place[order.axis] = number % each
             return tuple(place)
 
         return pl.BlockSpec(tuple(block), index)
 
     specs = [of_rows(together, head_dim)]
-    specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, s: (b, q, 0))]
+    specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, *s: (b, q, 0))]
     specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
     found = [
         jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
         for shape in ((SUBLANES, padded), (padded, head_dim))
     ]
-    stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, s: (b, h, 0, q))
+    stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, *s: (b, h, 0, q))
     out_specs = [stats_of, of_rows(together, head_dim)]
     widths = 1, 1, reading.sides * head_dim
     scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in widths]
     goes_on = () if before is None else _in_stats(before, padded)
-    aliases = {1 + len(specs) + n: n for n in range(len(goes_on))}  # behind the scalars
+    aliases = {2 + len(specs) + n: n for n in range(len(goes_on))}  # behind scalars and pages
     specs += out_specs[: len(goes_on)]
     # What mixtures are turned back by, as a matrix: a kernel makes no constants.
     back = [values.unturn(jnp.eye(head_dim, dtype=jnp.float32))] if values.turning else []
-    specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, s: (0, 0)) for _ in back]
+    specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, *s: (0, 0)) for _ in back]
     given, tree = jax.tree.flatten(((section.keys, section.values), goes_on, back))
 
     def run(
-        scalars: Array, queries: Array, at: Array, tiles: Array, *given: Array, interpret: Any
-    ) -> Any:
+        scalars: Array, pages: Array, queries: Array, at: Array, tiles: Array, *given: Array,
+        interpret: Any,
+    ) -> Any:  # fmt: skip
         if interpret is False:
             stores, *rest = jax.tree.unflatten(tree, given)
             given = tuple(jax.tree.leaves((jax.tree.map(_where_it_is, stores), *rest)))
@@ -100,7 +108,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             functools.partial(_kernel, reading.bare(), tree, tile, blocks),
             out_shape=found,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
+                num_scalar_prefetch=2,
                 grid=(batch, kv_heads // heads, blocks, tiles),
                 in_specs=specs,
                 out_specs=out_specs,
@@ -111,11 +119,11 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(scalars, queries, at, *given)
+        )(scalars, pages, queries, at, *given)
 
     # JAX's own rule for kernels whose grids differ is such a loop, and knows no aliases.
     call = custom_batching.sequential_vmap(functools.partial(compiled, run))
-    stats, mixed = call(scalars, queries, at, tiles, *given)
+    stats, mixed = call(scalars, pages, queries, at, tiles, *given)
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed[:, :, :rows])
 
 
@@ -145,8 +153,8 @@ def _turned(section: Section) -> Section:
 
 
 def _kernel(
-    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, queries_ref: Any,
-    at_ref: Any, *refs: Any,
+    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, _: Any,
+    queries_ref: Any, at_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One tile of a row, for some of its heads of keys and some of its queries."""
     stores, goes_on, back = jax.tree.unflatten(tree, refs[:-5])

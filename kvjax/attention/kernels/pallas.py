@@ -39,8 +39,6 @@ def refusals(call: Call, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
     if section.placement.behind_tail:
         return {"reads nothing on the host": True}
-    if section.pages is not None:
-        return {"reads no pages": True}
     kernel = _kernels()
     head_dim = call.queries.shape[3]
     return {

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.attention.kernels.common import Reading, compiled
+from kvjax.attention.kernels.common import Reading, compiled, refuse
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import Codec, in_tiles
@@ -33,6 +33,8 @@ PROGRAMS = 256
 """Programs of a call, about: some for each of a GPU's multiprocessors."""
 FEWEST = 4
 """Tiles that a program walks, at least, where a row's text is shared."""
+LEAST = 16
+"""Tokens that a program reads together, at least, of a page."""
 ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
 
@@ -44,9 +46,14 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     section = reading.section
     batch, kv_heads, rows, head_dim = reading.queries.shape
     leaves, tree = jax.tree.flatten((section.keys, section.values))
-    units = leaves[0].shape[2]
+    units = page = leaves[0].shape[2]
     tile = min(max(TILE // section.unit, 1), units)
     tile = 1 << tile.bit_length() - 1  # a power of two
+    pages = []
+    if section.pages is not None:
+        pages, units = [section.pages], section.pages.shape[1] * page
+        tile = min(tile, page & -page)
+        refuse("pallas", {f"reads no pages of {page} units": tile * section.unit < LEAST})
     written = min(pl.next_power_of_2(rows), MOST)
     blocks = -(-rows // written)
     same = max(ROWS // written, 1)  # a matrix unit takes so many more
@@ -66,10 +73,11 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             pl.BlockSpec((None, None, x.shape[2]), lambda b, h, s: (b, h % blocks, 0))
             for x in (scalars, at)
         ),
-        *(_store(x.shape, kv_heads, blocks) for x in leaves),
+        *(pl.BlockSpec((None, x.shape[1]), lambda b, h, s: (b, 0)) for x in pages),
+        *(_store(x.shape, kv_heads, blocks, bool(pages)) for x in leaves),
     ]
     shapes: list[tuple[int, ...]] = [(written,), (written,), (written, head_dim)]
-    kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, splits)
+    kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, page, splits)
 
     def run(*arrays: Array, interpret: bool) -> Any:
         return pl.pallas_call(
@@ -85,7 +93,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             compiler_params=triton.CompilerParams(),
         )(*arrays)
 
-    parts = compiled(run, *arrays, *leaves)
+    parts = compiled(run, *arrays, *pages, *leaves)
     joined = Partial(*parts).joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in parts))
     every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in joined)
     found = Partial(*(x[:, :, :rows] for x in every))
@@ -118,10 +126,13 @@ def _splits(programs: int, tiles: int) -> int:
     return min(1 << wanted.bit_length() - 1, 1 << max(tiles // FEWEST, 1).bit_length() - 1)
 
 
-def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *refs: Any) -> None:
+def _kernel(
+    reading: Reading, tree: Any, tile: int, units: int, page: int, splits: int, *refs: Any
+) -> None:
     """One program: a share of a row's tiles, of ``tile`` of its ``units`` each, for the queries of
-    one head of keys."""
+    one head of keys; its units are in pages of ``page``, or those of a row alone."""
     queries_ref, scalars_ref, at_ref, *stores = refs[:-3]
+    table_ref = stores.pop(0) if len(stores) > tree.num_leaves else None
     highest_ref, total_ref, mixed_ref = refs[-3:]
     section, queries, at = reading.section, queries_ref[...], at_ref[...]
     unit, tokens = section.unit, tile * section.unit
@@ -135,7 +146,10 @@ def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *re
         highest, total, mixed = carry
         # A last tile that would pass the end is moved down; what it shares is not seen twice.
         start = jnp.minimum(number * tile, units - tile)
-        block = jax.tree.unflatten(tree, [ref[pl.ds(start, tile)] for ref in stores])
+        at_page: tuple[Any, ...] = (pl.ds(start, tile),)
+        if table_ref is not None:
+            at_page = jnp.maximum(table_ref[start // page], 0), pl.ds(start % page, tile)
+        block = jax.tree.unflatten(tree, [ref[at_page] for ref in stores])
         keys, values = (
             in_tiles(codec).core.decode(store).reshape(tokens, -1).astype(queries.dtype)
             for codec, store in zip(section.codecs, block, strict=True)
@@ -166,10 +180,13 @@ def _kernel(reading: Reading, tree: Any, tile: int, units: int, splits: int, *re
         ref[...] = x.reshape(ref.shape[0], -1, *x.shape[1:]).max(1)
 
 
-def _store(shape: tuple[int, ...], kv_heads: int, blocks: int) -> pl.BlockSpec:
-    """A row of an array, of one head where it has heads."""
+def _store(shape: tuple[int, ...], kv_heads: int, blocks: int, pages: bool) -> pl.BlockSpec:
+    """A row of an array, or all of its pages, of one head where it has heads."""
     rest = (0,) * (len(shape) - 2)
     own = int(shape[1] > 1 or kv_heads == 1)
+    if pages:
+        whole = (shape[0], None, *shape[2:])
+        return pl.BlockSpec(whole, lambda b, h, s: (0, h // blocks * own, *rest))
     return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, s: (b, h // blocks * own, *rest))
 
 
