@@ -90,7 +90,8 @@ SHARE, LONG = 0.02, 8
 PROGRAMS, BASE = 256, 2**20
 """What temporaries may take in any case: of a kernel's programs what each finds, and a megabyte."""
 BLOCKS = {"rotated": 4, "host": 4, "host 1 ahead": 4, "host 4 bits": 4}
-BLOCKS |= dict.fromkeys(("8 bits", "4 bits", "4 and 2 bits", "2 bits", "float8"), 2)
+_CODED = "8 bits", "4 bits", "4 and 2 bits", "2 bits", "float8"
+BLOCKS |= dict.fromkeys((*_CODED, "pages of 8 bits", "pages of 4 bits"), 2)
 """And how many blocks of every row as float32: keys and values while they are encoded, twice where
 a rotation mixes them; or while they are fetched from the host."""
 

@@ -57,7 +57,6 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
     "narrow": (kvjax.Ring(5, slack=15), (5, 0)),
     "sinks": (kvjax.Ring(19, sinks=3, slack=17), (19, 3)),
     "paged": (kvjax.Paged(16), (None, 0)),
-    "paged-ring": (kvjax.Paged(16, kvjax.Ring(20, slack=15)), (20, 0)),
     "paged-sinks": (kvjax.Paged(24, kvjax.Ring(19, sinks=3, slack=17)), (19, 3)),
 }
 """Layouts, and the window and the sinks that they leave to be seen."""

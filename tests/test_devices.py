@@ -69,6 +69,8 @@ SOME = [
     ("rotated", "8,192", STEP), ("sinks", "64 channels", LOOP), ("hybrid", "8,192", STEP),
     ("2 bits", "64 channels", CHUNK), ("8 bits", "as many as queries'", CHUNK),
     ("4 and 2 bits", "8,001 slots", LOOP), ("rotated", "64 channels", CHUNK),
+    ("pages", "8,192", STEP), ("pages of 4 bits", "8,192", LOOP), ("pages", "64 channels", CHUNK),
+    ("pages of 8 bits", "8,192", STEP), ("pages and windows", "8,192", LOOP),
 ]  # fmt: skip
 """The covering set of the law for devices; all of it is in ``.ci/run --full``."""
 EVERY = [

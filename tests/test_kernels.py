@@ -184,8 +184,7 @@ KERNELS = {
     "ring-int2": ("ring", "int2"),
     "dense-rotated": ("dense", "rotated"),
     "paged-raw": ("paged", "raw"),
-    "paged-ring-raw": ("paged-ring", "raw"),
-    "paged-ring-int4": ("paged-ring", "int4"),
+    "paged-int4": ("paged", "int4"),
 }
 
 

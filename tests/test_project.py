@@ -75,6 +75,7 @@ WALKED = {
         kvjax.Ring(16, sinks=2, slack=TOKENS), kvjax.Unrotated(kvjax.Int4()), kvjax.Int4()
     ),
     "host": kvjax.CachePolicy(placement=kvjax.Host()),
+    "pages": kvjax.CachePolicy(kvjax.Paged(64), kvjax.Int8(), kvjax.Int8()),
 }
 """Policies whose calls are followed."""
 MODELS = "models" if (ROOT / "models").is_dir() else "kvjax/models"
