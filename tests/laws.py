@@ -161,24 +161,21 @@ def same_arrays(a: Any, b: Any) -> None:
 
 @jax.jit
 def out_of_pages(cache: Any) -> Any:
-    """A cache's arrays, with each row's own pages in the order of its text, 0 where they hold
-    nothing, in place of the pools."""
+    """A cache's bodies, each row's in the order of its slots, with 0 where they hold nothing."""
     layers = []
     for entry, held in enumerate(cache.layers):
-        if held.policy.paging is not None:
-            marks = cache.written[:, entry]
-            view = View(held, cache.length, cache.length, marks, pages=cache.table(entry))
-            body = sections(view, together=True)[0]
-            units = jax.numpy.arange(body.size)
-            there = body.positions(units, 0).reshape(cache.batch, body.size, body.unit)[..., 0] >= 0
+        marks = cache.written[:, entry]
+        view = View(held, cache.length, cache.length, marks, pages=cache.table(entry))
+        body = sections(view, together=True)[0]
+        units = jax.numpy.arange(body.size)
+        there = body.positions(units, 0).reshape(cache.batch, body.size, body.unit)[..., 0] >= 0
 
-            def known(x: Any, there: Any = there) -> Any:
-                mask = there.reshape(there.shape[0], 1, -1, *[1] * (x.ndim - 3))
-                return jax.numpy.where(mask, x, jax.numpy.zeros_like(x))
+        def known(x: Any, there: Any = there) -> Any:
+            mask = there.reshape(there.shape[0], 1, -1, *[1] * (x.ndim - 3))
+            return jax.numpy.where(mask, x, jax.numpy.zeros_like(x))
 
-            keys, values = jax.tree.map(known, body.stores())
-            held = dataclasses.replace(held, keys=keys, values=values)
-        layers.append(held)
+        keys, values = jax.tree.map(known, body.stores())
+        layers.append(dataclasses.replace(held, keys=keys, values=values))
     return dataclasses.replace(cache, layers=tuple(layers), pools=())
 
 

@@ -65,6 +65,7 @@ CACHES = {
     "ring": lambda: filled(kvjax.policy("sliding_window", window=12, sinks=2)),
     "quantized": lambda: filled(kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, block=8, recent=0)),
     "host": lambda: filled(kvjax.CachePolicy(placement=kvjax.Host(), block=8)),
+    "paged": lambda: filled(kvjax.policy("paged", page_size=16)),
     "bfloat16": lambda: filled(kvjax.policy(dtype="bfloat16")),
     "one row": lambda: filled(batch=1),
     "mesh": lambda: filled(mesh=kvjax.make_mesh(data=2, tensor=2)),
@@ -116,7 +117,7 @@ OUTSIDE = {"check", "grow", "make_room", "migrate"}
 ELSEWHERE = {
     "compile": "takes a policy", "generate": "tests/test_generate.py", "stream": "the same",
     "generate_batches": "tests/test_batches.py", "self_attend": "without a cache",
-    "init_cache": "makes one",
+    "init_cache": "makes one", "page_map": "tests/test_pages.py",
 }  # fmt: skip
 """Functions of the cache's business that are not called here, and why."""
 

@@ -1,5 +1,6 @@
 """Pages of a pool: the allocator against a naive model, and caches in pages."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -12,7 +13,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kvjax
-from tests.matrix import FULL
+from kvjax.cache.status import BAD_PAGE, OUT_OF_PAGES
+from kvjax.core.errors import CacheOverflowError
+from tests import laws
+from tests.matrix import CODECS, FULL, tiny_config
 
 PAGES, ROWS, COLUMNS = 11, 4, 5
 
@@ -165,3 +169,263 @@ TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(
     max_examples=400 if FULL else 100, stateful_step_count=100, deadline=None
 )
+
+
+def test_the_allocator_inside_a_loop():
+    """Until it has no more, and not one page too many or too few."""
+
+    @jax.jit
+    def filled(pool):
+        def more(carry):
+            pool, pages, had = carry
+            columns, wanted = jnp.full((3, 1), pages), jnp.ones((3, 1), bool)
+            after, got = pool.append(columns, wanted)
+            return after, pages + 1, jnp.all(got)
+
+        return jax.lax.while_loop(lambda c: c[2] & (c[1] < 8), more, (pool, 0, jnp.bool_(True)))
+
+    pool = jax.tree.map(jnp.asarray, kvjax.PageAllocator.create(10, 3, 8))
+    pool, turns, had = filled(pool)
+    assert (int(turns), bool(had), int(pool.left[0])) == (4, False, 0)
+    assert (np.asarray(pool.table) >= 0).sum(1).tolist() == [4, 3, 3]  # the first one found one more
+    assert sorted(np.asarray(pool.table)[np.asarray(pool.table) >= 0].tolist()) == [*range(10)]
+
+
+def test_any_free_page_serves_so_nothing_is_moved_to_make_room():
+    """Whatever was taken and given back before, a row can have all pages that are free."""
+    rng, pool = np.random.default_rng(0), kvjax.PageAllocator.create(12, 4, 12)
+    pool = jax.tree.map(jnp.asarray, pool)
+    for _ in range(20):
+        row, pages = int(rng.integers(0, 3)), int(rng.integers(0, 5))
+        pool, _ = ALLOCATE(pool, row, pages)
+        pool = DROP(pool, rng.random((4, 12)) < 0.3)
+    left = int(pool.left[0])
+    pool, had = ALLOCATE(pool, 3, left)
+    assert 0 < left < 12 and bool(had) and int(pool.left[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "rows", "columns", "message"),
+    [(0, 1, 1, "pages must be"), (4, 0, 1, "rows must be"), (4, 2, 0, "columns must be")],
+)
+def test_what_an_allocator_refuses(pages, rows, columns, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.PageAllocator.create(pages, rows, columns)
+    with pytest.raises(ValueError, match="2 shares divide neither 3 pages nor 2 rows"):
+        kvjax.PageAllocator.create(3, 2, 1, shares=2)
+
+
+# Caches in pages.
+
+TEXT = laws.texts()
+
+
+def cache_of(policy, max_len=64, rows=3, **more):
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=laws.KV)
+    return kvjax.init_cache(config, policy, batch=rows, max_len=max_len, **more)
+
+
+def paged(size=16, inner=None, codecs=(), pages=None, **more):
+    layout = kvjax.Paged(size, inner or kvjax.Dense(), pages)
+    return kvjax.CachePolicy(layout, *(CODECS[name] for name in codecs), **more)
+
+
+def shuffled(cache, seed=0):
+    """With free pages in any order."""
+    rng, pool = np.random.default_rng(seed), cache.pools[0]
+    stack = jnp.asarray(rng.permutation(np.asarray(pool.stack)))
+    return dataclasses.replace(cache, pools=(dataclasses.replace(pool, stack=stack),))
+
+
+def fed(cache, tokens, begins=(0, 0, 0), width=16):
+    """The mixtures of more tokens of each row, in calls of a width, and the cache."""
+    begins, left, found = np.array(begins), np.array(tokens), []
+    while left.any():
+        take = np.minimum(left, width)
+        mixed, cache = laws.step(cache, begins, take, width, TEXT)
+        found.append(mixed)
+        begins, left = begins + take, left - take
+    return found, cache
+
+
+def used(cache):
+    return kvjax.page_map(cache).pools[0].used
+
+
+SIZES = [
+    (16, ()), (40, ()), (64, ("int8",)), (128, ()), (1024, ("int4",)), (256, ("unrotated",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "codecs"), SIZES, ids=str)
+def test_pages_of_any_size_in_any_order_are_a_dense_cache(size, codecs):
+    """Bit by bit what is stored; what queries get within the order of sums."""
+    dense = kvjax.CachePolicy(kvjax.Dense(), *(CODECS[name] for name in codecs), block=8)
+    tokens = (44, 31, 1)
+    wanted, plain = fed(cache_of(dense), tokens)
+    found, cache = fed(shuffled(cache_of(paged(size, codecs=codecs, block=8), max_len=1024)), tokens)
+    for a, b in zip(found, wanted, strict=True):
+        laws.close(a, b, 1e-6)
+    kvjax.check(cache)
+    back = jax.jit(functools.partial(kvjax.convert, policy=dense, max_len=64))(cache)
+    laws.same_arrays(*map(laws.out_of_pages, (back, plain)))
+    there = jax.jit(functools.partial(kvjax.convert, policy=cache.layers[0].policy))(plain)
+    laws.same_arrays(there, cache)
+
+
+def test_a_row_that_finds_no_pages_takes_nothing_and_the_others_go_on():
+    cache = cache_of(paged(pages=5))
+    _, cache = fed(cache, (32, 16, 16))  # 4 of 5
+    mixed, after = laws.step(cache, np.array([32, 16, 16]), np.array([16, 2, 0]), 16, TEXT)
+    assert np.asarray(after.length).tolist() == [48, 16, 16]
+    assert np.asarray(after.status).tolist() == [0, OUT_OF_PAGES, 0]
+    with pytest.raises(CacheOverflowError, match=r"no pages left for row\(s\) 1:"):
+        kvjax.check(after)
+    laws.close(mixed[0], laws.wanted(laws.truth(("float32",), "dense"), [32], [16], 16)[0], 1e-5)
+    again = kvjax.clear_status(kvjax.reset(after, np.array([True, False, False])))
+    assert int(again.pools[0].left[0]) == 3
+    _, again = laws.step(again, np.array([0, 16, 16]), np.array([0, 16, 2]), 16, TEXT)
+    kvjax.check(again)
+    assert np.asarray(again.length).tolist() == [0, 32, 18]
+
+
+def test_a_table_that_names_no_page_writes_nowhere():
+    _, cache = fed(cache_of(paged()), (20, 20, 20))
+    pool = cache.pools[0]
+    for wrong in (-1, -7, 12, 2**30):
+        table = pool.table.at[1, 1].set(wrong)
+        broken = dataclasses.replace(cache, pools=(dataclasses.replace(pool, table=table),))
+        _, after = laws.step(broken, np.array([20] * 3), np.array([4, 4, 0]), 16, TEXT)
+        assert np.asarray(after.status).tolist() == [0, BAD_PAGE, 0]
+        with pytest.raises(ValueError, match=r"tables of row\(s\) 1 name pages that the pool"):
+            kvjax.check(after)
+        changed = np.asarray(after.layers[0].keys != cache.layers[0].keys).any((1, 2, 3))
+        assert np.flatnonzero(changed).tolist() == [int(pool.table[0, 1])]
+
+
+def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
+    _, cache = fed(cache_of(paged(), rows=3), (40, 32, 0))
+    assert used(cache) == 5
+    chosen = jax.jit(kvjax.select)(cache, jnp.array([0, 0, 1, 1, 2]))
+    table = np.asarray(chosen.pools[0].table)
+    assert used(chosen) == 6 and kvjax.page_map(chosen).pools[0].shared == 4
+    assert (table[0, :2] == table[1, :2]).all() and table[0, 2] != table[1, 2]
+    assert (table[2] == table[3]).all()
+    many = jax.jit(functools.partial(kvjax.repeat, times=3))(cache)
+    assert used(many) == 5 + 2
+    # What one of them writes, the others don't see.
+    _, moved = laws.step(chosen, np.zeros(5, int), np.array([3, 0, 3, 0, 3]), 16, TEXT, [0] * 5)
+    for row, other in ((1, 0), (3, 1)):
+        for a, b in zip(kvjax.read(moved, 0), kvjax.read(cache, 0), strict=True):
+            held = np.asarray(kvjax.read(cache, 0)[2])[other] >= 0
+            a, b = np.asarray(a)[row], np.asarray(b)[other]
+            assert np.array_equal(a[..., held, :] if a.ndim > 1 else a[held],
+                                  b[..., held, :] if b.ndim > 1 else b[held])  # fmt: skip
+
+
+def test_caches_of_one_pool_are_joined_in_it():
+    _, cache = fed(cache_of(paged(pages=20)), (40, 32, 5))
+    parts = [kvjax.select(cache, rows) for rows in ([0], [1, 2])]
+    joined = kvjax.concatenate(parts)
+    assert joined.layers[0].keys.shape == cache.layers[0].keys.shape and used(joined) == 6
+    laws.same_arrays(joined, cache)
+    twice = kvjax.concatenate([cache, cache])
+    assert used(twice) == 6 + 2  # those that are not full
+    other = kvjax.fork(cache)
+    apart = kvjax.concatenate([cache, other])
+    assert used(apart) == 12 and apart.pools[0].pages == 40
+
+
+def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
+    _, cache = fed(cache_of(paged()), (40, 1, 1))
+    cache = kvjax.select(cache, [0, 0, 0])
+    assert used(cache) == 5
+    back = jax.jit(kvjax.rewind)(cache, jnp.array([0, 8, 30]))  # to 40, 32 and 10
+    table = np.asarray(back.pools[0].table)
+    assert (table >= 0).sum(1).tolist() == [3, 2, 1]
+    assert used(back) == 4 and table[2, 0] != table[0, 0] == table[1, 0]
+    _, after = laws.step(back, np.array([40, 32, 10]), np.array([4, 4, 16]), 16, TEXT, [0, 0, 0])
+    kvjax.check(after)
+    found = [np.asarray(x) for x in kvjax.read(after, 0)]
+    first = [np.asarray(x) for x in kvjax.read(cache, 0)]
+    for row, held in ((0, 40), (1, 32), (2, 10)):
+        assert np.array_equal(found[0][row, :, :held], first[0][row, :, :held])
+    full = cache_of(paged(pages=3), rows=2)
+    _, full = laws.step(full, [0, 0], [16, 0], 16, TEXT, [0, 0])
+    full = kvjax.select(full, [0, 0])
+    _, full = laws.step(full, [16, 16], [16, 16], 16, TEXT, [0, 0])
+    refused = kvjax.rewind(full, np.array([20, 0]))  # no page to copy to, though one comes free
+    assert np.asarray(refused.length).tolist() == [32, 32]
+    assert np.asarray(refused.status).tolist() == [OUT_OF_PAGES, 0]
+
+
+@pytest.mark.parametrize("codecs", [(), ("int8",)])
+def test_a_window_gives_its_pages_back(codecs):
+    """As it moves; a full layer of the same model has its own pool."""
+    policy = paged(16, kvjax.Ring(20, slack=15), codecs, block=8)
+    cache, most = cache_of(policy, max_len=None), []
+    for start in range(0, 160, 16):
+        text = [x[:, :, : 16] for x in TEXT]
+        _, cache = laws.call(cache, *text, np.array([16, 8, 0], np.int32))
+        most.append(used(cache))
+    kvjax.check(cache)
+    columns = cache.pools[0].table.shape[1]
+    assert max(most) <= 2 * columns and most[-1] == most[-3]
+    config = tiny_config(num_hidden_layers=3, windows=(None, 20, 20))
+    hybrid = kvjax.init_cache(config, kvjax.policy("paged", page_size=16), batch=2, max_len=640)
+    full, sliding = kvjax.page_map(hybrid).pools
+    assert (full.layers, sliding.layers) == ((0,), (1, 2))
+    assert (full.pages, sliding.pages) == (80, 8) and sliding.page_bytes == 2 * full.page_bytes
+
+
+def test_slots_that_hold_nothing_are_few():
+    """At the default size, of texts of a thousand tokens to eight thousand."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1000, 8000, 64)
+    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=1, head_dim=2)
+    cache = kvjax.init_cache(config, "paged", batch=64, max_len=8192)
+
+    @jax.jit
+    def held(cache):
+        numbers = jnp.zeros((64, 1, 8000, 2))
+        cache = kvjax.append(cache, 0, numbers, numbers, lengths=jnp.asarray(lengths))
+        return kvjax.advance(cache, 8000)
+
+    (pool,) = kvjax.page_map(held(cache)).pools
+    assert pool.used == np.sum(-(-lengths // 256))
+    assert pool.wasted == pytest.approx(1 - lengths.sum() / (256 * pool.used))
+    assert pool.wasted < 0.04
+
+
+def test_a_map_of_pages(tmp_path):
+    _, cache = fed(cache_of(paged(pages=70)), (40, 20, 0))
+    cache = kvjax.select(cache, [0, 0, 1])
+    pool = cache.pools[0].retain(cache.pools[0].stack[:1])
+    cache = dataclasses.replace(cache, pools=(pool,))
+    lines = str(kvjax.page_map(cache)).splitlines()
+    assert lines[0].startswith("layers 0: 70 pages of 16 tokens, 2.05 kB each; 7 used, 2 shared, 63")
+    assert lines[1] == "+" * 2 + "02" "21" + "." * 58 or len(lines[1]) == 64
+    assert sorted((lines[1] + lines[2]).replace(".", "")) == sorted("++02" "21=")
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    kvjax.page_map(cache).plot(tmp_path / "pages.png", "Pages")
+    assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="the cache has no pages"):
+        kvjax.page_map(cache_of(kvjax.CachePolicy()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cache_of(paged(20)), "page_size=20: pages have 16 to 1024 tokens, a multiple of 8"),
+        (lambda: cache_of(paged(2048)), "page_size=2048"),
+        (lambda: cache_of(paged(24, codecs=("int8",), block=16)), "no multiple of the block of 16"),
+        (lambda: cache_of(paged(pages=0)), "pages must be a whole number, at least 1, got 0"),
+        (
+            lambda: cache_of(paged(), rows=4, mesh=kvjax.make_mesh(sequence=2)),
+            "pages can't be divided along sequence",
+        ),
+    ],
+)
+def test_what_pages_refuse(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -130,7 +130,10 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
-        fine, coarse = _block_sizes(section.size, section.unit, numbers)
+        # Pages are copied by one operation however many they are, for which a CPU's threads divide
+        # the work.
+        sizes = (numbers, 4) if section.pages is None else (1, 1)
+        fine, coarse = _block_sizes(section.size, section.unit, *sizes)
         fine = section.fitting(fine)
         coarse = max(section.fitting(coarse, fine), fine)
 
@@ -168,10 +171,13 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
     return lax.cond(filled > whole * coarse, finely, lambda found: found, found)
 
 
-def _block_sizes(size: int, unit: int = 1, numbers: int = 1) -> tuple[int, int]:
+def _block_sizes(
+    size: int, unit: int = 1, numbers: int = 1, parts: int = 4
+) -> tuple[int, int]:
     """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
-    numbers each: a coarse block is a quarter of them at most, rounded up to whole fine ones."""
+    numbers each: a coarse block is one of so many ``parts`` of them at most, rounded up to whole
+    fine ones."""
     fine = min(max(FINE // unit, 1), size)
     tokens = min(COARSE, max(NUMBERS // numbers, FINE))
     most = tokens // unit // fine
-    return fine, fine * max(min(-(-size // (4 * fine)), most), 1)
+    return fine, fine * max(min(-(-size // (parts * fine)), most), 1)

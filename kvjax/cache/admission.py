@@ -31,13 +31,14 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
     """
     pending = cache.pending
     if pending is None:
-        cache, count = admit(cache, new, lengths)
+        cache, asked = admit(cache, new, lengths)
+        count = asked
         if cache.pools:
-            pools, had, astray = pages_taken(cache, new, count)
+            pools, had, astray = pages_taken(cache, new, asked)
             wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)
             cache = replace(cache, pools=pools, status=cache.status | wrong)
-            count = jnp.where(had, count, 0)
-        return replace(cache, pending=Pending(count, new, ()))
+            count = jnp.where(had, asked, 0)
+        return replace(cache, pending=Pending(count, asked, new, ()))
     if new != pending.new:
         raise ValueError(
             f"{new} token(s), and the call began with {pending.new}: all layers of a call are "
@@ -56,7 +57,7 @@ def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
     pending = cache.pending
     if lengths is None or pending is None:
         return cache
-    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.count
+    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.asked
     if not is_traced(other) and np.any(rows := fetch(other)):
         raise ValueError(
             f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "

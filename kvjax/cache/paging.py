@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
+from kvjax.core.checks import is_traced
+from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.layouts import Paging
 from kvjax.paging.allocator import Copies, PageAllocator
@@ -194,6 +197,9 @@ def _marks(cache: KVCache, paging: Paging) -> Rows:
 def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
     """The layers, with the pages of each kind copied."""
     of_kind = dict(zip(cache.pagings, copies, strict=True))
+    sources = [found.source for found in of_kind.values()]
+    if not any(is_traced(x) or np.any(fetch(x) >= 0) for x in sources):
+        return cache.layers  # the arrays that they are, though nobody gave them away
 
     def one(held: LayerCache) -> LayerCache:
         paging = held.policy.paging

@@ -18,11 +18,13 @@ from kvjax.placement.spread import Spread
 class Pending:
     """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
 
-    ``count``: int32[batch], tokens that each row takes. ``new``: tokens a row, with padding.
-    ``entries``: which of ``KVCache.layers`` have them.
+    ``count``: int32[batch], tokens that each row takes; ``asked``: that it was to take, though
+    there may have been no pages for them. ``new``: tokens a row, with padding. ``entries``: which of
+    ``KVCache.layers`` have them.
     """
 
     count: Rows
+    asked: Rows
     new: int = static_field()
     entries: tuple[int, ...] = static_field()
 

@@ -12,7 +12,7 @@ from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import check_cache
 from kvjax.core.trees import tree_bytes
-from kvjax.layouts import Growing
+from kvjax.layouts import Growing, paged
 from kvjax.placement.budget import ahead_bytes
 from kvjax.placement.spread import Spread
 from kvjax.policies.cache_policy import CachePolicy
@@ -33,14 +33,18 @@ def abstract_cache(
 ) -> KVCache:
     """``init_cache`` as shapes, as large as it may become: what grows has grown."""
     policies = per_layer(CachePolicy() if choice is None else choice, config)
-    grown = [
-        replace(each, layout=Growing(start=max_len)) if isinstance(each.layout, Growing) else each
-        for each in policies
-    ]
+    grown = [replace(each, layout=_grown(each.layout, max_len)) for each in policies]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh)
     return jax.eval_shape(make)
+
+
+def _grown(layout: Any, max_len: int) -> Any:
+    """A layout as large as it may become."""
+    if pages := paged(layout):
+        return replace(pages, inner=_grown(pages.inner, max_len))
+    return Growing(start=max_len) if isinstance(layout, Growing) else layout
 
 
 def cache_nbytes(
@@ -137,6 +141,7 @@ def seen(layer: LayerCache, length: int, own: LayerCache | None = None) -> tuple
 
 
 def token_bytes(layer: LayerCache, arrays: Any) -> float:
-    """Bytes of a token of a row in these arrays of a layer's body."""
-    rows = jax.tree.leaves(arrays)[0].shape[0]
-    return tree_bytes(arrays) / (layer.policy.stored.slots * layer.policy.unit) / rows
+    """Bytes of a token of a row, or a page, in these arrays of a layer's body."""
+    rows, paging = jax.tree.leaves(arrays)[0].shape[0], layer.policy.paging
+    units = layer.policy.stored.slots if paging is None else paging.layout.page_size
+    return tree_bytes(arrays) / (units * layer.policy.unit) / rows
