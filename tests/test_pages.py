@@ -312,7 +312,10 @@ def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
     assert (table[0, :2] == table[1, :2]).all() and table[0, 2] != table[1, 2]
     assert (table[2] == table[3]).all()
     many = jax.jit(functools.partial(kvjax.repeat, times=3))(cache)
-    assert used(many) == 5 + 2
+    assert used(many) == 5 + 2 and many.pools[0].pages == 3 * cache.pools[0].pages
+    few = fed(cache_of(paged(pages=8)), (32, 0, 0))[1]
+    again = kvjax.repeat(few, 3)  # all pages are full: not one array is another
+    assert again.layers[0].keys is few.layers[0].keys and used(again) == 2
     # What one of them writes, the others don't see.
     _, moved = laws.step(chosen, np.zeros(5, int), np.array([3, 0, 3, 0, 3]), 16, TEXT, [0] * 5)
     for row, other in ((1, 0), (3, 1)):

@@ -111,6 +111,7 @@ class Section:
         a multiple of them on is a part of one page, or whole ones: any number but of pages."""
         if self.pages is None or self.size <= self.page:
             return units
+        units = min(units, self.size)
         if units >= self.page:
             return units // self.page * self.page
         parts = [n for n in range(units, units // 2, -1) if self.page % n == 0 and n % of == 0]

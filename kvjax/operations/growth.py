@@ -66,6 +66,16 @@ def _first_shape(layer: LayerCache) -> tuple[int, ...]:
     return shape
 
 
+def with_pages_for(cache: KVCache, rows: int) -> KVCache:
+    """A cache with pools for so many rows, but for those that were given their pages."""
+    policies = [layer.policy.pooled(rows) for layer in cache.layers]
+    if all(new == layer.policy for new, layer in zip(policies, cache.layers, strict=True)):
+        return cache
+    layers = [_more_pages(x, new) for x, new in zip(cache.layers, policies, strict=True)]
+    larger = replace(cache, layers=tuple(layers))
+    return replace(larger, pools=grown_pools(cache, larger))
+
+
 def grown_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
     """The pools of a cache whose layers have grown."""
     found = {}
@@ -116,7 +126,10 @@ def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
 
 def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
     """A layer with the pages of another policy's pool, the new ones behind those of each share."""
-    placement, spread, pages = policy.placement, policy.placement.spread, policy.paging.layout.pool
+    paging = policy.paging
+    if paging is None:
+        return layer
+    placement, spread, pages = policy.placement, policy.placement.spread, paging.layout.pool or 0
     shares = 1 if spread is None else spread.rows
 
     def pad(x: Array) -> Array:

@@ -14,6 +14,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array, SomeRows
 from kvjax.operations.conversion import under, unpaged
+from kvjax.operations.growth import with_pages_for
 from kvjax.operations.rewinding import whole_numbers
 
 
@@ -83,8 +84,8 @@ def _of_rows(cache: KVCache, index: Array) -> KVCache:
 
 
 def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows | None]:
-    """``forked``, of a cache that has pools."""
-    return forked(cache, rows) if cache.pools else (cache, None)
+    """``forked``, of a cache that has pools; with pages for all that the rows may become."""
+    return forked(with_pages_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
 def without(cache: KVCache, had: SomeRows | None) -> KVCache:
