@@ -27,16 +27,16 @@ from benchmarks.decode import default_folder
 from benchmarks.engine_kvjax import KvjaxEngine
 from kvjax.core.plots import pyplot
 
-LIMIT = 1.10
+LIMIT, BLOCK = 1.10, 64
 CODECS: dict[str, dict[str, Any]] = {"raw": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}}
 
 
 def policies(codec: str, pages: Sequence[int]) -> dict[str, Any]:
     """A dense cache and those in pages, of sizes that blocks divide."""
     settings = CODECS[codec]
-    found = {"dense": kvjax.policy(**settings)}
+    found: dict[str, Any] = {"dense": kvjax.policy(**settings)}
     for size in pages:
-        if not settings or size % found["dense"].block == 0:
+        if not settings or size % BLOCK == 0:
             found[str(size)] = kvjax.policy("paged", page_size=size, **settings)
     return found
 
@@ -68,7 +68,7 @@ def measure(engine: KvjaxEngine, sizes: Sizes, given: argparse.Namespace) -> lis
 def shared(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Bytes of the pages that samples of one prompt have, after so many tokens of each."""
     found = []
-    config = SimpleNamespace(
+    config: Any = SimpleNamespace(
         num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
         dtype="float32",
     )  # fmt: skip

@@ -20,6 +20,7 @@ from benchmarks import (
     endless,
     here,
     memory,
+    paging,
     peers,
     placement,
     quantized,
@@ -232,6 +233,21 @@ def test_a_large_cache_is_timed_beside_a_small_one(tmp_path, capsys, monkeypatch
             assert row["sizes"] == sizes and row["ratio"] > 0
             assert all(len(each) == 2 and min(each) > 0 for each in row["ms"])
     assert "| float32 | on the host, 4 bits |" in capsys.readouterr().out
+
+
+@pytest.mark.rare
+def test_pages_are_timed_beside_a_dense_cache(tmp_path, capsys):
+    assert paging.main(["--quick", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "paging.json").read_text())
+    found = {(x["codec"], x["cache"]): x for x in results["steps_of"]}
+    assert [*found] == [
+        ("raw", "dense"), ("raw", "16"), ("raw", "64"), ("8 bits", "dense"), ("8 bits", "64"),
+        ("4 bits", "dense"), ("4 bits", "64"),
+    ]  # fmt: skip
+    assert all(x["ms"] > 0 and x["ratio"] > 0 for x in found.values())
+    assert [x["pages"] for x in results["shared"]] == [[5, 7], [2, 4]]
+    assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 8 bits | 2 | 64 |" in capsys.readouterr().out
 
 
 @pytest.mark.rare

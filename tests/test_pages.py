@@ -33,6 +33,18 @@ APPEND, ALLOCATE, FORK, APART, DROP, FREE, RETAIN, RELEASE, WRITABLE = map(
 FREE_PAGES = range(PAGES)
 
 
+def bits(count):
+    """So many truth values, in one draw."""
+    return st.integers(0, 2**count - 1).map(lambda n: (n >> np.arange(count)) % 2 == 1)
+
+
+def digits(most):
+    """A number up to ``most`` for every row, in one draw."""
+    return st.integers(0, (most + 1) ** ROWS - 1).map(
+        lambda n: n // (most + 1) ** np.arange(ROWS) % (most + 1)
+    )
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Against tables that are lists, with whoever has a page besides counted apart."""
 
@@ -63,12 +75,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert np.array_equal(np.where(changed, -1, table), np.where(changed, -1, self.table))
         self.table = table
 
-    @rule(wanted=st.lists(st.lists(st.booleans(), min_size=2, max_size=2), min_size=ROWS, max_size=ROWS))
+    @rule(wanted=digits(2))
     def append(self, wanted):
-        length = (self.table >= 0).sum(1)
-        columns = length[:, None] + np.arange(2)
-        asks = np.array(wanted) & (columns < COLUMNS)
-        asks[:, 1] &= asks[:, 0]
+        columns = (self.table >= 0).sum(1)[:, None] + np.arange(2)
+        asks = (np.arange(2) < wanted[:, None]) & (columns < COLUMNS)
         had = np.array(self.granted(asks.sum(1)))
         self.pool, found = APPEND(self.pool, columns.astype(np.int32), asks)
         assert np.array_equal(found, had)
@@ -87,16 +97,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         changed[row] = asks & had
         self.took(np.array(self.pool.table), changed)
 
-    @rule(keep=st.lists(st.integers(0, COLUMNS), min_size=ROWS, max_size=ROWS))
+    @rule(keep=digits(COLUMNS))
     def drop(self, keep):
-        which = np.arange(COLUMNS) >= np.array(keep)[:, None]
+        which = np.arange(COLUMNS) >= keep[:, None]
         self.pool = DROP(self.pool, which)
         self.table = np.where(which, -1, self.table)
 
-    @rule(rows=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+    @rule(rows=bits(ROWS))
     def give_back(self, rows):
-        self.pool = FREE(self.pool, np.array(rows))
-        self.table[np.array(rows)] = -1
+        self.pool = FREE(self.pool, rows)
+        self.table = np.where(rows[:, None], -1, self.table)
 
     @rule(page=st.sampled_from(FREE_PAGES), more=st.integers(1, 2))
     def retain(self, page, more):
@@ -113,19 +123,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.pool = RELEASE(self.pool, asked)
             self.pins -= Counter(pages)
 
-    @rule(
-        rows=st.lists(st.integers(0, ROWS - 1), min_size=ROWS, max_size=ROWS),
-        full=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
-    )
+    @rule(rows=digits(ROWS - 1), full=bits(ROWS))
     def fork(self, rows, full):
         """Rows go on from others; those that are not full write in their last page."""
         before = self.table[rows]
         last = (before >= 0).sum(1) - 1
         last = np.where(full, -1, last)
-        self.pool, copies, had = FORK(self.pool, np.array(rows, np.int32), [last.astype(np.int32)])
+        self.pool, copies, had = FORK(self.pool, rows.astype(np.int32), [last.astype(np.int32)])
         self.went_apart(before, last, copies, np.array(had), emptied=True)
 
-    @rule(full=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+    @rule(full=bits(ROWS))
     def apart(self, full):
         before = self.table.copy()
         last = np.where(full, -1, (before >= 0).sum(1) - 1)
@@ -157,7 +164,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_pages_are_accounted_for(self):
-        refs, left = np.asarray(self.pool.refs), int(self.pool.left[0])
+        refs, left = np.asarray(self.pool.refs), int(np.asarray(self.pool.left)[0])
         held = self.held()
         assert [held[page] for page in FREE_PAGES] == refs.tolist()
         stack = np.asarray(self.pool.stack)[:left].tolist()
@@ -177,7 +184,7 @@ def test_the_allocator_inside_a_loop():
     @jax.jit
     def filled(pool):
         def more(carry):
-            pool, pages, had = carry
+            pool, pages, _ = carry
             columns, wanted = jnp.full((3, 1), pages), jnp.ones((3, 1), bool)
             after, got = pool.append(columns, wanted)
             return after, pages + 1, jnp.all(got)
@@ -187,7 +194,11 @@ def test_the_allocator_inside_a_loop():
     pool = jax.tree.map(jnp.asarray, kvjax.PageAllocator.create(10, 3, 8))
     pool, turns, had = filled(pool)
     assert (int(turns), bool(had), int(pool.left[0])) == (4, False, 0)
-    assert (np.asarray(pool.table) >= 0).sum(1).tolist() == [4, 3, 3]  # the first one found one more
+    assert (np.asarray(pool.table) >= 0).sum(1).tolist() == [
+        4,
+        3,
+        3,
+    ]  # the first one found one more
     assert sorted(np.asarray(pool.table)[np.asarray(pool.table) >= 0].tolist()) == [*range(10)]
 
 
@@ -263,7 +274,9 @@ def test_pages_of_any_size_in_any_order_are_a_dense_cache(size, codecs):
     dense = kvjax.CachePolicy(kvjax.Dense(), *(CODECS[name] for name in codecs), block=8)
     tokens = (44, 31, 1)
     wanted, plain = fed(cache_of(dense), tokens)
-    found, cache = fed(shuffled(cache_of(paged(size, codecs=codecs, block=8), max_len=1024)), tokens)
+    found, cache = fed(
+        shuffled(cache_of(paged(size, codecs=codecs, block=8), max_len=1024)), tokens
+    )
     for a, b in zip(found, wanted, strict=True):
         laws.close(a, b, 1e-6)
     kvjax.check(cache)
@@ -367,8 +380,8 @@ def test_a_window_gives_its_pages_back(codecs):
     """As it moves; a full layer of the same model has its own pool."""
     policy = paged(16, kvjax.Ring(20, slack=15), codecs, block=8)
     cache, most = cache_of(policy, max_len=None), []
-    for start in range(0, 160, 16):
-        text = [x[:, :, : 16] for x in TEXT]
+    for _ in range(10):
+        text = [x[:, :, :16] for x in TEXT]
         _, cache = laws.call(cache, *text, np.array([16, 8, 0], np.int32))
         most.append(used(cache))
     kvjax.check(cache)
@@ -406,9 +419,11 @@ def test_a_map_of_pages(tmp_path):
     pool = cache.pools[0].retain(cache.pools[0].stack[:1])
     cache = dataclasses.replace(cache, pools=(pool,))
     lines = str(kvjax.page_map(cache)).splitlines()
-    assert lines[0].startswith("layers 0: 70 pages of 16 tokens, 2.05 kB each; 7 used, 2 shared, 63")
-    assert lines[1] == "+" * 2 + "02" "21" + "." * 58 or len(lines[1]) == 64
-    assert sorted((lines[1] + lines[2]).replace(".", "")) == sorted("++02" "21=")
+    assert lines[0].startswith(
+        "layers 0: 70 pages of 16 tokens, 2.05 kB each; 7 used, 2 shared, 63"
+    )
+    assert lines[1] == "+" * 2 + "0221" + "." * 58 or len(lines[1]) == 64
+    assert sorted((lines[1] + lines[2]).replace(".", "")) == sorted("++0221=")
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     kvjax.page_map(cache).plot(tmp_path / "pages.png", "Pages")
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
@@ -419,7 +434,10 @@ def test_a_map_of_pages(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cache_of(paged(20)), "page_size=20: pages have 16 to 1024 tokens, a multiple of 8"),
+        (
+            lambda: cache_of(paged(20)),
+            "page_size=20: pages have 16 to 1024 tokens, a multiple of 8",
+        ),
         (lambda: cache_of(paged(2048)), "page_size=2048"),
         (lambda: cache_of(paged(24, codecs=("int8",), block=16)), "no multiple of the block of 16"),
         (lambda: cache_of(paged(pages=0)), "pages must be a whole number, at least 1, got 0"),

@@ -171,9 +171,7 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
     return lax.cond(filled > whole * coarse, finely, lambda found: found, found)
 
 
-def _block_sizes(
-    size: int, unit: int = 1, numbers: int = 1, parts: int = 4
-) -> tuple[int, int]:
+def _block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:
     """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
     numbers each: a coarse block is one of so many ``parts`` of them at most, rounded up to whole
     fine ones."""

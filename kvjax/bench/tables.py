@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.bench import Bench, Cell
-from kvjax.core.sizes import readable_bytes
 from kvjax.core.plots import pyplot
+from kvjax.core.sizes import readable_bytes
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

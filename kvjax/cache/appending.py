@@ -85,9 +85,7 @@ def append(
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     platform = old.policy.placement.platform()
-    new = with_tokens(
-        platform, old, keys, values, cache.length, count, rotary, cache.table(entry)
-    )
+    new = with_tokens(platform, old, keys, values, cache.length, count, rotary, cache.table(entry))
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     layers = (*layers[:entry], new, *layers[entry + 1 :])

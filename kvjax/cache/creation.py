@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.layer import LayerCache, empty_layer
-from kvjax.cache.sizes import kept_within
 from kvjax.cache.paging import with_pools
+from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.core.device import check_here

@@ -95,8 +95,7 @@ class LayerCache:
         return self.each(jnp.copy)
 
     def taken(self, rows: Array) -> "LayerCache":
-        """The layer of rows int[n], the nearest one where there is none; pages stay where they are.
-        """
+        """The layer of rows int[n], the nearest one where there is none; pages stay as they are."""
         return self._of_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def repeated(self, times: int) -> "LayerCache":

@@ -13,8 +13,8 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.layouts import Paging
 from kvjax.paging.allocator import Copies, PageAllocator
+from kvjax.paging.kinds import Paging
 from kvjax.placement.pages import copied_pages
 
 Pools = tuple[PageAllocator, ...]
@@ -139,8 +139,8 @@ def forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows]:
 
 
 def trimmed(cache: KVCache, length: Rows) -> tuple[KVCache, SomeRows]:
-    """A cache's pools and its layers' pages for rows that are to be ``length`` tokens long, of those
-    that they have; and the rows for which there is no page to go on in: they have what they had."""
+    """A cache's pools and its layers' pages for rows that are to have the first ``length`` tokens
+    alone; and the rows that find a page to go on in: the others have what they had."""
     pagings = cache.pagings
 
     def of(pools: Pools, before: Rows, marks: list[Rows], length: Rows) -> Any:

@@ -1,7 +1,7 @@
 """What a layer is read as: a short list of sections, each of slots that are stored alike.
 
-Attention, ``read`` and ``convert`` go by sections alone: where the newest tokens stand and what is
-encoded is known here, and where a layer is written."""
+Attention, ``read`` and ``convert`` go by these alone: where the newest tokens stand, and what is
+encoded, is known here and where a layer is written."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.layer import LayerCache, Strip, Tail
+from kvjax.cache.regions import placed, regions_of
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, Rows
-from kvjax.layouts import Layout, Part, Region, Share, Split, divided, paged, shared
+from kvjax.layouts import Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
-from kvjax.placement.pages import from_pages
+from kvjax.placement.pages import fitting, from_pages
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,10 @@ class Section:
         return plain_mix(weights, present.astype(dtype))
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
-        """Keys and values of so many units from ``start`` on, as codecs know them; of pages a part
-        of one, or whole ones (``fitting``)."""
+        """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""
         if self.pages is not None:
-            return self._known(from_pages(
-                (self.keys, self.values), self.orders, self.placement, self.pages, self.page,
-                start, size,
-            ))  # fmt: skip
+            where = self.orders, self.placement, self.pages, self.page
+            return self._known(from_pages((self.keys, self.values), *where, start, size))
         part = jax.tree.map(
             lambda x, o: lax.dynamic_slice_in_dim(x, start * o.step, size * o.step, axis=o.axis),
             (self.keys, self.values), self.orders,
@@ -107,22 +105,16 @@ class Section:
         return self._known(self.placement.near(part))
 
     def fitting(self, units: int, of: int = 1) -> int:
-        """About so many units, a multiple ``of`` so many, of which each that ``part_of`` gives from
-        a multiple of them on is a part of one page, or whole ones: any number but of pages."""
-        if self.pages is None or self.size <= self.page:
-            return units
-        units = min(units, self.size)
-        if units >= self.page:
-            return units // self.page * self.page
-        parts = [n for n in range(units, units // 2, -1) if self.page % n == 0 and n % of == 0]
-        return next(iter(parts), of if of > 1 else self.page)
+        """About so many units, a multiple ``of`` so many, as ``part_of`` can give them."""
+        whole = self.pages is None or self.size <= self.page
+        return units if whole else fitting(self.page, min(units, self.size), of)
 
     def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
         """Stores in the order of codecs, in which most devices keep them."""
         return stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else given(stores, self.orders)
 
     def stores(self) -> tuple[Store, Store]:
-        """Keys and values of all units of the stores, of every row, as codecs know them."""
+        """Keys and values of all units of every row, as codecs know them."""
         if self.pages is not None:
             return self.part_of(jnp.int32(0), self.pages.shape[1] * self.page)
         return self._known(self.placement.near((self.keys, self.values)))
@@ -161,15 +153,14 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
 
     Args:
       view: the layer.
-      share: of its slots, where devices divide them; None for all. What every device has, the
-        newest tokens, is divided as well, to be counted once.
+      share: of its slots, and of the newest tokens, which all devices have; None for all.
       together: sinks with what is stored in one array with them; queries look at them apart.
     """
     held, length = view.held, view.length
     policy, written = held.policy, jnp.maximum(view.marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
-        of = functools.partial(_regions, policy.stored, shared, together)
+        of = functools.partial(regions_of, policy.stored, shared, together)
         return [
             _in_pages(_region(stores, codecs, of, n, share, length, written), view)
             for n in range(len(of(share)))
@@ -186,9 +177,9 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         filled=lambda near: split.body.occupied(split.flushed(near)),
         slot_of=split.slot_of, unit=split.block, split=split, table=table, placement=placement,
         orders=held.orders,
-        **_placed(lambda share: replace(split, share=share), share, length, written),
+        **placed(lambda share: replace(split, share=share), share, length, written),
     )  # fmt: skip
-    of = functools.partial(_regions, split.tail, divided, together)
+    of = functools.partial(regions_of, split.tail, divided, together)
 
     def in_tail(tail: Tail, number: int, length: Rows, written: Rows) -> Section:
         found = _region((tail.keys, tail.values), raw, of, number, share, length, written)
@@ -205,28 +196,8 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
 def _in_pages(section: Section, view: View) -> Section:
     """A section of a layer's body, which may be in pages."""
     paging = view.held.policy.paging
-    if paging is None:
-        return section
-    page = paging.layout.page_size
-    return replace(section, pages=view.pages, page=page, whole=False)
-
-
-def _regions(
-    layout: Layout, of: Callable[[Layout, Share], Part], together: bool, share: Share | None
-) -> Sequence[tuple[Region, Layout | Part]]:
-    """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
-    if together:
-        return [(Region(0, layout.slots), layout)]
-    if paged(layout) and layout.sinks:
-        # A page may have both: each walks it from its beginning, and counts its own.
-        ends = [(each, each.first + each.size) for each in layout.regions()]
-        return [
-            (Region(0, layout.whole(end), each.capped), Part(layout, layout.slots, 0, each.first, end))
-            for each, end in ends
-        ]
-    if share is None:
-        return [(region, layout) for region in layout.regions()]
-    return of(layout, share).regions()
+    page = {} if paging is None else {"page": paging.layout.page_size, "whole": False}
+    return replace(section, pages=view.pages, **page)
 
 
 def _region(
@@ -245,24 +216,8 @@ def _region(
         span=lambda start, size: layout.bounds(length, start, size),
         filled=lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
         slot_of=layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
-        **_placed(lambda share: of(share)[number][1], share, length, written),
+        **placed(lambda share: of(share)[number][1], share, length, written),
     )  # fmt: skip
-
-
-def _placed(
-    of: Callable[[Share | None], Any], share: Share | None, length: Rows, written: Rows
-) -> dict[str, Any]:
-    """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
-    is a cursor as well."""
-
-    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if share is None else Share(index[0][:, None], share.count)
-        return of(own).positions(length, written, slots)
-
-    cursors = (length, written)
-    if share is not None:
-        cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
-    return {"position_of": position_of, "cursors": cursors}
 
 
 def _own(

@@ -8,8 +8,9 @@ from kvjax.cache.layer import LayerCache
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, LayerRows, Rows
-from kvjax.layouts import UNLIMITED, Paging
+from kvjax.layouts import UNLIMITED
 from kvjax.paging.allocator import PageAllocator
+from kvjax.paging.kinds import Paging
 from kvjax.placement.budget import Budget
 from kvjax.placement.spread import Spread
 
@@ -19,8 +20,8 @@ class Pending:
     """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
 
     ``count``: int32[batch], tokens that each row takes; ``asked``: that it was to take, though
-    there may have been no pages for them. ``new``: tokens a row, with padding. ``entries``: which of
-    ``KVCache.layers`` have them.
+    there may have been no pages for them. ``new``: tokens a row, with padding. ``entries``: which
+    of ``KVCache.layers`` have them.
     """
 
     count: Rows
@@ -154,5 +155,7 @@ def with_rows(cache: KVCache, **changes: Any) -> KVCache:
     changed = replace(cache, **changes)
     if changed.spread is None:
         return changed
-    rows = {name: getattr(changed, name) for name in ("length", "written", "status", "pending", "pools")}
+    rows = {
+        name: getattr(changed, name) for name in ("length", "written", "status", "pending", "pools")
+    }
     return replace(changed, **changed.layers[0].policy.placement.put(rows))

@@ -46,9 +46,7 @@ def store_tokens(
     layout = policy.stored if share is None else shared(policy.stored, share)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
-    body = jax.tree.map(
-        lambda into, x: write_rows(into, x, runs, count, table=table), body, fresh
-    )
+    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count, table=table), body, fresh)
     return *body, None, None, None
 
 
@@ -145,7 +143,9 @@ def _row_after_row(
         far, near = stores
         fresh = [x[0] for x in jax.tree.leaves(blocks)]
         for run in runs:
-            where = [(row, x, run, count, order, table) for x, order in zip(fresh, orders, strict=True)]
+            where = [
+                (row, x, run, count, order, table) for x, order in zip(fresh, orders, strict=True)
+            ]
             near = [write_row(x, *each) for x, each in zip(near, where, strict=bool(near))]
             copies = near or [None] * len(far)
             far = [

@@ -21,9 +21,9 @@ class Run(NamedTuple):
     """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
 
     Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``,
-    and, where they are traced, between ``bounds`` as well. ``columns``: None where slots are a row's
-    own; else int[batch, pages], the columns of its table that name the pages, of ``high`` slots
-    each, through which they count.
+    and, where they are traced, between ``bounds`` as well. ``columns``: int[batch, pages], where
+    slots count through pages of ``high`` of them, the columns of the row's table that name these;
+    else None.
     """
 
     start: Rows

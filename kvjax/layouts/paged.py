@@ -23,7 +23,6 @@ from kvjax.core.typing import (
 )
 from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run
-from kvjax.layouts.split import Split
 
 LEAST, MOST, MULTIPLE = 16, 1024, 8
 """Tokens of a page."""
@@ -144,7 +143,7 @@ class Paged:
         return -(-self.sinks // self.page_size)
 
     def column_of(self, pages: Any) -> Any:
-        """The column of a row's table where its ``pages``, of any shape, stand while it has them."""
+        """The columns of a row's table where ``pages``, of any shape, stand while it has them."""
         if self.straight:
             return pages
         around = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
@@ -240,25 +239,6 @@ class Paged:
         return jnp.maximum(length - kept, 0)
 
 
-@dataclass(frozen=True)
-class Paging:
-    """What layers have in common that go by the same tables: their ``layout`` of ``units``, tokens
-    or, where ``split`` says how they are divided, the blocks of a body."""
-
-    layout: Paged
-    split: Split | None = None
-
-    def units(self, tokens: Any) -> Any:
-        """Units that stand in pages where the text has so many tokens."""
-        return tokens if self.split is None else self.split.flushed(tokens)
-
-    def new_units(self, tokens: int) -> int:
-        """Units that a call of so many tokens puts into pages, at most."""
-        return tokens if self.split is None else -(-tokens // self.split.block)
-
-
 def paged(layout: Any) -> Paged | None:
     """A layout of pages, or None for any other."""
     return layout if isinstance(layout, Paged) else None
-
-

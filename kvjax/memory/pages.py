@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.state import KVCache
@@ -13,7 +14,7 @@ from kvjax.core.device import fetch
 from kvjax.core.plots import pyplot
 from kvjax.core.sizes import readable_bytes
 from kvjax.core.trees import tree_bytes
-from kvjax.layouts import Paging
+from kvjax.paging.kinds import Paging
 
 FREE, HELD, SHARED = -1, -2, -3
 """Owners that are no row: nobody, whoever called ``retain``, and several rows."""
@@ -149,7 +150,7 @@ def _pool_map(cache: KVCache, paging: Paging, pool: Any, length: np.ndarray) -> 
     owners[held > 1] = SHARED
     # What stands in a page: up to where the longest of its rows ends.
     layout, units = paging.layout, np.asarray(paging.units(length))
-    number = np.asarray(layout.pages_in(units))[rows, columns]
+    number = np.asarray(layout.pages_in(jnp.asarray(units)))[rows, columns]
     filled = np.zeros(pool.pages, np.int64)
     end = np.clip(units[rows] - number * layout.page_size, 0, layout.page_size)
     np.maximum.at(filled, page, end)

@@ -14,8 +14,8 @@ from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
-from kvjax.placement.device import Device, beside
 from kvjax.paging.allocator import PageAllocator
+from kvjax.placement.device import Device, beside
 from kvjax.placement.order import Order
 from kvjax.policies.cache_policy import CachePolicy
 

@@ -17,9 +17,10 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.typing import Array
+from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
-from kvjax.layouts import Paging, paged
 from kvjax.paging.allocator import PageAllocator
+from kvjax.paging.kinds import Paging
 from kvjax.placement.device import Device, beside, check_placement
 from kvjax.placement.order import given, kept
 from kvjax.placement.spread import Spread, spread_over

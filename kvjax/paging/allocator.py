@@ -67,12 +67,11 @@ class PageAllocator:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool."""
         return self.refs.shape[0]
 
     def room(self, wanted: Rows, spare: Rows | int = 0) -> SomeRows:
-        """bool[rows]: the rows that can have so many pages, int32[rows], all of them: the first
-        ones first. ``spare``: pages of its own that each gives back before."""
+        """bool[rows]: the rows that can have so many pages, int32[rows], the first ones first.
+        ``spare``: pages of its own that each gives back before."""
         more = jnp.maximum(wanted - spare, 0)
         return (more == 0) | (jnp.cumsum(more) <= self.left[0])
 
@@ -84,41 +83,36 @@ class PageAllocator:
         Args:
           columns: int32[rows, n], each row's own.
           wanted: bool[rows, n], which of them want one.
-          gone: columns, and which of them, whose pages the rows that get theirs give back before,
-            with those that stand in ``columns``; by default none, and none stands there.
+          gone: columns, and which of them, whose pages rows that get theirs give back before, and
+            those that stand in ``columns``; by default none, and none stands there.
 
         Returns:
-          The allocator, and bool[rows], the rows that have got all their pages; the others got none.
+          The allocator, and bool[rows], the rows that have got all their pages; others got none.
         """
-        spare, pages, before = 0, None, self
+        before, at, new, spare = self, columns, wanted, 0
+        old = jnp.zeros(wanted.shape, bool)
         if gone is not None:
             again = (gone[0][:, :, None] == columns[:, None]) & wanted[:, None]
-            which = jnp.concatenate([gone[1] & ~jnp.any(again, axis=2), wanted], axis=1)
-            pages = self._pages(jnp.concatenate([gone[0], columns], axis=1), which)
+            at = jnp.concatenate([columns, gone[0]], axis=1)
+            new = jnp.pad(wanted, ((0, 0), (0, gone[0].shape[1])))
+            old = jnp.concatenate([wanted, gone[1] & ~jnp.any(again, axis=2)], axis=1)
+            pages = jnp.where(old, jnp.take_along_axis(self.table, at, axis=1, mode="clip"), -1)
             alone = self.refs[pages.clip(0, self.pages - 1)] == 1
             spare = (alone & (pages >= 0)).sum(1)
         had = self.room(wanted.sum(1), spare)
-        wanted, at, values = wanted & had[:, None], columns, []
-        if gone is not None and pages is not None:
-            before = self.release(jnp.where(had[:, None], pages, -1).ravel())
-            at = jnp.concatenate([gone[0], columns], axis=1)
-            values = [jnp.full(gone[0].shape, -1, jnp.int32)]
-            changed = jnp.concatenate([which[:, : gone[0].shape[1]] & had[:, None], wanted], axis=1)
-        else:
-            changed = wanted
-        page, left = before._popped(wanted.ravel())
-        page = page.reshape(wanted.shape)
-        rows, none = jnp.arange(len(columns))[:, None], self.table.shape[1]
-        # In one go, after all that is read of the old table: else that would be copied.
-        table = self.table.at[rows, jnp.where(changed, at, none)].set(
-            jnp.concatenate([*values, page], axis=1), mode="drop"
-        )
+        new, old = new & had[:, None], old & had[:, None]
+        if gone is not None:
+            before = self.release(jnp.where(old, pages, -1).ravel())
+        page, left = before._popped(new.ravel())
+        page, rows = page.reshape(new.shape), jnp.arange(len(columns))[:, None]
+        # In one go, behind all that is read of the old table: else that would be copied.
+        there = jnp.where(new | old, at, self.table.shape[1])
+        table = self.table.at[rows, there].set(page, mode="drop")
         refs = before.refs.at[self._valid(page)].set(1, mode="drop")
         return replace(before, table=table, refs=refs, left=left), had
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
-        """Pages for the first columns of a row, as far as it has none; and bool[], whether it has
-        them now: all or none."""
+        """Pages for a row's first columns that have none; and bool[], whether it has them all."""
         columns = jnp.broadcast_to(jnp.arange(self.table.shape[1]), self.table.shape)
         mine = jnp.arange(self.table.shape[0]) == row
         fits = jnp.asarray(pages) <= self.table.shape[1]
@@ -153,8 +147,8 @@ class PageAllocator:
     def fork(
         self, rows: Array, written: Sequence[Array]
     ) -> tuple["PageAllocator", Copies, SomeRows]:
-        """The tables of rows that go on from ``rows``, which share their pages; a page that is still
-        written to, and that another one has, is copied.
+        """The tables of rows that go on from ``rows``, which share their pages; a page that is
+        still written to, and that another one has, is copied.
 
         Args:
           rows: int32[n], the old row of each new one.
@@ -239,11 +233,6 @@ class PageAllocator:
         table = jnp.pad(self.table, wider, constant_values=-1)
         return PageAllocator(table, refs.ravel(), stack.ravel(), self.left + more // shares)
 
-    def _pages(self, columns: Array, which: Array) -> Array:
-        """The pages of each row in some columns, int32[rows, n], -1 for none."""
-        found = jnp.take_along_axis(self.table, columns, axis=1, mode="clip")
-        return jnp.where(which, found, -1)
-
     def _valid(self, pages: Array) -> Array:
         """Pages, and one that is not there in place of what is none."""
         return jnp.where((pages >= 0) & (pages < self.pages), pages, self.pages)
@@ -259,4 +248,3 @@ class PageAllocator:
         at = jnp.where(freed, self.left[0] + count - 1, self.pages)
         stack = self.stack.at[at].set(pages, mode="drop")
         return replace(self, refs=refs, stack=stack, left=self.left + count[-1])
-

@@ -38,6 +38,15 @@ def from_pages(
     return jax.tree.map(one, stores, orders)
 
 
+def fitting(page: int, units: int, of: int) -> int:
+    """About so many units, a multiple ``of`` so many, such that those from any multiple of them on
+    are a part of one page, or whole ones."""
+    if units >= page:
+        return units // page * page
+    parts = (n for n in range(units, units // 2, -1) if page % n == 0 and n % of == 0)
+    return next(parts, of if of > 1 else page)
+
+
 def _gathered(store: Array, order: Order, pages: Array, begin: Array, length: int) -> Array:
     """By one gather, whose result has each row's pages one behind the other already."""
     batch, count = pages.shape
@@ -74,9 +83,7 @@ def _one_by_one(
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
-def copied_pages(
-    stores: Any, orders: Any, placement: Device, source: Array, target: Array
-) -> Any:
+def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, target: Array) -> Any:
     """Stores of pages with some copied, in place: int32[n] each, -1 for none. One after the other,
     and nothing at all where there is none."""
 

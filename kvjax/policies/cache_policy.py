@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
 from kvjax.core.checks import whole_number
-from kvjax.layouts import Dense, Layout, Paging, Split, paged
+from kvjax.layouts import Dense, Layout, Split, paged
+from kvjax.paging.kinds import Paging
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import folded, grain, orders_of
 from kvjax.policies.model_config import layer_windows

@@ -47,7 +47,10 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
     heads, tile, together = sizes_of(reading, capacity)
-    refuse("pallas", {f"reads no pages of {capacity} tokens": section.pages is not None and capacity % tile})
+    refuse(
+        "pallas",
+        {f"reads no pages of {capacity} tokens": section.pages is not None and capacity % tile},
+    )
     blocks = -(-rows // together)
     padded = blocks * together
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))

@@ -1,0 +1,46 @@
+"""Regions of a layout, and which positions their slots hold: whole numbers alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.core.typing import Array, Cursors, Rows
+from kvjax.layouts import Layout, Part, Region, Share, paged
+
+
+def regions_of(
+    layout: Layout, of: Callable[[Layout, Share], Part], together: bool, share: Share | None
+) -> Sequence[tuple[Region, Layout | Part]]:
+    """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
+    if together:
+        return [(Region(0, layout.slots), layout)]
+    if (pages := paged(layout)) and layout.sinks:
+        # A page may have both: each walks it from its beginning, and counts its own.
+        ends = [(each, each.first + each.size) for each in layout.regions()]
+        return [
+            (
+                Region(0, pages.whole(end), each.capped),
+                Part(layout, layout.slots, 0, each.first, end),
+            )
+            for each, end in ends
+        ]
+    if share is None:
+        return [(region, layout) for region in layout.regions()]
+    return of(layout, share).regions()
+
+
+def placed(
+    of: Callable[[Share | None], Any], share: Share | None, length: Rows, written: Rows
+) -> dict[str, Any]:
+    """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
+    is a cursor as well."""
+
+    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
+        own = None if share is None else Share(index[0][:, None], share.count)
+        return of(own).positions(length, written, slots)
+
+    cursors = (length, written)
+    if share is not None:
+        cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
+    return {"position_of": position_of, "cursors": cursors}
