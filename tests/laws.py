@@ -165,7 +165,7 @@ def out_of_pages(cache: Any) -> Any:
     layers = []
     for entry, held in enumerate(cache.layers):
         marks = cache.written[:, entry]
-        view = View(held, cache.length, cache.length, marks, pages=cache.table(entry))
+        view = View(held, cache.length, cache.length, marks, pages=cache.table(entry, whole=True))
         body = sections(view, together=True)[0]
         units = jax.numpy.arange(body.size)
         there = body.positions(units, 0).reshape(cache.batch, body.size, body.unit)[..., 0] >= 0

@@ -144,6 +144,83 @@ FAULTS = (
         "return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)",
         "return jnp.where(ordered > threshold[:, None], logits, -jnp.inf)", ("sampling",),
     ),
+    Fault(
+        "the count of a page is not lowered", "paging/allocator.py",
+        'refs = self.refs.at[at].add(-1, mode="drop")',
+        'refs = self.refs.at[at].add(0, mode="drop")', ("pages",),
+    ),
+    Fault(
+        "a page that is named twice is freed twice", "paging/allocator.py",
+        "return self._pushed(refs, at, first & none & (at < self.pages))",
+        "return self._pushed(refs, at, none & (at < self.pages))", ("pages",),
+    ),
+    Fault(
+        "a page is given that is not there", "paging/allocator.py",
+        "return (more == 0) | (jnp.cumsum(more) <= self.left[0])",
+        "return (more == 0) | (jnp.cumsum(more) <= self.left[0] + 1)", ("pages",),
+    ),
+    Fault(
+        "a row gets some of its pages", "paging/allocator.py",
+        "new, old = new & had[:, None], old & had[:, None]",
+        "new, old = new & (had | had[0])[:, None], old & had[:, None]", ("pages",),
+    ),
+    Fault(
+        "a page has two writers", "paging/allocator.py",
+        "return page, valid & (others | earlier)",
+        "return page, valid & others", ("pages",),
+    ),
+    Fault(
+        "a full page of another row is written to", "paging/allocator.py",
+        "return page, valid & (others | earlier)",
+        "return page, valid & earlier", ("pages",),
+    ),
+    Fault(
+        "the page after it is copied", "placement/pages.py",
+        "known = jnp.clip(source[number], 0, store.shape[0] - 1)",
+        "known = jnp.clip(source[number] + 1, 0, store.shape[0] - 1)", ("pages",),
+    ),
+    Fault(
+        "a page is taken before the last one is full", "layouts/paged.py",
+        "return -(-tokens // self.page_size)",
+        "return tokens // self.page_size + 1", ("pages",),
+    ),
+    Fault(
+        "a window gives a page back too early", "layouts/paged.py",
+        "return jnp.maximum(written - self._seen, 0) // self.page_size",
+        "return -(-jnp.maximum(written - self._seen, 0) // self.page_size)",
+        ("pages", "recompute"),
+    ),
+    Fault(
+        "what is to go to no page goes to the last", "placement/writing.py",
+        'return lax.scatter(into, index, new, where, mode="drop")',
+        'return lax.scatter(into, index, new, where, mode="clip")', ("pages",),
+    ),
+    Fault(
+        "a rewind keeps its pages", "cache/paging.py",
+        "found.append((pool.drop(behind & had[:, None]), copies))",
+        "found.append((pool, copies))", ("pages",),
+    ),
+    Fault(
+        "a table that names no page sets no status", "cache/admission.py",
+        "wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)",
+        "wrong = jnp.where(had, 0, OUT_OF_PAGES)", ("pages",),
+    ),
+    Fault(
+        "a row without pages takes its tokens", "cache/admission.py",
+        "count = jnp.where(had, asked, 0)",
+        "count = asked", ("pages",),
+    ),
+    Fault(
+        "pages are read in the order of the pool", "placement/pages.py",
+        "column = lax.dynamic_slice_in_dim(table, start // page, count, axis=1)",
+        "column = lax.dynamic_slice_in_dim(jnp.sort(table), start // page, count, axis=1)",
+        ("pages",),
+    ),
+    Fault(
+        "a row that is emptied keeps its pages", "operations/rows.py",
+        "cache = replace(cache, pools=freed(cache, ~keep))",
+        "cache = replace(cache, pools=cache.pools)", ("pages",),
+    ),
 )  # fmt: skip
 
 

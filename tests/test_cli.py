@@ -447,6 +447,7 @@ def test_help_loads_neither_flax_nor_tokenizers():
     assert found.stdout.endswith("set()\n"), found.stdout + found.stderr
 
 
+@pytest.mark.rare
 def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     environment["LOCALAPPDATA"] = str(tmp_path)

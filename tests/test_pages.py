@@ -342,13 +342,12 @@ def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
 def test_caches_of_one_pool_are_joined_in_it():
     _, cache = fed(cache_of(paged(pages=20)), (40, 32, 5))
     parts = [kvjax.select(cache, rows) for rows in ([0], [1, 2])]
-    joined = kvjax.concatenate(parts)
+    joined = kvjax.concatenate(parts)  # outside jit, where arrays can be seen to be the same
     assert joined.layers[0].keys.shape == cache.layers[0].keys.shape and used(joined) == 6
     laws.same_arrays(joined, cache)
-    twice = kvjax.concatenate([cache, cache])
+    twice = jax.jit(lambda c: kvjax.concatenate([c, c]))(cache)
     assert used(twice) == 6 + 2  # those that are not full
-    other = kvjax.fork(cache)
-    apart = kvjax.concatenate([cache, other])
+    apart = jax.jit(lambda *c: kvjax.concatenate(c))(cache, cache)
     assert used(apart) == 12 and apart.pools[0].pages == 40
 
 
@@ -373,6 +372,44 @@ def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
     refused = kvjax.rewind(full, np.array([20, 0]))  # no page to copy to, though one comes free
     assert np.asarray(refused.length).tolist() == [32, 32]
     assert np.asarray(refused.status).tolist() == [OUT_OF_PAGES, 0]
+
+
+@pytest.mark.parametrize(
+    "codecs", [(), pytest.param(("int8",), marks=pytest.mark.rare)], ids=["raw", "int8"]
+)
+def test_pages_on_a_mesh(codecs):
+    """Rows that go to other devices, and to another mesh, are what they are on one."""
+    tokens = (40, 32, 5, 16)
+    text = [np.concatenate([x, x[:1]]) for x in TEXT]
+    policy, found = paged(16, codecs=codecs, block=8, pages=24), []
+
+    def feed(cache, begins, take, of=None):
+        return laws.step(cache, np.array(begins), np.array(take), 16, text, of)
+
+    for over in (None, {"data": 2, "tensor": 2}):
+        mesh = over and kvjax.make_mesh(**over)
+        cache, begins, seen = cache_of(policy, rows=4, mesh=mesh), np.zeros(4, int), []
+        for start in (0, 16, 32):
+            take = np.clip(np.array(tokens) - start, 0, 16)
+            mixed, cache = feed(cache, begins, take)
+            begins = begins + take
+        cache = jax.jit(kvjax.select)(cache, jnp.array([3, 0, 0, 1]))  # from share to share
+        mixed, cache = feed(cache, [16, 40, 40, 32], [4, 4, 9, 16], [3, 0, 0, 1])
+        seen.append(mixed)
+        twice = jax.jit(functools.partial(kvjax.repeat, times=2))(cache)
+        both = jax.jit(lambda *c: kvjax.concatenate(c))(cache, cache)
+        order = [3, 3, 0, 0, 0, 0, 1, 1], [3, 0, 0, 1, 3, 0, 0, 1]
+        length = np.array([20, 44, 49, 48])
+        for many, of, at in ((twice, order[0], length.repeat(2)), (both, order[1], [*length] * 2)):
+            seen.append(feed(many, at, [2] * 8, of)[0])
+        cache = kvjax.migrate(cache, mesh=over and kvjax.make_mesh(data=4))
+        mixed, cache = feed(cache, length, [3, 0, 2, 1], [3, 0, 0, 1])
+        cache = kvjax.migrate(cache, mesh=None)
+        seen += [mixed, feed(cache, length + [3, 0, 2, 1], [1] * 4, [3, 0, 0, 1])[0]]
+        kvjax.check(cache)
+        found.append(seen)
+    for one, other in zip(*found, strict=True):
+        laws.close(other, one, 1e-6)
 
 
 @pytest.mark.parametrize("codecs", [(), ("int8",)])

@@ -39,7 +39,7 @@ def read(
     if held.policy.prefill == "exact":
         raw_from = jnp.minimum(raw_from, before)
     keys, values, positions = [], [], []
-    view = View(held, before, length, cache.written[:, entry], pages=cache.table(entry))
+    view = View(held, before, length, cache.written[:, entry], pages=cache.table(entry, whole=True))
     # A long call's own sinks have been written, its other tokens stand in a section of their own.
     for section in sections(view, together=held.strip is None):
         some_keys, some_values, at = section.numbers()

@@ -116,11 +116,14 @@ class KVCache:
         kinds = (layer.policy.paging for layer in self.layers)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
 
-    def table(self, entry: int) -> Array | None:
+    def table(self, entry: int, *, whole: bool = False) -> Array | None:
         """int32[batch, columns]: the pages of each row, of one of ``layers``; None where its slots
-        are a row's own."""
+        are a row's own. ``whole``: as numbers of the whole pool, not of a device's share."""
         kind = self.layers[entry].policy.paging
-        return None if kind is None else self.pools[self.pagings.index(kind)].table
+        if kind is None:
+            return None
+        pool = self.pools[self.pagings.index(kind)]
+        return pool.whole if whole else pool.table
 
     def entry(self, number: int) -> int:
         """Which of ``layers`` layer ``number`` of the model reads.

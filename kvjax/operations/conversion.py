@@ -93,7 +93,7 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
                 f"{kind.layout.pool} pages of {kind.layout.page_size}"
             )
         status |= jnp.where(lacking, LOST, 0)
-    tables = [each.paging and pools[each.paging].table for each in policies]
+    tables = [each.paging and pools[each.paging].whole for each in policies]
     anew = [
         laid_out_anew(cache, entry, each, table)
         for entry, (each, table) in enumerate(zip(policies, tables, strict=True))
@@ -122,7 +122,7 @@ def laid_out_anew(
       ValueError: if a row can be seen to have more tokens than the policy holds, or to lack some
         that it keeps.
     """
-    old, tables = cache.layers[entry], (cache.table(entry), table)
+    old, tables = cache.layers[entry], (cache.table(entry, whole=True), table)
     rows = cache.length, cache.written[:, entry]
     layer, written, long, lost = converted(old, *rows, policy, tables)
     if not is_traced(long) and np.any(fetch(long)):

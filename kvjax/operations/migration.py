@@ -90,7 +90,7 @@ def moved(
         status |= jnp.where(lacking, LOST, 0)
         for entry in entries:
             old, policy = held[entry], policies[entry]
-            table = None if policy.paging is None else pools[policy.paging].table
+            table = None if policy.paging is None else pools[policy.paging].whole
             if policy.placement.memory_kind == old.policy.placement.memory_kind:
                 held[entry] = replace(old, policy=policy)
                 continue
@@ -104,7 +104,7 @@ def moved(
             else:
                 # What is laid out anew is there before the old arrays go, and those go before it
                 # moves: never more than two of them.
-                tables = cache.table(entry), table
+                tables = cache.table(entry, whole=True), table
                 anew, marks[entry], _, lost = _laid_out(
                     old, cache.length, marks[entry], policy, tables
                 )
@@ -158,7 +158,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
         anew = old
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
-            tables = cache.table(entry), cache.table(entry)
+            tables = (cache.table(entry, whole=True),) * 2
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
             status |= jnp.where(lost, LOST, 0)
         # From device to device: between the hosts' memories of two meshes nothing is copied.

@@ -33,9 +33,7 @@ class PageAllocator:
     how many have each: rows, and whoever called ``retain``. ``stack``: int32[pages], of which
     the first ``left`` are free. ``left``: int32[shares], on a mesh one for each share of the
     rows and of the pages, whose numbers are its own; else int32[1].
-
-    No page has two writers: a row writes behind its text alone, and what stands there in
-    common, behind ``fork`` or a rewind, is copied (``apart``).
+    No page has two writers: rows write behind their texts, where what they share is copied.
     """
 
     table: Array
@@ -54,7 +52,7 @@ class PageAllocator:
           shares: of a mesh, that have as many rows and pages each.
 
         Raises:
-          ValueError: if one is no positive whole number, or shares do not divide the others.
+          ValueError: if one is no positive whole number, or does not divide what it shares.
         """
         for name, value in {"pages": pages, "rows": rows, "columns": columns}.items():
             whole_number(name, value, 1)
@@ -68,6 +66,13 @@ class PageAllocator:
     @property
     def pages(self) -> int:
         return self.refs.shape[0]
+
+    @property
+    def whole(self) -> Array:
+        """The table with numbers of the whole pool, for what is not done on each share."""
+        rows, shares = self.table.shape[0], self.left.shape[0]
+        first = jnp.arange(rows)[:, None] // (rows // shares) * (self.pages // shares)
+        return jnp.where(self.table >= 0, self.table + first, -1)
 
     def room(self, wanted: Rows, spare: Rows | int = 0) -> SomeRows:
         """bool[rows]: the rows that can have so many pages, int32[rows], the first ones first.
@@ -121,8 +126,7 @@ class PageAllocator:
         return after, fits & jnp.any(had & mine)
 
     def drop(self, which: Array) -> "PageAllocator":
-        """Without the pages of some columns, bool[rows, columns]: those that nobody else has are
-        free again."""
+        """Without the pages of columns, bool[rows, columns]: free, if nobody else has them."""
         page = jnp.where(which, self.table, -1).ravel()
         return replace(self, table=jnp.where(which, -1, self.table)).release(page)
 
@@ -135,8 +139,7 @@ class PageAllocator:
         return replace(self, refs=self.refs.at[self._valid(pages)].add(1, mode="drop"))
 
     def release(self, pages: Array) -> "PageAllocator":
-        """With one fewer who has ``pages``, int32[n], −1 for none; those that nobody has any longer
-        are free."""
+        """With one fewer who has ``pages``, int32[n], −1 for none; free, if nobody else does."""
         at = jnp.sort(self._valid(pages))
         refs = self.refs.at[at].add(-1, mode="drop")
         # A page may be named often, and is freed once.
@@ -156,8 +159,8 @@ class PageAllocator:
             none: of a text the last one, if it is not full.
 
         Returns:
-          The allocator of the new rows; what to copy; and bool[n], the rows that have got what they
-          need. The others have no pages.
+          The allocator of the new rows; what to copy; and bool[n], those that have what they need.
+          The others have no pages.
         """
         table = jnp.take(self.table, rows, axis=0, mode="clip")
         after = self.retain(table.ravel()).drop(jnp.ones(self.table.shape, bool))
@@ -171,13 +174,11 @@ class PageAllocator:
         return after.free(~had), Copies(source, target), had
 
     def writable(self, column: Array) -> SomeRows:
-        """bool[rows]: the rows that can have a page of their own in ``column``, int32[rows], −1 for
-        none: as the only one, or as a copy."""
+        """bool[rows]: those that can have a page of their own in ``column``, int32[rows], or −1."""
         return self.room(self._shared(column)[1].astype(jnp.int32))
 
     def apart(self, column: Array) -> tuple["PageAllocator", Copies]:
-        """With a page of its own in ``column`` for every row that is ``writable``; and what to
-        copy."""
+        """With a page of its own in ``column`` for rows that are ``writable``; and what to copy."""
         page, shared = self._shared(column)
         copied = shared & self.room(shared.astype(jnp.int32))
         target, left = self._popped(copied)
@@ -189,8 +190,8 @@ class PageAllocator:
         return after, Copies(source, target)
 
     def _shared(self, column: Array) -> tuple[Array, SomeRows]:
-        """Each row's page in a column, −1 for none, and whether it must be copied to be written:
-        the first of its writers keeps a page that nobody else has."""
+        """Each row's page in a column, and whether it must be copied to be written: its first
+        writer keeps one that nobody else has."""
         number = jnp.arange(len(column), dtype=jnp.int32)
         page = self.table[number, jnp.clip(column, 0, self.table.shape[1] - 1)]
         page = jnp.where(column >= 0, page, -1)
@@ -201,8 +202,7 @@ class PageAllocator:
         return page, valid & (others | earlier)
 
     def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
-        """The rows of this and of others. ``same``: of one pool, of which each knows its own rows;
-        else the pools stand one behind the other."""
+        """The rows of this and others: of the ``same`` pool, or of pools one behind the other."""
         every = [self, *others]
         held = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
         if same:
