@@ -203,12 +203,12 @@ FAULTS = (
     Fault(
         "a table that names no page sets no status", "cache/admission.py",
         "wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)",
-        "wrong = jnp.where(had, 0, OUT_OF_PAGES)", ("pages",),
+        "wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, 0, 0)", ("pages",),
     ),
     Fault(
         "a row without pages takes its tokens", "cache/admission.py",
         "count = jnp.where(had, asked, 0)",
-        "count = asked", ("pages",),
+        "count = jnp.where(had, asked, asked)", ("pages",),
     ),
     Fault(
         "pages are read in the order of the pool", "placement/pages.py",

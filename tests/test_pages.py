@@ -387,7 +387,7 @@ def test_pages_on_a_mesh(codecs):
         return laws.step(cache, np.array(begins), np.array(take), 16, text, of)
 
     for over in (None, {"data": 2, "tensor": 2}):
-        mesh = over and kvjax.make_mesh(**over)
+        mesh = None if over is None else kvjax.make_mesh(**over)
         cache, begins, seen = cache_of(policy, rows=4, mesh=mesh), np.zeros(4, int), []
         for start in (0, 16, 32):
             take = np.clip(np.array(tokens) - start, 0, 16)
@@ -405,7 +405,7 @@ def test_pages_on_a_mesh(codecs):
         cache = kvjax.migrate(cache, mesh=over and kvjax.make_mesh(data=4))
         mixed, cache = feed(cache, length, [3, 0, 2, 1], [3, 0, 0, 1])
         cache = kvjax.migrate(cache, mesh=None)
-        seen += [mixed, feed(cache, length + [3, 0, 2, 1], [1] * 4, [3, 0, 0, 1])[0]]
+        seen += [mixed, feed(cache, length + np.array([3, 0, 2, 1]), [1] * 4, [3, 0, 0, 1])[0]]
         kvjax.check(cache)
         found.append(seen)
     for one, other in zip(*found, strict=True):
