@@ -412,18 +412,34 @@ def test_pages_on_a_mesh(codecs):
         laws.close(other, one, 1e-6)
 
 
-@pytest.mark.parametrize("codecs", [(), ("int8",)])
-def test_a_window_gives_its_pages_back(codecs):
-    """As it moves; a full layer of the same model has its own pool."""
-    policy = paged(16, kvjax.Ring(20, slack=15), codecs, block=8)
-    cache, most = cache_of(policy, max_len=None), []
-    for _ in range(10):
-        text = [x[:, :, :16] for x in TEXT]
-        _, cache = laws.call(cache, *text, np.array([16, 8, 0], np.int32))
-        most.append(used(cache))
-    kvjax.check(cache)
-    columns = cache.pools[0].table.shape[1]
-    assert max(most) <= 2 * columns and most[-1] == most[-3]
+REWIND, REWINDABLE = jax.jit(kvjax.rewind), jax.jit(kvjax.rewindable)
+
+
+@pytest.mark.parametrize(("sinks", "codecs"), [(0, ()), (3, ()), (0, ("int8",))], ids=str)
+def test_a_window_gives_its_pages_back(sinks, codecs):
+    """As it moves, and none that is seen after as many tokens are taken back as can be."""
+    ring, codes = kvjax.Ring(20, sinks, slack=15), [CODECS[name] for name in codecs]
+    policies = paged(16, ring, codecs, block=8), kvjax.CachePolicy(ring, *codes, block=8)
+    caches, most = [cache_of(policy, max_len=None) for policy in policies], []
+    text, rng = [x[:, :, :16] for x in TEXT], np.random.default_rng(0)
+    for turn in range(20):
+        take = np.array([16, rng.integers(1, 17), turn % 2], np.int32)
+        found = [laws.call(cache, *text, take) for cache in caches]
+        real = (np.arange(16) < take[:, None])[:, None, :, None]
+        laws.close(*(np.where(real, np.asarray(mixed), 0) for mixed, _ in found), 1e-5)
+        back = np.min([np.asarray(REWINDABLE(cache)) for _, cache in found], axis=0)
+        caches = [REWIND(cache, np.minimum(back, 15).astype(np.int32)) for _, cache in found]
+        if turn % 3:  # not all the way
+            caches = [cache for _, cache in found]
+        most.append(used(caches[0]))
+    for cache in caches:
+        kvjax.check(cache)
+    assert np.asarray(caches[0].length).min() < 20 < 100 < np.asarray(caches[0].length).max()
+    columns = caches[0].pools[0].table.shape[1]
+    assert max(most) <= 2 * columns + 1
+
+
+def test_kinds_of_layers_have_pools_of_their_own():
     config = tiny_config(num_hidden_layers=3, windows=(None, 20, 20))
     hybrid = kvjax.init_cache(config, kvjax.policy("paged", page_size=16), batch=2, max_len=640)
     full, sliding = kvjax.page_map(hybrid).pools
