@@ -19,8 +19,12 @@ def pairs_of(cell: Any, kinds: Iterable[tuple[str, str]]) -> frozenset[Any]:
 
 def covering(every: Sequence[_Cell], pairs: Callable[[_Cell], frozenset[Any]]) -> list[_Cell]:
     """Cells that together have all pairs that any cell has: again and again the cell with most
-    pairs that none of them has yet, the first of several such."""
+    pairs that none of them has yet, the first of several such, or the last, as fewer will do."""
     known = {cell: pairs(cell) for cell in every}
+    return min((_greedy(order, known) for order in (every, every[::-1])), key=len)
+
+
+def _greedy(every: Sequence[_Cell], known: dict[_Cell, frozenset[Any]]) -> list[_Cell]:
     left, chosen = frozenset().union(*known.values()), []
     while left:
         best = max(every, key=lambda cell: len(known[cell] & left))

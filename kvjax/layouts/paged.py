@@ -239,6 +239,12 @@ class Paged:
         return jnp.maximum(length - kept, 0)
 
 
+def unpaged_layout(layout: Any) -> Any:
+    """A layout of pages without them, or any other as it is."""
+    pages = paged(layout)
+    return layout if pages is None else pages.inner
+
+
 def paged(layout: Any) -> Paged | None:
     """A layout of pages, or None for any other."""
     return layout if isinstance(layout, Paged) else None

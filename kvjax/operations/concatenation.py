@@ -13,7 +13,7 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Array
-from kvjax.layouts import UNLIMITED, Layout, paged
+from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout
 from kvjax.operations.conversion import laid_out_anew, under, unpaged
 from kvjax.operations.growth import mark, padded_to
 from kvjax.operations.rows import without
@@ -111,7 +111,7 @@ def _repaged(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) ->
     first = layouts[0]
     if first is None:
         return joined
-    inner = getattr(joined.layout, "inner", joined.layout)
+    inner = unpaged_layout(joined.layout)
     pool = sum(layout.pool or 0 for layout in layouts if layout is not None)
     pages = None if first.pages is None else max(pool, first.pages)
     whole = replace(first, inner=inner, pages=pages, pool=pool)

@@ -19,7 +19,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
-from kvjax.layouts import UNLIMITED, Layout
+from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
@@ -108,7 +108,7 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
 def unpaged(cache: KVCache) -> KVCache:
     """A cache in which each row has slots of its own."""
     policies = [layer.policy for layer in cache.layers]
-    return under(cache, [replace(x, layout=getattr(x.layout, "inner", x.layout)) for x in policies])
+    return under(cache, [replace(x, layout=unpaged_layout(x.layout)) for x in policies])
 
 
 def laid_out_anew(

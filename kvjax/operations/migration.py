@@ -189,8 +189,8 @@ def _repaged(cache: KVCache, spread: Spread | None) -> KVCache:
             policy = replace(policy, layout=layout).pooled(cache.batch)
         policies.append(policy)
     found = under(whole, policies)
-    for old in cache.layers:
-        let_go(old, found.layers[0])
+    for old, new in zip(cache.layers, found.layers, strict=True):
+        let_go(old, new)
     return found
 
 

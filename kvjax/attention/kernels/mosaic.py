@@ -26,7 +26,6 @@ from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
-from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
@@ -56,9 +55,8 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     at = reading.at(blocks, together)
     scalars, tiles = reading.scalars(tile, at)
-    # A row's own slots are as one page.
-    pages = jnp.arange(batch, dtype=jnp.int32)[:, None] if section.pages is None else section.pages
-    each = capacity // tile if section.pages is not None else UNLIMITED
+    pages = jnp.zeros((1, 1), jnp.int32) if section.pages is None else section.pages
+    each = capacity // tile  # tiles of a page
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
     scalars = scalars.reshape(batch * blocks, -1)
 
@@ -75,8 +73,11 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             n = b * blocks + q
             # Behind their last tile rows read nothing anew.
             number = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
-            place: list[Any] = [jnp.maximum(t[b, number // each], 0), 0 if own < heads else h, 0, 0]
-            place[order.axis] = number % each
+            place: list[Any] = [b, 0 if own < heads else h, 0, 0]
+            place[order.axis] = number
+            if section.pages is not None:
+                place[0] = jnp.maximum(t[b, number // each], 0)
+                place[order.axis] = number % each
             return tuple(place)
 
         return pl.BlockSpec(tuple(block), index)
