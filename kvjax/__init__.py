@@ -56,6 +56,7 @@ from kvjax.placement.mesh import make_mesh
 from kvjax.policies.cache_policy import CachePolicy, Hybrid
 from kvjax.policies.presets import Auto, Edges, policy, quantized_codec
 from kvjax.policies.transformers import transformers_policy
+from kvjax.prefixes.tree import PrefixStats, PrefixTree
 from kvjax.quality.evaluation import evaluate
 
 __version__ = "0.1.0"
@@ -65,7 +66,7 @@ __all__ = [
     "Compiled", "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
     "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
     "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
-    "PageAllocator", "PageMap", "Paged", "Plan", "Quantized", "Raw", "Ring", "RotaryTable",
+    "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "Quantized", "Raw", "Ring", "RotaryTable",
     "Rotated", "Unrotated", "advance",
     "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
     "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",

@@ -83,7 +83,7 @@ def generate_batches(
     return _Run(lm, options, placement, park, ahead).results(iter(batches))
 
 
-_Ready = Future[tuple[Request, list[Chunk]]]
+_Ready = Future[tuple[Request, list[Chunk] | None]]
 """A batch that is got ready in the second thread."""
 
 
@@ -135,9 +135,10 @@ class _Run:
         except Exception as error:
             yield _failed(error)
 
-    def _prepared(self, prompts: Prompts, options: Options) -> tuple[Request, list[Chunk]]:
+    def _prepared(self, prompts: Prompts, options: Options) -> tuple[Request, list[Chunk] | None]:
         request = prepare(self.lm, prompts, options)
-        return request, prompt_chunks(request)
+        # What a tree knows of them shows when their turn comes.
+        return request, None if request.prefixes else prompt_chunks(request)
 
     def _first_layers(self, ready: _Ready, placement: Device) -> KVCache | None:
         """The cache with as many layers moved as are got ready ahead, which are held twice until

@@ -44,6 +44,10 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         the model was loaded for. A model that is elsewhere is moved there first: one that is used
         often is better loaded so. Rows that ``data`` does not divide are filled up with empty ones,
         which ``result.cache`` has as well.
+      n: continuations of each prompt, rows one behind the other, each with a seed of its own. The
+        prompt is computed once, and in a paged cache its full pages are there once.
+      prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``: what it has of a prompt is not
+        computed again, and what is new stays with it. It has a policy of its own.
 
     Raises:
       ValueError: before anything runs, if a prompt is empty or has a token that the model has

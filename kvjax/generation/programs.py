@@ -17,6 +17,7 @@ from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.model import Model
 from kvjax.generation.sampling import Filters, Logits, Sampling, Seen, sample
+from kvjax.operations.rows import repeat
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
@@ -97,6 +98,15 @@ def prefill(
     """
     new, context = context.feed(model, params, tokens, lengths)
     return context, _whole(jnp.where(ends[:, None], new, logits), context)
+
+
+@functools.partial(jax.jit, static_argnames="times", donate_argnames=("context", "logits"))
+def sampled(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
+    """Every row, and its logits, ``times`` times, one behind the other."""
+    logits = jnp.repeat(logits, times, axis=0)
+    if context.cache is None:
+        return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), context), logits
+    return Cached(repeat(context.cache, times)), _whole(logits, context)
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")

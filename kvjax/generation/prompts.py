@@ -24,16 +24,19 @@ class Chunk:
     held: int
 
 
-def prompt_chunks(request: Request) -> list[Chunk]:
-    """The chunks of a request's prompts, their tokens on their way to the device."""
-    lengths = np.array([len(ids) for ids in request.prompts], np.int32)
+def prompt_chunks(request: Request, hits: np.ndarray | int = 0) -> list[Chunk]:
+    """The chunks of a request's prompts behind their first ``hits`` tokens, int[batch], which the
+    cache has already; their tokens are on their way to the device."""
+    hits = np.broadcast_to(hits, len(request.prompts))
+    prompts = [ids[hit:] for ids, hit in zip(request.prompts, hits, strict=True)]
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
     chunks = []
     for start in range(0, int(lengths.max()), request.chunk):
         here = np.clip(lengths - start, 0, request.chunk)
         tokens = np.zeros((len(lengths), request.width(int(here.max()))), np.int32)
-        for row, ids in enumerate(request.prompts):
+        for row, ids in enumerate(prompts):
             tokens[row, : here[row]] = ids[start : start + request.chunk]
-        held = int((request.start + np.minimum(lengths, start + request.chunk)).max())
+        held = int((request.start + hits + np.minimum(lengths, start + request.chunk)).max())
         ends = (lengths > start) & (lengths <= start + request.chunk)
         chunks.append(Chunk(Device(spread=request.spread).put(tokens), here, ends, held))
     return chunks

@@ -12,14 +12,16 @@ from kvjax.core.device import fetch
 from kvjax.generation.model import LanguageModel, ModelConfig, check_model
 from kvjax.generation.sampling import Filters, Sampling, make_settings
 from kvjax.generation.settings import Options
+from kvjax.generation.sharing import for_samples, known_prefixes
 from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
-from kvjax.memory.planning import abstract_cache
+from kvjax.memory.sizes import abstract_cache
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import common_heads, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
+from kvjax.prefixes.tree import Tenant
 
 _SMALLEST_CAPACITY = 64
 _SMALLEST_CHUNK = 16
@@ -29,12 +31,14 @@ _SMALLEST_CHUNK = 16
 class Request:
     """A generation that can run.
 
-    ``prompts``: token ids, a row; ``rows``: how many of them were asked for, the others are empty;
+    ``prompts``: token ids, a row; ``samples``: continuations of each, rows one behind the other;
+    ``rows``: how many of these were asked for, the others are empty;
     ``spread``: how the devices of a mesh share them, None for one device;
     ``start``: tokens that a given cache holds already, a row;
     ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
-    None; ``need``: tokens that prompts and new text can come to.
+    None; ``need``: tokens that prompts and new text can come to;
+    ``prefixes``: where their beginnings may be known.
     """
 
     prompts: list[list[int]]
@@ -52,6 +56,13 @@ class Request:
     limit: int
     filters: Filters
     settings: Sampling
+    samples: int = 1
+    prefixes: Tenant | None = None
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The prompt of every row of the result, those that fill a mesh up among them."""
+        return [row for row in self.prompts for _ in range(self.samples)]
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
@@ -84,9 +95,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             )
         held = fetch(given.length).tolist()
     rows = token_ids(lm, prompts, held)
-    seeds, asked = row_seeds(options.seed, len(rows)), len(rows)
+    n = whole_number("n", options.n, 1)
+    seeds, asked = row_seeds(options.seed, len(rows) * n), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
-    rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more]
+    rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more * n]
     if given is not None:
         # Behind the rows of prompts may stand those that a mesh is filled up with: empty ones.
         if given.batch != len(rows):
@@ -97,14 +109,22 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         check(given)
     start = np.asarray(held or [0] * len(rows), np.int64)
     longest = int(np.max(start + [len(row) for row in rows]))
+    prefixes = known_prefixes(options)
+    if prefixes is not None:
+        tree = prefixes.tree
+        chosen, options = tree.policies, replace(options, max_len=tree.max_len)
+        chunk = tree.prefill_chunk
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    if chosen is not None and n > 1 and prefixes is None:
+        chosen = for_samples(lm.config, chosen, rows, limit, n)
     if chosen is not None:
-        chosen = _with_memory(lm, chosen, options.limits, len(rows), capacity)
+        chosen = _with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
     if given is not None:
         check_room(given, grown_to(given, longest + limit))
     if options.limits is not None:
         options.limits.check(
-            lm, chosen, batch=len(rows), prompts=asked, need=longest + limit, capacity=capacity
+            lm, chosen, batch=len(rows) * n, prompts=asked * n, need=longest + limit,
+            capacity=capacity,
         )
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
@@ -116,14 +136,14 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         min_new_tokens=least, eos_token_ids=eos,
     )  # fmt: skip
     return Request(
-        prompts=rows, rows=asked, spread=spread, start=start, need=longest + limit,
+        prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
         max_len=options.max_len if same_rotary(lm.config, 1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
-        limit=limit, filters=filters, settings=settings,
+        limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
     )  # fmt: skip
 
 

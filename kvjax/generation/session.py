@@ -18,6 +18,7 @@ from kvjax.generation.request import Request, grown_to, most_tokens
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
+from kvjax.prefixes.lease import Lease
 
 Report = tuple[jax.Array, programs.Progress]
 """Of a dispatch: the tokens it chose, int32[batch, chunk], and where the rows stand after it."""
@@ -40,6 +41,9 @@ class Session:
         self._rows = len(request.prompts)  # on a mesh perhaps more than were asked for
         self.cache_bytes: dict[str, int] = {}
         self.moves: list[Move] = []
+        self.hits = np.zeros(self._rows, np.int32)
+        self._held = self.hits
+        self._lease: Lease | None = None
 
     @property
     def cache(self) -> KVCache | None:
@@ -51,7 +55,6 @@ class Session:
         request, vocab = self._request, self._lm.config.vocab_size
         self.context = self._new_context() if context is None else context
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
-        self._settings = self.put(request.settings)
         self._limit = self.put(np.int32(request.limit))
 
     def put(self, tree: Any) -> Any:
@@ -65,13 +68,23 @@ class Session:
     def fill(self, chunk: Chunk) -> None:
         """Feed a chunk of the prompts."""
         self.context, self.logits = programs.prefill(*self._filling(chunk))
+        self._held = self._held + chunk.lengths
+        if self._lease is not None and self.cache is not None:
+            self.context = programs.Cached(self._lease.reached(self.cache, self._held))
 
     def begin(self) -> Report:
-        """Choose each row's first token, from the logits after its prompt."""
+        """Choose the first token of each row, of which a prompt may have several, from the logits
+        after its prompt."""
         request, seen = self._request, None
+        if request.samples > 1:
+            self.context, self.logits = programs.sampled(
+                self.context, self.logits, request.samples
+            )
+            self._rows *= request.samples
+        self._settings = self.put(request.settings)
         if request.filters.repetition_penalty:
             mask = np.zeros(self.logits.shape, bool)
-            for row, ids in enumerate(request.prompts):
+            for row, ids in enumerate(request.texts):
                 mask[row, ids] = True
             seen = self.put(mask)
         self._progress, self._seen = programs.begin(
@@ -105,6 +118,12 @@ class Session:
         if self.cache is not None:
             self.context = programs.Cached(rewind(self.cache, tokens))
 
+    def end(self, texts: list[list[int]] | None) -> None:
+        """Give back what was lent; of its rows' ``texts`` is kept what others may begin with."""
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.settle(self.cache, texts)
+
     def check(self) -> None:
         """Raise what ``kvjax.check`` raises of the cache."""
         if self.cache is not None:
@@ -137,6 +156,13 @@ class Session:
         request, rows = self._request, self._rows
         if request.cache is not None:
             self._hold(*settled(request.cache, grown_to(request.cache, request.need)))
+        elif request.prefixes is not None:
+            tree, name = request.prefixes.tree, request.prefixes.name
+            lease = self._lease = tree.lend(
+                self._lm, request.prompts, new=request.limit, samples=request.samples, tenant=name
+            )
+            self.hits = self._held = lease.hits
+            self._hold(lease.take(), [])
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=rows, max_len=request.max_len,

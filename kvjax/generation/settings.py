@@ -12,6 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
 from kvjax.policies.presets import PolicyChoice
+from kvjax.prefixes.tree import PrefixTree, Tenant
 
 CacheChoice = PolicyChoice | KVCache
 
@@ -48,6 +49,8 @@ class Settings(Compiling, total=False):
     use_cache: bool
     limits: InferenceLimits | None
     mesh: Mesh | None
+    n: int
+    prefix_cache: PrefixTree | Tenant | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +73,14 @@ class Options:
     prefill_chunk: int = PREFILL
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
+    n: int = 1
+    prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.limits, InferenceLimits | None):
             raise ValueError(f"limits must be InferenceLimits, got {self.limits!r:.80}")
+        if not isinstance(self.prefix_cache, PrefixTree | Tenant | None):
+            raise ValueError(f"prefix_cache must be a PrefixTree, got {self.prefix_cache!r:.80}")
 
 
 def spelled_out(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

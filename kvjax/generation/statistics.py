@@ -29,6 +29,7 @@ class GenerationStats:
     ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
     the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
     no distance is as long, none.
+    ``cached_tokens``: of the prompts' tokens, those that a ``prefix_cache`` had.
     ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 
@@ -43,6 +44,7 @@ class GenerationStats:
     stop_reasons: tuple[str | None, ...]
     beyond_context: int = 0
     moves: tuple[Move, ...] = ()
+    cached_tokens: int = 0
 
 
 class Meter:

@@ -38,7 +38,8 @@ class GenerationResult:
     the model has no tokenizer.
     ``tokens``: the new tokens of each row, the end-of-text token included.
     ``stats``: what it cost, and why each row ended.
-    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache.
+    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache, and
+    with a ``prefix_cache``, which has them.
     A row with a stop string that is longer than its ring's slack may be left behind it:
     ``kvjax.check`` says so, and ``kvjax.select`` has the other rows.
     ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
@@ -81,7 +82,7 @@ class Stream(Iterator[Piece]):
         self._request, self._chunks = request, chunks
         self._session = Session(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
-        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.prompts]
+        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.texts]
         for row in self._rows[request.rows :]:
             row.finish("padding")
         self._counts = np.zeros(len(self._rows), np.int32)
@@ -110,9 +111,16 @@ class Stream(Iterator[Piece]):
         return self._result
 
     def _run(self) -> Iterator[Piece]:
+        try:
+            yield from self._pieces_of_all()
+        finally:
+            self._session.end(None)  # where it did not come to its end
+
+    def _pieces_of_all(self) -> Iterator[Piece]:
         with self._prefill_meter.running():
             self._session.start()
-            chunks = prompt_chunks(self._request) if self._chunks is None else self._chunks
+            chunks, hits = self._chunks, self._session.hits
+            chunks = prompt_chunks(self._request, hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
                 self._session.make_room(chunk.held)
                 self._session.fill(chunk)
@@ -144,7 +152,9 @@ class Stream(Iterator[Piece]):
         asked = self._rows[: self._request.rows]
         texts = self._texts([row.text for row in asked])
         tokens = [row.tokens for row in asked]
-        cache: Any = self._session.cache
+        cache: Any = self._session.cache if self._request.prefixes is None else None
+        both = zip(self._request.texts, self._rows, strict=True)
+        self._session.end([prompt + row.tokens for prompt, row in both])
         self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed[: len(asked)])
         yield self._piece()
 
@@ -201,8 +211,9 @@ class Stream(Iterator[Piece]):
         prefill, decode = self._prefill_meter, self._decode_meter
         rows = self._request.rows
         decoded = int(self._counts[:rows].sum()) - rows
-        fed = map(len, self._request.prompts)
-        texts = zip(self._request.start.tolist(), fed, self._rows, strict=True)
+        fed = map(len, self._request.texts)
+        start = np.repeat(self._request.start, self._request.samples).tolist()
+        texts = zip(start, fed, self._rows, strict=True)
         longest = max(held + new + len(row.tokens) for held, new, row in texts)
         return GenerationStats(
             prompt_tokens=sum(map(len, self._request.prompts)),
@@ -216,6 +227,7 @@ class Stream(Iterator[Piece]):
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
+            cached_tokens=int(self._session.hits.sum()),
         )
 
     def _pace(self, seconds: float) -> None:

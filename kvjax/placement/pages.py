@@ -117,3 +117,32 @@ def in_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
         return pool.at[at].set(x.reshape(-1, heads, page, *rest), mode="drop")
 
     return jax.tree.map(one, stores)
+
+
+def pages_at(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
+    """What stands in some pages, int32[n], near and as they are kept: [n, ...]; anything for -1."""
+
+    def one(store: Array, order: Order) -> Array:
+        like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
+
+        def of(page: Array) -> Array:
+            found: Array = order.of_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
+            return placement.near(found)[0]
+
+        return lax.map(of, jnp.clip(pages, 0, store.shape[0] - 1))
+
+    return jax.tree.map(one, stores, orders)
+
+
+def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, contents: Any) -> Any:
+    """Stores with the contents of some pages, int32[n], -1 for none, as ``pages_at`` gives them,
+    written in place."""
+
+    def one(store: Array, order: Order, new: Array) -> Array:
+        def write(number: Array, into: Array) -> Array:
+            unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
+            return order.with_row(into, pages[number], jnp.int32(0), unit)
+
+        return lax.fori_loop(0, jnp.sum(pages >= 0), write, store)
+
+    return jax.tree.map(one, stores, orders, contents)

@@ -1,0 +1,54 @@
+"""What rows of a request share: beginnings that a tree knows, and the pages of several samples."""
+
+from dataclasses import replace
+
+from kvjax.generation.model import ModelConfig
+from kvjax.generation.settings import Options
+from kvjax.layouts import paged
+from kvjax.memory.planning import PREFILL
+from kvjax.policies.presets import Auto, PolicyChoice, per_layer
+from kvjax.prefixes.tree import Tenant
+
+
+def known_prefixes(options: Options) -> Tenant | None:
+    """Where the beginnings of prompts may be known.
+
+    Raises:
+      ValueError: if what a tree has fixed was given besides.
+    """
+    found = options.prefix_cache
+    if found is None:
+        return None
+    found = found if isinstance(found, Tenant) else Tenant(found, None)
+    tree = found.tree
+    if not options.use_cache:
+        raise ValueError("a prefix_cache was given together with use_cache=False")
+    fixed = {"max_len": (None, tree.max_len), "prefill_chunk": (PREFILL, tree.prefill_chunk)}
+    for name, known in fixed.items():
+        if getattr(options, name) not in known:
+            raise ValueError(
+                f"{name} is {getattr(options, name)}, but the prefix tree's is {known[1]}: the "
+                "texts that it has were computed so"
+            )
+    if options.cache != "static" and options.cache != list(tree.policies):
+        raise ValueError("the prefix tree has a policy of its own: leave cache= out")
+    return found
+
+
+def for_samples(
+    config: ModelConfig, choice: PolicyChoice, rows: list[list[int]], limit: int, samples: int
+) -> PolicyChoice:
+    """A policy whose pools have as many pages as ``samples`` continuations of each row can need,
+    who share the full ones of their prompt."""
+    if isinstance(choice, Auto):
+        return choice
+    found, lengths = [], [len(row) for row in rows]
+    for each in per_layer(choice, config):
+        layout = paged(each.layout)
+        if layout is not None and layout.pages is None and layout.inner.window is None:
+            size = layout.page_size
+            needs = [n // size + samples * (-(-(n + limit) // size) - n // size) for n in lengths]
+            layout = replace(layout, pages=max(needs) * len(needs))
+            each = replace(each, layout=layout)
+        found.append(each)
+    return found

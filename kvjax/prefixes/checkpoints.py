@@ -1,0 +1,139 @@
+"""What rows have beside full pages, taken at a position and put back: by the rule of sight a text
+can only go on from there with what was raw there, a window, and a page that is not full.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.state import KVCache
+from kvjax.core.device import fetch
+from kvjax.core.trees import tree_bytes
+from kvjax.core.typing import Array
+from kvjax.paging.allocator import PageAllocator
+from kvjax.placement.pages import pages_at
+from kvjax.prefixes.kinds import Kind
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was taken of a cache's rows, on its way to the host.
+
+    ``tables``: of each kind of layers with a window int32[batch, columns], the pages that were
+    retained for whoever has this, -1 elsewhere; None of the others, whose rows keep theirs.
+    ``rows``: arrays [batch, ...], see ``own``; ``parts``: pages that were not full, [batch, ...].
+    """
+
+    tables: list[Any]
+    rows: Any
+    parts: list[Any]
+
+    def fetched(self) -> "Taken":
+        """On the host."""
+        return Taken(*fetch((self.tables, self.rows, self.parts)))
+
+    def of_row(self, row: int) -> list[np.ndarray]:
+        """What a row has that is in no full page."""
+        return [np.array(x[row]) for x in jax.tree.leaves((self.rows, self.parts))]
+
+
+def own(held: LayerCache) -> Any:
+    """A layer's arrays that have rows."""
+    body = None if held.policy.paging else (held.keys, held.values)
+    return body, held.tail, held.low
+
+
+def with_own(held: LayerCache, arrays: Any) -> LayerCache:
+    """A layer with these instead, placed."""
+    body, tail, low = arrays
+    placement = held.policy.placement
+    if body is not None:
+        keys, values = placement.store(body, held.orders)
+        held = replace(held, keys=keys, values=values)
+    return replace(held, tail=placement.put_tokens(tail), low=placement.put(low))
+
+
+def taken(
+    cache: KVCache, kinds: Sequence[Kind], which: np.ndarray, tokens: np.ndarray
+) -> tuple[KVCache, Taken]:
+    """What rows of a cache have where their texts have so many tokens, without waiting for it; and
+    the cache, in which pages that windows will leave are retained.
+
+    Args:
+      which: bool[batch], rows that it is taken of; of others it is anything.
+      tokens: int[batch].
+    """
+    partly = []
+    for kind in kinds:
+        pages = [kind.needed(int(n))[1] for n in tokens]
+        columns = [0 if page is None else kind.column(page) for page in pages]
+        partly.append(np.array(columns, np.int32))
+    static = tuple((kind.entries, kind.moves, kind.paging.split is not None) for kind in kinds)
+    pools, *rest = _taken(cache, which, partly, kinds=static)
+    found = Taken(*rest)
+    for x in jax.tree.leaves((found.tables, found.rows, found.parts)):
+        x.copy_to_host_async()
+    return replace(cache, pools=pools), found
+
+
+@functools.partial(jax.jit, static_argnames="kinds")
+def _taken(cache: KVCache, which: Array, partly: list[Array], *, kinds: Any) -> Any:
+    pools: list[PageAllocator] = []
+    tables: list[Array | None] = []
+    parts: list[Any] = []
+    for pool, columns, (entries, moves, splits) in zip(cache.pools, partly, kinds, strict=True):
+        table = jnp.where(which[:, None], pool.table, -1)
+        pools.append(pool.retain(table.ravel()) if moves else pool)
+        tables.append(table if moves else None)
+        page = jnp.take_along_axis(pool.table, columns[:, None], axis=1)[:, 0]
+        for entry in entries if splits else ():
+            held = cache.layers[entry]
+            body, placement = (held.keys, held.values), held.policy.placement
+            parts.append(pages_at(body, held.orders, placement, page))
+    rows = [jax.tree.map(jnp.copy, own(held.near())) for held in cache.layers]
+    return tuple(pools), tables, (rows, cache.written), parts
+
+
+def state_bytes(shapes: KVCache, kinds: Sequence[Kind]) -> int:
+    """What a row's state takes, by the cache's shapes."""
+    rows = tree_bytes([own(held) for held in shapes.layers]) + tree_bytes(shapes.written)
+    parts = sum(kind.page_bytes for kind in kinds if kind.paging.split is not None)
+    return rows // shapes.batch + parts
+
+
+def put_back(
+    cache: KVCache, kinds: Sequence[Kind], states: Sequence[list[np.ndarray] | None]
+) -> tuple[KVCache, list[list[list[np.ndarray] | None]]]:
+    """A cache of empty rows, with what ``Taken.of_row`` gave for some of them; and of each kind the
+    contents of each row's page that is not full, None where there is none.
+
+    ``cache``: its rows' arrays, where they are not there, as shapes.
+    """
+    like = [own(held) for held in cache.layers], cache.written
+    shapes, form = jax.tree.flatten(like)
+    rows = []
+    for number, x in enumerate(shapes):
+        array = np.zeros(x.shape, x.dtype)
+        for row, state in enumerate(states):
+            if state is not None:
+                array[row] = state[number]
+        rows.append(array)
+    owns, written = jax.tree.unflatten(form, rows)
+    layers = tuple(with_own(*each) for each in zip(cache.layers, owns, strict=True))
+    cache = replace(cache, layers=layers, written=layers[0].policy.placement.put(written))
+    parts: list[list[list[np.ndarray] | None]] = []
+    at = len(shapes)
+    for kind in kinds:
+        count = 0
+        if kind.paging.split is not None:
+            bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in kind.entries]
+            count = len(jax.tree.leaves(bodies))
+        parts.append([None if state is None else state[at : at + count] for state in states])
+        at += count
+    return cache, parts
