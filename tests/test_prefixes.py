@@ -1,0 +1,326 @@
+"""The tree of prefixes: a hit is recomputation, bit for bit; every page comes back."""
+
+import dataclasses
+import functools
+import itertools
+import types
+from collections import defaultdict
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import kvjax
+from kvjax.generation.prompts import prompt_chunks
+from kvjax.generation.request import prepare
+from kvjax.generation.session import Session
+from kvjax.generation.settings import Options
+from kvjax.models.generation import GenerationDefaults
+from kvjax.models.language_model import LanguageModel
+from tests.matrix import CODECS, FULL, tiny_config, tiny_model
+
+# Conversations: cold equals warm.
+
+CHUNK, MOST = 16, 192
+
+
+@functools.cache
+def small(**changes):
+    model, params = tiny_model(**changes)
+    defaults = GenerationDefaults(eos_token_ids=())
+    return LanguageModel(model.config, params, None, defaults, model, "a test")
+
+
+def ring(size, window, sinks, slack, *codecs, **more):
+    layout = kvjax.Paged(size, kvjax.Ring(window, sinks=sinks, slack=slack))
+    return kvjax.CachePolicy(layout, *codecs, block=8, **more)
+
+
+def whole(*codecs, size=16, **more):
+    return kvjax.CachePolicy(kvjax.Paged(size), *codecs, block=8, **more)
+
+
+INT8 = CODECS["int8"]
+POLICIES = {
+    "raw": whole(),
+    "int8": whole(INT8, INT8),
+    "4 and 2 bits": whole(CODECS["int4"], CODECS["int2"]),
+    "sinks": ring(16, 40, 4, 15),
+    "sinks of 8 bits": ring(16, 40, 4, 23, INT8, INT8),
+    "hybrid": kvjax.Hybrid(whole(size=32), ring(16, None, 0, 15)),
+    "hybrid of slots": kvjax.Hybrid(whole(), kvjax.CachePolicy(kvjax.Ring(slack=15))),
+    "host": whole(placement=kvjax.Host()),
+}
+COVERED = ("raw", "int8", "4 and 2 bits", "sinks", "sinks of 8 bits", "hybrid")
+
+
+def tree_of(lm, policy, **more):
+    given = {"pages": 13, "max_len": MOST, "prefill_chunk": CHUNK}
+    return kvjax.PrefixTree(lm, policy, **given | more)
+
+
+def after(lm, prompts, **settings):
+    """The logits behind prompts, what of them was computed before, and the tokens after them."""
+    request = prepare(lm, prompts, Options(max_new_tokens=6, eos_token_ids=(), **settings))
+    session = Session(lm, request)
+    session.start()
+    for chunk in prompt_chunks(request, session.hits):
+        session.fill(chunk)
+    logits = np.array(session.logits)
+    session.end(prompts)
+    result = kvjax.generate(lm, prompts, max_new_tokens=6, eos_token_ids=(), **settings)
+    return logits, int(session.hits.sum()), result.tokens
+
+
+def conversations(seed=0):
+    """Three groups of three turns: what each asks for, all that went before at its beginning, in
+    any order that leaves turns behind one another."""
+    rng = np.random.default_rng(seed)
+    some = lambda n: rng.integers(0, 61, n).tolist()  # noqa: E731
+    system, turns = some(40), []
+    for _group in range(3):
+        text = system + some(int(rng.integers(5, 20)))
+        told = []
+        for _turn in range(3):
+            told.append(text)
+            text = text + some(int(rng.integers(20, 40)))
+        turns.append(told)
+    order = rng.permutation(np.repeat(np.arange(3), 3))
+    left = [iter(told) for told in turns]
+    return [next(left[group]) for group in order]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*COVERED, *(pytest.param(name, marks=pytest.mark.rare) for name in POLICIES.keys() - {*COVERED})],
+)
+def test_cold_equals_warm_bit_for_bit(name, tmp_path):
+    """Under pressure, with pages and states on the host, on disk, and back."""
+    lm = small()
+    sizes = tree_of(lm, POLICIES[name])
+    room = max(sizes.state_bytes, *(kind.page_bytes for kind in sizes.kinds))
+    tree = tree_of(lm, POLICIES[name], host_memory=room, folder=tmp_path, checkpoint_every=2)
+    saved, tiers = 0, set()
+    for prompt in conversations():
+        found, hit, tokens = after(lm, [prompt], prefix_cache=tree)
+        wanted, none, others = after(lm, [prompt], **tree.settings)
+        assert none == 0 and np.array_equal(found, wanted) and tokens == others
+        saved += hit
+        stats = tree.stats()
+        tiers |= {tier for tier, taken in stats.bytes.items() if taken}
+        assert stats.used == (0,) * len(stats.used)
+    assert saved > 150 and tiers == {"device", "host", "disk"}
+    tree.clear()
+    assert not any(tmp_path.rglob("*.npz"))
+
+
+def test_rows_of_one_request_begin_together():
+    """Bit for bit also where rows differ in length; and what two rows have in common is kept once."""
+    lm, rng = small(), np.random.default_rng(3)
+    tree = tree_of(lm, POLICIES["int8"], pages=48, checkpoint_every=1)
+    base = rng.integers(0, 61, 90).tolist()
+    hits = []
+    for lengths in ((70, 40), (85, 70), (90, 41), (33, 90)):
+        prompts = [base[: n - 3] + rng.integers(0, 61, 3).tolist() for n in lengths]
+        found, hit, tokens = after(lm, prompts, prefix_cache=tree)
+        wanted, _, others = after(lm, prompts, **tree.settings)
+        assert np.array_equal(found, wanted) and tokens == others
+        hits.append(hit)
+    assert hits == [0, 128, 64, 32]
+    # Another number of rows computes in other programs.
+    assert after(lm, prompts[:1], prefix_cache=tree)[1] == 0
+
+
+def test_longer_hits_where_bits_may_differ():
+    lm, rng = small(), np.random.default_rng(4)
+    for name in ("raw", "int8"):
+        tree = tree_of(lm, POLICIES[name], exact_prefix=False)
+        prompt = rng.integers(0, 61, 45).tolist()
+        first = kvjax.generate(lm, [prompt], max_new_tokens=40, prefix_cache=tree)
+        assert first.cache is None and first.stats.cached_tokens == 0
+        text = prompt + first.tokens[0] + [5, 6, 7]
+        second = [text, prompt[:30] + [1, 2]]
+        found, hit, _ = after(lm, second, prefix_cache=tree)
+        wanted, _, _ = after(lm, second, **tree.settings)
+        # Of what was generated too, and of each row its own.
+        assert hit == 80 + (16 if name == "raw" else 0)
+        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+# What is in the pages, and who has them.
+
+
+@functools.cache
+def bare(windows=(None,)):
+    """A model of which nothing is asked but its shape."""
+    config = tiny_config(num_hidden_layers=len(windows), windows=windows, num_key_value_heads=1)
+    return types.SimpleNamespace(config=config, params={"w": jnp.zeros(1)}, mesh=None)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def feed(cache, numbers, lengths):
+    """Keys that say which text they are of, and how long it is there."""
+    keys = jnp.broadcast_to(numbers[:, None, :, None], (*numbers.shape[:1], 1, numbers.shape[1], 8))
+    for layer in range(len(cache.layers)):
+        cache = kvjax.append(cache, layer, keys, -keys, lengths=lengths)
+    return kvjax.advance(cache, numbers.shape[1])
+
+
+@functools.cache
+def names(text):
+    """A number for every beginning of a text, as its key: no two that differ have the same."""
+    return np.array([hash(text[: n + 1]) % 2**24 for n in range(len(text))], np.float32)
+
+
+def rests(cache, row=0):
+    """Of each position of a row the key that stands there, by the tables; None where no page is."""
+    found = {}
+    length = int(np.asarray(cache.length)[row])
+    for entry, held in enumerate(cache.layers):
+        paging, table = held.policy.paging, np.asarray(cache.table(entry))[row]
+        pages = np.asarray(paging.layout.pages_in(cache.written[row : row + 1, entry]))[0]
+        size = paging.layout.page_size
+        for page, number in zip(pages.tolist(), table.tolist(), strict=True):
+            if number >= 0:
+                keys = np.asarray(held.keys)[number, 0, :, 0]
+                positions = range(page * size, min((page + 1) * size, length))
+                found |= {(entry, p): keys[p - page * size] for p in positions}
+    return found
+
+
+def asked(tree, lm, texts, new=4, keep=True, tenant=None):
+    """A request, whose numbers say what they are of: the tokens that were found, and the cache at
+    its end, as NumPy's arrays."""
+    lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
+    cache, held = lease.take(), lease.hits.copy()
+    lengths = np.array([len(text) for text in texts])
+    while (held < lengths).any():
+        count = np.minimum(lengths - held, CHUNK).astype(np.int32)
+        numbers = np.zeros((len(texts), CHUNK), np.float32)
+        for row, text in enumerate(texts):
+            numbers[row, : count[row]] = names(text)[held[row] : held[row] + count[row]]
+        cache, held = feed(cache, numbers, count), held + count
+        cache = lease.reached(cache, held)
+    for row, text in enumerate(texts):
+        numbers, first = names(text), int(lease.hits[row])
+        for (_, position), key in rests(cache, row).items():
+            assert key == numbers[position]
+        assert not first or {p for _, p in rests(cache, row)} >= {first - 1}
+    used = [np.unique(t[t >= 0]) for t in map(np.asarray, (pool.table for pool in cache.pools))]
+    lease.settle(cache, [list(text) for text in texts] if keep else None)
+    return lease.hits.tolist(), used
+
+
+def accounted(tree):
+    """Free, used and cached pages are all pages, each counted by itself."""
+    stats = tree.stats()
+    for kind, counts in enumerate(tree.pool.counts):
+        kept = [
+            page.number
+            for node in tree.nodes
+            for page in node.pages[kind]
+            if page is not None and page.number >= 0
+        ]
+        assert len({*kept}) == len(kept) == stats.cached[kind]
+        assert len({*counts.free}) == len(counts.free) == stats.free[kind]
+        assert not {*kept} & {*counts.free}
+        assert len(kept) + len(counts.free) == len(counts.refs) and stats.used[kind] == 0
+        assert counts.refs.sum() == len(kept) and {*counts.refs.tolist()} <= {0, 1}
+    every = [kept for node in tree.nodes for tier in ("host", "disk") for kept in node.kept(tier)]
+    for tier in ("host", "disk"):
+        taken = sum(kept.nbytes for kept in every if kept.tier == tier)
+        assert taken == stats.bytes[tier] == tree.tiers.bytes[tier] <= tree.tiers.limits[tier]
+    assert not any(node.locked for node in tree.nodes)
+
+
+ALPHABET = [tuple(np.random.default_rng(n).integers(0, 2, 3 * CHUNK).tolist()) for n in range(4)]
+"""Texts are put together from these, so that many begin alike."""
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Against the set of all beginnings that were computed: where nothing has been let go, a hit is
+    the longest of them, and it is never one of another tenant's, or of other weights."""
+
+    pages, memory = 400, 2**30
+
+    @initialize(window=st.booleans(), every=st.integers(1, 3))
+    def begin(self, window, every):
+        windows, layout = ((None,), kvjax.Paged(16)) if not window else ((None, 20), None)
+        policy = "paged" if window else kvjax.CachePolicy(layout)
+        if window:
+            policy = kvjax.policy("paged", page_size=16, slack=15)
+        self.lm = bare(windows)
+        self.tree = tree_of(
+            self.lm, policy, pages=self.pages, host_memory=self.memory, checkpoint_every=every
+        )
+        self.known, self.states = defaultdict(set), defaultdict(set)
+        self.every, self.version = every * 16, 0
+
+    @rule(
+        texts=st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=3),
+                                 st.integers(1, 140)), min_size=1, max_size=2),
+        tenant=st.sampled_from([None, None, "a"]), keep=st.sampled_from([True, True, True, False]),
+    )  # fmt: skip
+    def ask(self, texts, tenant, keep):
+        texts = [tuple(itertools.chain(*(ALPHABET[n] for n in which)))[:n] for which, n in texts]
+        key = tenant, self.version, len(texts)
+        wanted = [self.expected(key, text) for text in texts]
+        common = min(wanted)
+        while common and not all(self.there(key, text[:common]) for text in texts):
+            common -= CHUNK
+        hits, used = asked(self.tree, self.lm, texts, keep=keep, tenant=tenant)
+        assert len({*hits}) == 1 and hits[0] % CHUNK == 0
+        if self.tree.tiers.dropped:
+            assert hits[0] <= common
+        else:
+            assert hits[0] == common
+        if keep:
+            for text in texts:
+                self.computed(key, text, hits[0])
+
+    def there(self, key, text):
+        return text in self.states[key] if self.tree.stateful else text in self.known[key]
+
+    def expected(self, key, text):
+        ends = range((len(text) - 1) // CHUNK * CHUNK, 0, -CHUNK)
+        return next((n for n in ends if self.there(key, text[:n])), 0)
+
+    def computed(self, key, text, hit):
+        """A state is kept where a text's last chunk ends, where others leave it, and in between."""
+        ends = [n for n in range(CHUNK, len(text) + 1, CHUNK)]
+        branch = max((n for n in ends if n < len(text) and text[:n] in self.known[key]), default=0)
+        mine = {n for n in ends if n > hit and (n % self.every == 0 or n in (branch, ends[-1]))}
+        self.states[key] |= {text[:n] for n in mine}
+        self.known[key] |= {text[:n] for n in ends}
+
+    @rule()
+    def other_weights(self):
+        self.version += 1
+        self.tree.weights = self.version
+
+    @rule()
+    def forget(self):
+        self.tree.clear()
+        self.known.clear()
+        self.states.clear()
+
+    @invariant()
+    def every_page_is_accounted_for(self):
+        if hasattr(self, "tree"):
+            accounted(self.tree)
+
+
+class CrowdedMachine(TreeMachine):
+    """With so few pages, and so little memory of the host, that most texts are let go."""
+
+    pages, memory = 20, 6_000
+
+
+TestTreeMachine, TestCrowdedMachine = TreeMachine.TestCase, CrowdedMachine.TestCase
+TestTreeMachine.settings = TestCrowdedMachine.settings = settings(
+    max_examples=200 if FULL else 50, stateful_step_count=100, deadline=None
+)
