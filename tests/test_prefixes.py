@@ -105,7 +105,7 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     room = max(sizes.state_bytes, *(kind.page_bytes for kind in sizes.kinds))
     tree = tree_of(lm, POLICIES[name], host_memory=room, folder=tmp_path, checkpoint_every=2)
     saved, tiers = 0, set()
-    for prompt in conversations():
+    for prompt in [*conversations(), *conversations(1)]:
         found, hit, tokens = after(lm, [prompt], prefix_cache=tree)
         wanted, none, others = after(lm, [prompt], **tree.settings)
         assert none == 0 and np.array_equal(found, wanted) and tokens == others

@@ -163,13 +163,21 @@ class Lease:
                 f"the request may need {max(least)} pages more than it finds, and the prefix "
                 f"tree's pool has {pages} in all: give it more pages, or ask for less"
             )
-        self._choose_stops(wanted, extra)
+        self._choose_stops()
+        states = sum(len(row.stops) for row in self._rows)
+        each = [kind.paging.layout.columns if kind.moves else 0 for kind in tree.kinds]
+        # What windows would give back is worth a few older texts, but no request.
+        tree.tiers.make_room([n + states * columns for n, columns in zip(least, each, strict=True)])
+        for counts, n, columns in zip(tree.pool.counts, least, each, strict=True):
+            spare = (len(counts.free) - n) // (columns * len(self._rows)) if columns else states
+            for row in self._rows:
+                row.stops = {*sorted(row.stops, reverse=True)[:spare]}  # the longest saves most
         tree.tiers.come_back(back)
         self._cache_lent: KVCache | None = self._cache()
 
-    def _choose_stops(self, wanted: list[int], extra: list[int]) -> None:
-        """Where states are taken: at the ends of chunks where a prompt ends, where others leave it,
-        and every so many pages; no more than there are pages for that windows would give back."""
+    def _choose_stops(self) -> None:
+        """Where states are to be taken: at the ends of chunks where a prompt ends, where others
+        leave it, and every so many pages."""
         tree, chunk = self._tree, self._chunk
         every = tree.checkpoint_every * tree.unit
         for row in self._rows if tree.stateful else ():
@@ -177,14 +185,6 @@ class Lease:
             whole = [n for n in ends if n % tree.unit == 0]
             row.stops = {n for n in whole if n // every > (n - chunk) // every}
             row.stops |= {*whole[-1:], *[n for n in whole if n <= row.known][-1:]}
-        for kind, need, more in zip(range(len(tree.kinds)), wanted, extra, strict=True):
-            if not tree.kinds[kind].moves:
-                continue
-            each = tree.kinds[kind].paging.layout.columns
-            spare = max(len(tree.pool.counts[kind].free) - need - more, 0) // each
-            for row in self._rows:
-                # What is longest saves most.
-                row.stops = {*sorted(row.stops, reverse=True)[: spare // len(self._rows)]}
 
     def _cache(self) -> KVCache:
         tree = self._tree
