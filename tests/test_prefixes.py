@@ -21,6 +21,7 @@ from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
 from kvjax.models.generation import GenerationDefaults
 from kvjax.models.language_model import LanguageModel
+from kvjax.prefixes.nodes import TIERS
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 
 # Conversations: cold equals warm.
@@ -96,7 +97,10 @@ def conversations(seed=0):
 
 @pytest.mark.parametrize(
     "name",
-    [*COVERED, *(pytest.param(name, marks=pytest.mark.rare) for name in POLICIES.keys() - {*COVERED})],
+    [
+        *COVERED,
+        *(pytest.param(name, marks=pytest.mark.rare) for name in POLICIES.keys() - {*COVERED}),
+    ],
 )
 def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     """Under pressure, with pages and states on the host, on disk, and back."""
@@ -119,7 +123,7 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
 
 
 def test_rows_of_one_request_begin_together():
-    """Bit for bit also where rows differ in length; and what two rows have in common is kept once."""
+    """Bit for bit also where rows differ in length."""
     lm, rng = small(), np.random.default_rng(3)
     tree = tree_of(lm, POLICIES["int8"], pages=48, checkpoint_every=1)
     base = rng.integers(0, 61, 90).tolist()
@@ -143,7 +147,7 @@ def test_longer_hits_where_bits_may_differ():
         first = kvjax.generate(lm, [prompt], max_new_tokens=40, prefix_cache=tree)
         assert first.cache is None and first.stats.cached_tokens == 0
         text = prompt + first.tokens[0] + [5, 6, 7]
-        second = [text, prompt[:30] + [1, 2]]
+        second = [text, [*prompt[:30], 1, 2]]
         found, hit, _ = after(lm, second, prefix_cache=tree)
         wanted, _, _ = after(lm, second, **tree.settings)
         # Of what was generated too, and of each row its own.
@@ -193,8 +197,7 @@ def rests(cache, row=0):
 
 
 def asked(tree, lm, texts, new=4, keep=True, tenant=None):
-    """A request, whose numbers say what they are of: the tokens that were found, and the cache at
-    its end, as NumPy's arrays."""
+    """A request, whose numbers say what they are of: the tokens that were found."""
     lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
     cache, held = lease.take(), lease.hits.copy()
     lengths = np.array([len(text) for text in texts])
@@ -210,9 +213,8 @@ def asked(tree, lm, texts, new=4, keep=True, tenant=None):
         for (_, position), key in rests(cache, row).items():
             assert key == numbers[position]
         assert not first or {p for _, p in rests(cache, row)} >= {first - 1}
-    used = [np.unique(t[t >= 0]) for t in map(np.asarray, (pool.table for pool in cache.pools))]
     lease.settle(cache, [list(text) for text in texts] if keep else None)
-    return lease.hits.tolist(), used
+    return lease.hits.tolist()
 
 
 def accounted(tree):
@@ -272,7 +274,7 @@ class TreeMachine(RuleBasedStateMachine):
         common = min(wanted)
         while common and not all(self.there(key, text[:common]) for text in texts):
             common -= CHUNK
-        hits, used = asked(self.tree, self.lm, texts, keep=keep, tenant=tenant)
+        hits = asked(self.tree, self.lm, texts, keep=keep, tenant=tenant)
         assert len({*hits}) == 1 and hits[0] % CHUNK == 0
         if self.tree.tiers.dropped:
             assert hits[0] <= common
@@ -324,3 +326,190 @@ TestTreeMachine, TestCrowdedMachine = TreeMachine.TestCase, CrowdedMachine.TestC
 TestTreeMachine.settings = TestCrowdedMachine.settings = settings(
     max_examples=200 if FULL else 50, stateful_step_count=100, deadline=None
 )
+
+
+def test_two_thousand_requests_leave_no_page_behind():
+    """Of one row and of three, of which some are not kept, in pools that are too small for them."""
+    lm, rng = bare((None, 20)), np.random.default_rng(0)
+    tree = tree_of(
+        lm, kvjax.policy("paged", page_size=16, slack=15), pages=40, host_memory=20_000,
+        checkpoint_every=2,
+    )  # fmt: skip
+    hits = 0
+    for _ in range(2000):
+        texts = []
+        for _row in range(rng.choice([1, 1, 1, 3])):
+            which, length = rng.zipf(1.5, 3) % 4, int(rng.integers(1, 140))
+            texts.append(tuple(itertools.chain(*(ALPHABET[n] for n in which)))[:length])
+        found = asked(tree, lm, texts, keep=rng.random() < 0.9)
+        hits += sum(found)
+    accounted(tree)
+    assert hits > 20_000 and tree.tiers.dropped > 100
+    for node in list(tree.nodes.roots.values()):
+        tree.tiers.remove(node)
+    assert tree.stats().free == (40, 40) and tree.stats().bytes == dict.fromkeys(TIERS, 0)
+
+
+def test_a_text_that_is_gone_on_from_stays():
+    """What a request has found is not let go for the pages that it needs."""
+    lm, rng = bare(), np.random.default_rng(1)
+    tree = tree_of(lm, whole(), pages=10, max_len=160, host_memory=0)
+    old, new = (tuple(rng.integers(0, 9, 48).tolist()) for _ in range(2))
+    asked(tree, lm, [old])
+    asked(tree, lm, [new])
+    # All pages but those of its beginning, which is the least recently used text.
+    hits = asked(tree, lm, [old + tuple(rng.integers(0, 9, 100).tolist())], new=12)
+    assert hits == [48] and tree.stats().dropped >= 3
+    accounted(tree)
+
+
+def test_pages_of_other_sizes_and_prompts_that_end_anywhere():
+    """Pages of 16 tokens and of 48 in one model: what is found ends where both do."""
+    lm = bare((None, 20))
+    policies = [whole(size=48), kvjax.CachePolicy(kvjax.Paged(16, kvjax.Ring(20, slack=15)))]
+    tree = tree_of(lm, policies, pages=40)
+    text = tuple(np.random.default_rng(2).integers(0, 9, 150).tolist())
+    assert tree.unit == 48 and [kind.page for kind in tree.kinds] == [48, 16]
+    for length, hit in ((47, 0), (48, 0), (49, 48), (96, 48), (97, 96), (150, 96), (150, 144)):
+        assert asked(tree, lm, [text[:length]]) == [hit]
+        accounted(tree)
+
+
+# Generation.
+
+
+def texts_of(result):
+    return [row for row in result.tokens]
+
+
+@pytest.mark.parametrize("name", ["raw", "int8", "slots"])
+def test_samples_of_one_prompt_are_rows_of_their_own(name):
+    lm = small()
+    policy = "static" if name == "slots" else POLICIES[name]
+    prompt, other = np.random.default_rng(5).integers(0, 61, (2, 37)).tolist()
+    more = {"temperature": 1.0, "repetition_penalty": 1.2, "max_new_tokens": 7, "prefill_chunk": 16,
+            "max_len": 64, "eos_token_ids": ()}  # fmt: skip
+    found = kvjax.generate(lm, [prompt, other], n=3, seed=3, cache=policy, **more)
+    alone = kvjax.generate(lm, [*[prompt] * 3, *[other] * 3], seed=3, cache=policy, **more)
+    assert found.tokens == alone.tokens and len({*map(tuple, found.tokens[:3])}) == 3
+    assert found.stats.prompt_tokens == 2 * 37 and found.cache.batch == 6
+    if name == "raw":
+        shared, _ = (kvjax.page_map(each.cache).pools[0] for each in (found, alone))
+        assert shared.shared == 2 * 2  # 32 of 37 tokens
+        tree = tree_of(lm, policy, pages=40)
+        more = {key: more[key] for key in more.keys() - {"max_len", "prefill_chunk"}}
+        both = [
+            kvjax.generate(lm, [prompt, other], n=3, seed=3, prefix_cache=tree, **more)
+            for _ in range(2)
+        ]
+        assert both[0].tokens == both[1].tokens == found.tokens
+        assert [each.stats.cached_tokens for each in both] == [0, 64]
+        accounted(tree)
+
+
+def test_without_a_cache_and_on_from_one():
+    lm = small()
+    prompt, more = list(range(20)), {"max_new_tokens": 5, "eos_token_ids": (), "n": 2}
+    wanted = kvjax.generate(lm, [prompt], temperature=1.0, **more)
+    assert kvjax.generate(lm, [prompt], temperature=1.0, use_cache=False, **more).tokens == (
+        wanted.tokens
+    )
+    begun = kvjax.generate(lm, [prompt[:8]], max_new_tokens=1, max_len=64, eos_token_ids=())
+    again = kvjax.generate(lm, [prompt[8:]], cache=begun.cache, temperature=1.0, **more)
+    assert again.tokens == wanted.tokens and again.cache.length.tolist() == [24, 24]
+
+
+def test_whose_texts_they_are():
+    """Of another tenant, and of other weights, nothing is found."""
+    lm, prompt = small(), list(range(40))
+    tree = tree_of(lm, POLICIES["raw"])
+    ask = functools.partial(kvjax.generate, max_new_tokens=2)
+    cached = lambda lm, tree: ask(lm, [prompt], prefix_cache=tree).stats.cached_tokens  # noqa: E731
+    every = [cached(lm, each) for each in (tree, tree, tree.of("a"), tree.of("a"))]
+    assert every == [0, 32, 0, 32]
+    trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
+    with pytest.raises(ValueError, match="weights are other arrays than those that weights=0"):
+        cached(trained, tree)
+    tree.weights = "step 1"
+    assert [cached(trained, tree), cached(trained, tree)] == [0, 32]
+    wanted = ask(trained, [prompt], **tree.settings).tokens
+    assert ask(trained, [prompt], prefix_cache=tree).tokens == wanted
+    with pytest.raises(ValueError, match="made for another model"):
+        cached(small(num_hidden_layers=1, windows=(None,)), tree)
+    stats = tree.stats()
+    assert (stats.rows, stats.hits, stats.saved_tokens) == (
+        7,
+        4,
+        128,
+    ) and stats.hit_rate == 128 / 280
+
+
+def test_a_stream_that_is_let_go_gives_its_pages_back():
+    lm = small()
+    tree = tree_of(lm, POLICIES["raw"])
+    running = kvjax.stream(lm, [list(range(40))], max_new_tokens=20, prefix_cache=tree)
+    next(running)
+    with pytest.raises(ValueError, match="pages are with a stream that has not ended"):
+        kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)
+    del running
+    result = kvjax.generate(lm, [list(range(40))], prefix_cache=tree, max_new_tokens=2)
+    assert result.stats.cached_tokens == 0  # what did not end is not kept
+    accounted(tree)
+    # A cache that is lost takes the tree's pages with it.
+    lease = tree.lend(lm, [list(range(40))], new=2)
+    jax.tree.map(lambda x: x.delete(), lease.take())
+    lease.settle(None, None)
+    assert tree.stats().cached == (0,) and not tree.stats().texts
+    assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2).tokens
+
+
+def test_batch_after_batch_finds_what_went_before():
+    lm, rng = small(), np.random.default_rng(6)
+    tree = tree_of(lm, POLICIES["raw"])
+    base = rng.integers(0, 61, 40).tolist()
+    batches = [[base + rng.integers(0, 61, 4).tolist()] for _ in range(3)]
+    found = list(kvjax.generate_batches(lm, batches, prefix_cache=tree, max_new_tokens=3))
+    assert [each.stats.cached_tokens for each in found] == [0, 32, 32]
+    for each, prompts in zip(found, batches, strict=True):
+        assert each.tokens == kvjax.generate(lm, prompts, max_new_tokens=3, **tree.settings).tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"policy": "static"}, "give it a policy with layers in pages"),
+        (
+            {"policy": [kvjax.CachePolicy(kvjax.Paged(16)), "static"]},
+            "layer 1 keeps whole texts out",
+        ),
+        ({"policy": kvjax.Auto("paged", 2**20)}, "moves layers as it runs"),
+        ({"pages": None}, "give pages=, or memory="),
+        ({"memory": "1MB"}, "give pages=, or memory="),
+        ({"pages": None, "memory": 8}, "pages must be a whole number, at least 1, got 0"),
+        ({"pages": 0}, "pages must be"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be"),
+        ({"host_memory": -1}, "host_memory"),
+    ],
+)
+def test_what_a_tree_refuses(more, message):
+    with pytest.raises(ValueError, match=message):
+        tree_of(small(), **{"policy": POLICIES["raw"]} | more)
+
+
+def test_what_a_request_with_a_tree_refuses():
+    lm = small()
+    tree = tree_of(lm, POLICIES["raw"], pages=4)
+    for more, message in (
+        ({"cache": "dynamic"}, "has a policy of its own"),
+        ({"max_len": 100}, "max_len is 100, but the prefix tree's is 192"),
+        ({"prefill_chunk": 100}, "prefill_chunk is 100, but the prefix tree's is 16"),
+        ({"use_cache": False}, "together with use_cache=False"),
+        ({"prefix_cache": "tree"}, "prefix_cache must be a PrefixTree"),
+        ({"n": 0}, "n must be"),
+        ({"max_new_tokens": 80}, "pool has 4 in all"),
+        ({"max_new_tokens": 300}, "max_len is 192"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax.generate(lm, [[1, 2]], **{"prefix_cache": tree, "max_new_tokens": 2} | more)
+    assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=40).tokens
+    accounted(tree)

@@ -5,7 +5,8 @@ steps to run and every number of the sampling are traced. The cache is donated t
 """
 
 import functools
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.model import Model
 from kvjax.generation.sampling import Filters, Logits, Sampling, Seen, sample
 from kvjax.operations.rows import repeat
+
+_T = TypeVar("_T")
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
@@ -100,13 +103,31 @@ def prefill(
     return context, _whole(jnp.where(ends[:, None], new, logits), context)
 
 
-@functools.partial(jax.jit, static_argnames="times", donate_argnames=("context", "logits"))
 def sampled(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
-    """Every row, and its logits, ``times`` times, one behind the other."""
-    logits = jnp.repeat(logits, times, axis=0)
-    if context.cache is None:
-        return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), context), logits
-    return Cached(repeat(context.cache, times)), _whole(logits, context)
+    """Every row, and its logits, ``times`` times, one behind the other. Pages are used up, and stay
+    where they are."""
+    cache = context.cache
+    if cache is None:
+        return _repeated((context, logits), times)
+    shared = [(x.keys, x.values) if x.policy.paging else None for x in cache.layers]
+    own = [replace(x, keys=None, values=None) if x.policy.paging else x for x in cache.layers]
+    cache, logits = _sampled(shared, replace(cache, layers=tuple(own)), logits, times)
+    return Cached(cache), logits
+
+
+@functools.partial(jax.jit, static_argnames="times")
+def _repeated(arrays: _T, times: int) -> _T:
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), arrays)
+
+
+@functools.partial(jax.jit, static_argnames="times", donate_argnames="shared")
+def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[KVCache, Logits]:
+    layers = [
+        held if body is None else replace(held, keys=body[0], values=body[1])
+        for held, body in zip(cache.layers, shared, strict=True)
+    ]
+    cache = repeat(replace(cache, layers=tuple(layers)), times)
+    return cache, _whole(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")

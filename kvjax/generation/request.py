@@ -123,7 +123,11 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         check_room(given, grown_to(given, longest + limit))
     if options.limits is not None:
         options.limits.check(
-            lm, chosen, batch=len(rows) * n, prompts=asked * n, need=longest + limit,
+            lm,
+            chosen,
+            batch=len(rows) * n,
+            prompts=asked * n,
+            need=longest + limit,
             capacity=capacity,
         )
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids

@@ -77,9 +77,7 @@ class Session:
         after its prompt."""
         request, seen = self._request, None
         if request.samples > 1:
-            self.context, self.logits = programs.sampled(
-                self.context, self.logits, request.samples
-            )
+            self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         if request.filters.repetition_penalty:

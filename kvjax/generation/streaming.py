@@ -1,7 +1,7 @@
 """Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +93,15 @@ class Stream(Iterator[Piece]):
         self._paced = watched and alone
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
-        self._pieces = self._run()
+        self._pieces: Generator[Piece, None, None] = self._run()
 
     @outside
     def __next__(self) -> Piece:
         return next(self._pieces)
+
+    def close(self) -> None:
+        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
+        self._pieces.close()
 
     @property
     def result(self) -> GenerationResult:
@@ -110,7 +114,7 @@ class Stream(Iterator[Piece]):
             raise RuntimeError("the result is there after the last piece: iterate to the end")
         return self._result
 
-    def _run(self) -> Iterator[Piece]:
+    def _run(self) -> Generator[Piece, None, None]:
         try:
             yield from self._pieces_of_all()
         finally:

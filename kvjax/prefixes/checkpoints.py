@@ -25,18 +25,22 @@ from kvjax.prefixes.kinds import Kind
 class Taken:
     """What was taken of a cache's rows, on its way to the host.
 
+    ``which``, ``tokens``: bool[batch], of which rows, and int[batch], how many tokens they had.
     ``tables``: of each kind of layers with a window int32[batch, columns], the pages that were
     retained for whoever has this, -1 elsewhere; None of the others, whose rows keep theirs.
     ``rows``: arrays [batch, ...], see ``own``; ``parts``: pages that were not full, [batch, ...].
     """
 
+    which: np.ndarray
+    tokens: np.ndarray
     tables: list[Any]
     rows: Any
     parts: list[Any]
 
     def fetched(self) -> "Taken":
         """On the host."""
-        return Taken(*fetch((self.tables, self.rows, self.parts)))
+        tables, rows, parts = fetch((self.tables, self.rows, self.parts))
+        return replace(self, tables=tables, rows=rows, parts=parts)
 
     def of_row(self, row: int) -> list[np.ndarray]:
         """What a row has that is in no full page."""
@@ -76,7 +80,7 @@ def taken(
         partly.append(np.array(columns, np.int32))
     static = tuple((kind.entries, kind.moves, kind.paging.split is not None) for kind in kinds)
     pools, *rest = _taken(cache, which, partly, kinds=static)
-    found = Taken(*rest)
+    found = Taken(which, tokens.copy(), *rest)
     for x in jax.tree.leaves((found.tables, found.rows, found.parts)):
         x.copy_to_host_async()
     return replace(cache, pools=pools), found

@@ -39,13 +39,18 @@ class Lease:
     """
 
     def __init__(
-        self, tree: "PrefixTree", key: Hashable, prompts: Sequence[list[int]], new: int, samples: int
+        self,
+        tree: "PrefixTree",
+        key: Hashable,
+        prompts: Sequence[list[int]],
+        new: int,
+        samples: int,
     ) -> None:
         self._tree, self._key, self._chunk = tree, key, tree.prefill_chunk
         self._rows = [self._found(tokens) for tokens in prompts]
         self._samples = samples
-        self._flying: list[tuple[np.ndarray, np.ndarray, Taken]] = []
-        self._landed: list[tuple[np.ndarray, np.ndarray, Taken]] = []
+        self._flying: list[Taken] = []
+        self._landed: list[Taken] = []
         if tree.exact_prefix:
             self._to_common()
         for row in self._rows:
@@ -69,11 +74,10 @@ class Lease:
         their state is taken."""
         which = np.array([int(n) in row.stops for n, row in zip(tokens, self._rows, strict=True)])
         # What was taken before has come by now.
-        self._landed += [(*where, found.fetched()) for *where, found in self._flying]
-        self._flying = []
+        self._land()
         if which.any():
             cache, found = taken(cache, self._tree.kinds, which, tokens)
-            self._flying.append((which, tokens.copy(), found))
+            self._flying.append(found)
         return cache
 
     def settle(self, cache: KVCache | None, texts: Sequence[Sequence[int]] | None) -> None:
@@ -94,12 +98,12 @@ class Lease:
             length, pools = fetch((cache.length, cache.pools))
             for counts, pool in zip(tree.pool.counts, pools, strict=True):
                 counts.take_back(pool)
-            flying = [(*where, found.fetched()) for *where, found in self._flying]
-            for which, tokens, found in [*self._landed, *flying]:
-                for row in np.flatnonzero(which):
+            self._land()
+            for found in self._landed:
+                for row in np.flatnonzero(found.which).tolist():
                     if texts is not None:
-                        text = texts[row * (len(texts) // len(which))]
-                        self._keep_state(text[: tokens[row]], found, row)
+                        text = texts[row * (len(texts) // len(found.which))]
+                        self._keep_state(text[: int(found.tokens[row])], found, row)
                     self._give_back([None if x is None else x[row] for x in found.tables])
             for row, text in enumerate(texts or ()):
                 held = int(length[row])
@@ -112,6 +116,10 @@ class Lease:
         finally:
             self._unlock()
             tree.returned()
+
+    def _land(self) -> None:
+        self._landed += [found.fetched() for found in self._flying]
+        self._flying = []
 
     def _found(self, tokens: list[int]) -> _Row:
         """What a tree has of a prompt; a token at least is left, whose logits are asked for."""
@@ -277,7 +285,7 @@ class Lease:
             cache = rewind(cache, np.where(which, length - whole, 0).astype(np.int32))
             at = np.where(which, whole, length).astype(np.int32)
             cache, found = taken(cache, tree.kinds, which, at)
-            self._flying.append((which, at, found))
+            self._flying.append(found)
         return cache
 
     def _unlock(self) -> None:

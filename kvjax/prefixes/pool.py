@@ -17,7 +17,7 @@ from kvjax.prefixes.kinds import Kind
 
 
 class Counts:
-    """Who has which pages of a pool, as ``PageAllocator`` counts them, without rows: on the host."""
+    """Who has which pages of a pool, as ``PageAllocator`` counts them, on the host."""
 
     def __init__(self, pages: int) -> None:
         self.refs = np.zeros(pages, np.int32)

@@ -1,4 +1,4 @@
-"""What falls out of the device's pages: to the host, to disk, and away; least recently used first."""
+"""What leaves the device's pages: to the host, to disk, and away, least recently used first."""
 
 import tempfile
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """The tree of prefixes: texts that were computed once, found again by requests that begin alike."""
 
+import gc
 import math
 import weakref
 from collections.abc import Hashable, Sequence
@@ -131,7 +132,7 @@ class PrefixTree:
         self._shapes: dict[int, KVCache] = {}
         if memory is not None:
             whole = self._shapes_of(_with_pages(self.policies, 1), 1)
-            pages = _in_bytes(memory) // sum(kind.page_bytes for kind in _kinds(whole))
+            pages = _in_bytes("memory", memory) // sum(kind.page_bytes for kind in _kinds(whole))
         self.policies = _with_pages(self.policies, whole_number("pages", pages, 1))
         whole = self.shapes(1)
         if whole.spread is not None and whole.spread.rows > 1:
@@ -145,7 +146,9 @@ class PrefixTree:
         rows = tree_bytes([own(held) for held in whole.layers])
         self.stateful = bool(rows) or any(kind.moves for kind in self.kinds)
         self.state_bytes = state_bytes(whole, self.kinds)
-        self._limits = _in_bytes(host_memory), _in_bytes(disk_memory), folder
+        self._limits = (
+            _in_bytes("host_memory", host_memory), _in_bytes("disk_memory", disk_memory), folder,
+        )  # fmt: skip
         self._rows = self._hits = self._asked = self._saved = 0
         self._lease: Lease | None = None
         self.clear()
@@ -153,9 +156,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget all texts."""
         whole = self.shapes(1)
-        layers = [
-            new_layer(x.policy, 1, x.kv_heads, x.head_dim, x.window) for x in whole.layers
-        ]
+        layers = [new_layer(x.policy, 1, x.kv_heads, x.head_dim, x.window) for x in whole.layers]
         self.pool = Pool(self.kinds, layers)
         shape = [self.unit // kind.page for kind in self.kinds]
         self.nodes = Nodes(self.unit, shape)
@@ -209,9 +210,11 @@ class PrefixTree:
             ``weights`` stood for; if an earlier request has the pages still, or there are too few.
         """
         if self._lease is not None:
+            gc.collect()  # a stream that nobody has any more is part of a circle
+        if self._lease is not None:
             raise ValueError(
                 "the prefix tree's pages are with a stream that has not ended: iterate it to its "
-                "end, or let it go"
+                "end, or close it"
             )
         if self.pool.lost:
             self.clear()
@@ -287,8 +290,8 @@ class Tenant:
     name: Hashable
 
 
-def _in_bytes(size: int | str) -> int:
-    return parse_bytes(size) if isinstance(size, str) else whole_number("a size in bytes", size, 0)
+def _in_bytes(name: str, size: int | str) -> int:
+    return parse_bytes(size) if isinstance(size, str) else whole_number(name, size, 0)
 
 
 def _checked(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
