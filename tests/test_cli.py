@@ -17,6 +17,7 @@ from kvjax.core.progress import heard_by
 from kvjax.memory.devices import DevicePlan
 
 STATS = {
+    "cached_tokens",
     "moves",
     "stop_reasons",
     "beyond_context",

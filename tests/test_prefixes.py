@@ -103,7 +103,7 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     """Under pressure, with pages and states on the host, on disk, and back."""
     lm = small()
     sizes = tree_of(lm, POLICIES[name])
-    room = max(sizes.state_bytes, *(kind.page_bytes for kind in sizes.kinds))
+    room = max(sizes.terms.state_bytes, *(kind.page_bytes for kind in sizes.terms.kinds))
     tree = tree_of(lm, POLICIES[name], host_memory=room, folder=tmp_path, checkpoint_every=2)
     saved, tiers = 0, set()
     for prompt in [*conversations(), *conversations(1)]:
@@ -217,10 +217,10 @@ def asked(tree, lm, texts, new=4, keep=True, tenant=None):
 def accounted(tree):
     """Free, used and cached pages are all pages, each counted by itself."""
     stats = tree.stats()
-    for kind, counts in enumerate(tree.pool.counts):
+    for kind, counts in enumerate(tree.texts.pool.counts):
         kept = [
             page.number
-            for node in tree.nodes
+            for node in tree.texts.nodes
             for page in node.pages[kind]
             if page is not None and page.number >= 0
         ]
@@ -229,11 +229,18 @@ def accounted(tree):
         assert not {*kept} & {*counts.free}
         assert len(kept) + len(counts.free) == len(counts.refs) and stats.used[kind] == 0
         assert counts.refs.sum() == len(kept) and {*counts.refs.tolist()} <= {0, 1}
-    every = [kept for node in tree.nodes for tier in ("host", "disk") for kept in node.kept(tier)]
+    every = [
+        kept for node in tree.texts.nodes for tier in ("host", "disk") for kept in node.kept(tier)
+    ]
     for tier in ("host", "disk"):
         taken = sum(kept.nbytes for kept in every if kept.tier == tier)
-        assert taken == stats.bytes[tier] == tree.tiers.bytes[tier] <= tree.tiers.limits[tier]
-    assert not any(node.locked for node in tree.nodes)
+        assert (
+            taken
+            == stats.bytes[tier]
+            == tree.texts.tiers.bytes[tier]
+            <= tree.texts.tiers.limits[tier]
+        )
+    assert not any(node.locked for node in tree.texts.nodes)
 
 
 ALPHABET = [tuple(np.random.default_rng(n).integers(0, 2, 3 * CHUNK).tolist()) for n in range(4)]
@@ -273,7 +280,7 @@ class TreeMachine(RuleBasedStateMachine):
             common -= CHUNK
         hits = asked(self.tree, self.lm, texts, keep=keep, tenant=tenant)
         assert len({*hits}) == 1 and hits[0] % CHUNK == 0
-        if self.tree.tiers.dropped:
+        if self.tree.texts.tiers.dropped:
             assert hits[0] <= common
         else:
             assert hits[0] == common
@@ -282,7 +289,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.computed(key, text, hits[0])
 
     def there(self, key, text):
-        return text in self.states[key] if self.tree.stateful else text in self.known[key]
+        return text in self.states[key] if self.tree.terms.stateful else text in self.known[key]
 
     def expected(self, key, text):
         ends = range((len(text) - 1) // CHUNK * CHUNK, 0, -CHUNK)
@@ -341,9 +348,9 @@ def test_two_thousand_requests_leave_no_page_behind():
         found = asked(tree, lm, texts, keep=rng.random() < 0.9)
         hits += sum(found)
     accounted(tree)
-    assert hits > 20_000 and tree.tiers.dropped > 100
-    for node in list(tree.nodes.roots.values()):
-        tree.tiers.remove(node)
+    assert hits > 20_000 and tree.texts.tiers.dropped > 100
+    for node in list(tree.texts.nodes.roots.values()):
+        tree.texts.tiers.remove(node)
     assert tree.stats().free == (40, 40) and tree.stats().bytes == dict.fromkeys(TIERS, 0)
 
 
@@ -366,7 +373,7 @@ def test_pages_of_other_sizes_and_prompts_that_end_anywhere():
     policies = [whole(size=48), kvjax.CachePolicy(kvjax.Paged(16, kvjax.Ring(20, slack=15)))]
     tree = tree_of(lm, policies, pages=40)
     text = tuple(np.random.default_rng(2).integers(0, 9, 150).tolist())
-    assert tree.unit == 48 and [kind.page for kind in tree.kinds] == [48, 16]
+    assert tree.terms.unit == 48 and [kind.page for kind in tree.terms.kinds] == [48, 16]
     for length, hit in ((47, 0), (48, 0), (49, 48), (96, 48), (97, 96), (150, 96), (150, 144)):
         assert asked(tree, lm, [text[:length]]) == [hit]
         accounted(tree)

@@ -112,8 +112,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     prefixes = known_prefixes(options)
     if prefixes is not None:
         tree = prefixes.tree
-        chosen, options = tree.policies, replace(options, max_len=tree.max_len)
-        chunk = tree.prefill_chunk
+        chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
+        chunk = tree.terms.prefill_chunk
     capacity = _capacity(lm.config, longest, limit, options.max_len, given)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(lm.config, chosen, rows, limit, n)

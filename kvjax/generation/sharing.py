@@ -23,14 +23,17 @@ def known_prefixes(options: Options) -> Tenant | None:
     tree = found.tree
     if not options.use_cache:
         raise ValueError("a prefix_cache was given together with use_cache=False")
-    fixed = {"max_len": (None, tree.max_len), "prefill_chunk": (PREFILL, tree.prefill_chunk)}
+    fixed = {
+        "max_len": (None, tree.terms.max_len),
+        "prefill_chunk": (PREFILL, tree.terms.prefill_chunk),
+    }
     for name, known in fixed.items():
         if getattr(options, name) not in known:
             raise ValueError(
                 f"{name} is {getattr(options, name)}, but the prefix tree's is {known[1]}: the "
                 "texts that it has were computed so"
             )
-    if options.cache != "static" and options.cache != list(tree.policies):
+    if options.cache != "static" and options.cache != list(tree.terms.policies):
         raise ValueError("the prefix tree has a policy of its own: leave cache= out")
     return found
 

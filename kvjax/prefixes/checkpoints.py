@@ -114,10 +114,10 @@ def state_bytes(shapes: KVCache, kinds: Sequence[Kind]) -> int:
 def put_back(
     cache: KVCache, kinds: Sequence[Kind], states: Sequence[list[np.ndarray] | None]
 ) -> tuple[KVCache, list[list[list[np.ndarray] | None]]]:
-    """A cache of empty rows, with what ``Taken.of_row`` gave for some of them; and of each kind the
-    contents of each row's page that is not full, None where there is none.
+    """A cache of empty rows, with what ``Taken.of_row`` gave for some of them; and of each kind,
+    for each of these, what stands in the page that is not full.
 
-    ``cache``: its rows' arrays, where they are not there, as shapes.
+    ``cache``: as shapes, which its pages stay.
     """
     like = [own(held) for held in cache.layers], cache.written
     shapes, form = jax.tree.flatten(like)
