@@ -49,6 +49,7 @@ from kvjax.operations.migration import migrate
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import make_room
 from kvjax.operations.rows import fork, repeat, reset, select
+from kvjax.operations.saving import SavedCache, load_cache, save_cache
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host
@@ -62,17 +63,16 @@ from kvjax.quality.evaluation import evaluate
 __version__ = "0.1.0"
 
 __all__ = [
-    "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError",
-    "Compiled", "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
-    "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
-    "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
-    "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree",
-    "Quantized", "Raw", "Ring", "RotaryTable",
-    "Rotated", "Unrotated", "advance",
-    "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status",
-    "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate",
-    "generate_batches", "grow", "init_cache", "make_mesh", "make_room", "memory_report",
-    "migrate", "nbytes", "page_map", "plan", "plan_on", "policy", "quantize_kv",
-    "quantized_codec", "read", "repeat", "reset", "rewind", "rewindable", "rotary_table", "select",
-    "self_attend", "stream", "transformers_policy", "what_fits",
+    "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError", "Compiled",
+    "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
+    "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8",
+    "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError", "PageAllocator", "PageMap",
+    "Paged", "Plan", "PrefixStats", "PrefixTree", "Quantized", "Raw", "Ring", "RotaryTable",
+    "Rotated", "SavedCache", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
+    "cache_nbytes", "check", "clear_status", "compile", "concatenate", "convert", "dequantize_kv",
+    "evaluate", "fork", "generate", "generate_batches", "grow", "init_cache", "load_cache",
+    "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",
+    "policy", "quantize_kv", "quantized_codec", "read", "repeat", "reset", "rewind", "rewindable",
+    "rotary_table", "save_cache", "select", "self_attend", "stream", "transformers_policy",
+    "what_fits",
 ]  # fmt: skip

@@ -1,0 +1,265 @@
+"""Caches in files: saved, and taken up again, by another process, on other devices."""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.cache.layer import LayerCache, layer_shapes
+from kvjax.cache.state import KVCache
+from kvjax.cache.status import check
+from kvjax.cache.usable import usable
+from kvjax.core.checks import whole_or_none
+from kvjax.core.context import outside
+from kvjax.core.device import fetch, traced_for
+from kvjax.core.errors import CheckpointError
+from kvjax.core.files import Saving, read_folder, save_folder
+from kvjax.core.settings import from_bytes, to_bytes
+from kvjax.layouts import UNLIMITED
+from kvjax.operations.conversion import convert, under
+from kvjax.operations.fingerprints import Weighed, fingerprint
+from kvjax.operations.growth import grow
+from kvjax.operations.migration import migrate
+from kvjax.operations.rows import fork
+from kvjax.paging.allocator import PageAllocator
+
+_KIND = "a cache"
+
+
+class SavedCache(NamedTuple):
+    """What ``load_cache`` gives: the cache, and the tokens that were saved with it, None if none
+    were."""
+
+    cache: KVCache
+    tokens: list[list[int]] | None
+
+
+@outside
+def save_cache(
+    path: str | Path,
+    cache: KVCache,
+    *,
+    model: Weighed | str | None = None,
+    tokens: Sequence[Sequence[int]] | None = None,
+    wait: bool = True,
+) -> Saving:
+    """Write a cache into a folder, as it is stored: codes stay codes. What rows hold is written,
+    not what they have room for.
+
+    The folder is the old one or the new one, whenever the writer is stopped: arrays are written
+    beside those that stand there (by Orbax), and then named in their place.
+
+    Args:
+      path: the folder; one that is there must be empty, or written by this.
+      cache: the cache; it stays as it is. One on a mesh comes to the default device first, if slots
+        or pools are divided.
+      model: the model that it is of, or a name for its weights, which ``load_cache`` is asked for.
+      tokens: of each row's text; the cache may lack the last ones (``GenerationResult.unfed``).
+      wait: until it is written; else a second thread writes it, and ``wait()`` of the result waits.
+
+    Raises:
+      ValueError: if ``tokens`` are fewer than rows hold, the cache has been used up or is in the
+        middle of a call, other processes have a part of it; inside ``jit``.
+      CacheOverflowError: what ``check`` raises of the cache.
+      CheckpointError: if something else stands at ``path``.
+    """
+    cache = usable("kvjax.save_cache", cache, outside=True)
+    check(cache)
+    length = fetch(cache.length)
+    texts = None if tokens is None else [[int(n) for n in row] for row in tokens]
+    if texts is not None and (
+        len(texts) != len(length) or any(n > len(x) for n, x in zip(length, texts, strict=True))
+    ):
+        raise ValueError(
+            f"tokens has {[len(row) for row in texts]} for rows that hold {length.tolist()}"
+        )
+    told = {
+        "kind": _KIND, "model": fingerprint(model), "tokens": texts,
+        "settings": json.loads(to_bytes(_settings(cache := _on_one_device(cache)))),
+    }  # fmt: skip
+    saving = save_folder(path, _arrays(cache), told)
+    if wait:
+        saving.wait()
+    return saving
+
+
+@outside
+def load_cache(
+    path: str | Path,
+    *,
+    model: Weighed | str | None = None,
+    max_len: int | None = None,
+    mesh: Mesh | None = None,
+) -> SavedCache:
+    """Take up a cache from a folder that ``save_cache`` wrote, here or elsewhere.
+
+    On the kind of device where it was saved, with the same ``max_len``, it is that cache, bit for
+    bit. Between a CPU's and an accelerator's form its numbers stay what they are.
+
+    Args:
+      path: the folder.
+      model: the model that goes on with it, or the name that it was saved with.
+      max_len: tokens a row that it can hold; by default as many as it could. Rings have none.
+      mesh: devices to spread it over; by default it is on one.
+
+    Raises:
+      CheckpointError: if it is no cache, one of another model, or a file was cut or changed.
+      ValueError: as ``grow``, ``convert`` and ``migrate``, of ``max_len`` and ``mesh``.
+    """
+    max_len = whole_or_none("max_len", max_len, 1)
+    told, arrays = read_folder(path)
+    if told.get("kind") != _KIND:
+        raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {_KIND}")
+    asked = fingerprint(model)
+    if None not in (asked, told["model"]) and asked != told["model"]:
+        raise CheckpointError(
+            f"{path}: a cache of the model {told['model']}, and this one is {asked}: the numbers "
+            "of one model are of no use to another"
+        )
+    try:
+        cache = _cache(from_bytes(json.dumps(told["settings"]).encode()), arrays)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not what this version saves: {error}") from error
+    if max_len is not None and UNLIMITED > cache.max_len != max_len:
+        if max_len > cache.max_len:
+            cache = grow(cache, max_len)
+        else:
+            cache = convert(cache, [x.policy for x in cache.layers], max_len=max_len)
+    return SavedCache(cache if mesh is None else migrate(cache, mesh=mesh), told["tokens"])
+
+
+def _on_one_device(cache: KVCache) -> KVCache:
+    """A cache as it is on one device, where its arrays may still be spread over several."""
+    spread = cache.spread
+    if spread is None:
+        return cache
+    if not cache.length.is_fully_addressable:
+        raise ValueError("other processes have a part of the cache: each can save its own alone")
+    policies = [
+        replace(x.policy, placement=x.policy.placement.over(None).fixed()) for x in cache.layers
+    ]
+    alike = all(
+        x.orders == replace(x, policy=each).orders and x.policy.stored == each.stored
+        for x, each in zip(cache.layers, policies, strict=True)
+    )
+    if not alike or (cache.pools and spread.rows > 1):
+        return migrate(fork(cache), mesh=None)
+    layers = [replace(x, policy=each) for x, each in zip(cache.layers, policies, strict=True)]
+    return replace(cache, layers=tuple(layers))
+
+
+def _settings(cache: KVCache) -> tuple[Any, ...]:
+    """What is static of a cache."""
+    layers = tuple((x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers)
+    return layers, cache.sources, cache.positions, cache.turned_for, cache.budget
+
+
+def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
+    """A cache's arrays by name, as far as they are filled, on the host."""
+    found: dict[str, Any] = {
+        "length": cache.length, "written": cache.written, "status": cache.status
+    }  # fmt: skip
+    used = []
+    for number, pool in enumerate(cache.pools):
+        table = fetch(pool.table)
+        pages = np.unique(table[table >= 0]).astype(np.int32)
+        found[f"table {number}"] = np.where(table >= 0, np.searchsorted(pages, table), -1)
+        used.append(pages if len(pages) else np.zeros(1, np.int32))
+    for entry, held in enumerate(cache.layers):
+        near, paging = held.near(), held.policy.paging
+        if paging is None:
+            units = _filled(cache, entry)
+            body = jax.tree.map(
+                lambda x, order, units=units: order.piece(x, 0, units), _body(near), held.orders
+            )
+        else:
+            pages = used[cache.pagings.index(paging)]
+            body = jax.tree.map(functools.partial(jnp.take, indices=pages, axis=0), _body(near))
+        for number, x in enumerate(jax.tree.leaves((body, held.tail, held.low))):
+            found[f"layer {entry} {number}"] = x
+    # The writer's own: a second thread writes them, whatever becomes of the cache.
+    return {name: np.array(x) for name, x in fetch(found).items()}
+
+
+def _filled(cache: KVCache, entry: int) -> int:
+    """Units of a layer's body, from the first on, in which something was written."""
+    policy = cache.layers[entry].policy
+    marks = jnp.maximum(cache.length, cache.written[:, entry])
+    units = policy.split.flushed(marks) if policy.has_tail else marks
+    return max(int(policy.stored.occupied(units)), 1)
+
+
+def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray]) -> KVCache:
+    """The cache of settings and arrays, in the form of the device here."""
+    saved, sources, positions, turned_for, budget = settings
+    here, layers = traced_for(), []
+    length = arrays["length"]
+    for entry, (policy, kv_heads, head_dim, window) in enumerate(saved):
+        raw = policy.raw and tuple(codec.resolve(None, here) for codec in policy.raw)
+        policy = replace(
+            policy, keys=policy.keys.resolve(None, here), values=policy.values.resolve(None, here),
+            raw=raw,
+        )  # fmt: skip
+        like = layer_shapes(policy, len(length), kv_heads, head_dim)
+        shapes, form = jax.tree.flatten((_body(like), like.tail, like.low))
+        some = [arrays[f"layer {entry} {n}"] for n in range(len(shapes))]
+        body, tail, low = jax.tree.unflatten(
+            form, [_whole(x, shape) for x, shape in zip(some, shapes, strict=True)]
+        )
+        layers.append(
+            replace(like, keys=body[0], values=body[1], tail=tail, low=low, window=window)
+        )
+    put = layers[0].policy.placement.put
+    rows = put((length, arrays["written"], arrays["status"]))
+    cache = KVCache(
+        tuple(layer.placed() for layer in layers), *rows, sources=sources, positions=positions,
+        turned_for=turned_for, budget=budget,
+    )  # fmt: skip
+    pools = [
+        _pool(kind.layout.pool or 0, arrays[f"table {number}"])
+        for number, kind in enumerate(cache.pagings)
+    ]
+    cache = replace(cache, pools=put(tuple(pools)))
+    if all(layer.policy.placement.computes == here for layer in layers):
+        return cache
+    there = [
+        replace(x, placement=x.placement.over(None).fixed()) for x in (y.policy for y in layers)
+    ]
+    return under(cache, there)
+
+
+def _body(held: LayerCache) -> tuple[Any, Any]:
+    return held.keys, held.values
+
+
+def _whole(some: np.ndarray, like: Any) -> np.ndarray:
+    """An array of a shape and dtype that begins with some numbers along one axis, or is these; 16
+    bits stay what they are, whichever way they are kept."""
+    if some.dtype != like.dtype:
+        if some.dtype.itemsize != like.dtype.itemsize:
+            raise ValueError(f"{some.dtype} where {like.dtype} was expected")
+        some = some.view(like.dtype)
+    if some.ndim != len(like.shape) or any(
+        n > m for n, m in zip(some.shape, like.shape, strict=True)
+    ):
+        raise ValueError(f"{list(some.shape)} where {list(like.shape)} was expected")
+    found = np.zeros(like.shape, like.dtype)
+    found[tuple(slice(n) for n in some.shape)] = some
+    return found
+
+
+def _pool(pages: int, table: np.ndarray) -> PageAllocator:
+    """The pool of which rows have the pages of a table, the first ones."""
+    refs = np.bincount(table[table >= 0], minlength=pages).astype(np.int32)
+    free = np.flatnonzero(refs == 0)[::-1]
+    stack = np.zeros(pages, np.int32)
+    stack[: len(free)] = free
+    left = np.array([len(free)], np.int32)
+    return PageAllocator(table.astype(np.int32), refs, stack, left)  # type: ignore[arg-type]
