@@ -22,8 +22,8 @@ from kvjax.core.device import fetch, traced_for
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import Saving, read_folder, save_folder
 from kvjax.core.settings import from_bytes, to_bytes
-from kvjax.layouts import UNLIMITED
-from kvjax.operations.conversion import convert, under
+from kvjax.layouts import UNLIMITED, paged
+from kvjax.operations.conversion import under
 from kvjax.operations.fingerprints import Weighed, fingerprint
 from kvjax.operations.growth import grow
 from kvjax.operations.migration import migrate
@@ -111,7 +111,7 @@ def load_cache(
 
     Raises:
       CheckpointError: if it is no cache, one of another model, or a file was cut or changed.
-      ValueError: as ``grow``, ``convert`` and ``migrate``, of ``max_len`` and ``mesh``.
+      ValueError: if ``max_len`` is less than it could hold; as ``grow`` and ``migrate``.
     """
     max_len = whole_or_none("max_len", max_len, 1)
     told, arrays = read_folder(path)
@@ -124,14 +124,18 @@ def load_cache(
             "of one model are of no use to another"
         )
     try:
-        cache = _cache(from_bytes(json.dumps(told["settings"]).encode()), arrays)
+        settings = from_bytes(json.dumps(told["settings"]).encode())
+        cache = _cache(settings, arrays, max_len or 0)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not what this version saves: {error}") from error
-    if max_len is not None and UNLIMITED > cache.max_len != max_len:
-        if max_len > cache.max_len:
-            cache = grow(cache, max_len)
-        else:
-            cache = convert(cache, [x.policy for x in cache.layers], max_len=max_len)
+    most = cache.max_len if cache.grows_to is None else cache.grows_to
+    if max_len is not None and UNLIMITED > most > max_len:
+        raise ValueError(
+            f"max_len is {max_len}, but the cache in {path} holds {most}: kvjax.convert makes it "
+            "smaller"
+        )
+    if max_len is not None and most < max_len and cache.grows_to is None:
+        cache = grow(cache, max_len)
     return SavedCache(cache if mesh is None else migrate(cache, mesh=mesh), told["tokens"])
 
 
@@ -196,8 +200,9 @@ def _filled(cache: KVCache, entry: int) -> int:
     return max(int(policy.stored.occupied(units)), 1)
 
 
-def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray]) -> KVCache:
-    """The cache of settings and arrays, in the form of the device here."""
+def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: int) -> KVCache:
+    """The cache of settings and arrays, in the form of the device here; one that grows may do so to
+    ``max_len``."""
     saved, sources, positions, turned_for, budget = settings
     here, layers = traced_for(), []
     length = arrays["length"]
@@ -205,7 +210,7 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray]) -> KVCache:
         raw = policy.raw and tuple(codec.resolve(None, here) for codec in policy.raw)
         policy = replace(
             policy, keys=policy.keys.resolve(None, here), values=policy.values.resolve(None, here),
-            raw=raw,
+            raw=raw, layout=_growing_to(policy.layout, max_len),
         )  # fmt: skip
         like = layer_shapes(policy, len(length), kv_heads, head_dim)
         shapes, form = jax.tree.flatten((_body(like), like.tail, like.low))
@@ -233,6 +238,15 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray]) -> KVCache:
         replace(x, placement=x.placement.over(None).fixed()) for x in (y.policy for y in layers)
     ]
     return under(cache, there)
+
+
+def _growing_to(layout: Any, max_len: int) -> Any:
+    """A layout that may grow at least so far, if it grows."""
+    if pages := paged(layout):
+        return replace(pages, inner=_growing_to(pages.inner, max_len))
+    if layout.grows_to is None or layout.grows_to >= max_len:
+        return layout
+    return replace(layout, grows_to=max_len)
 
 
 def _body(held: LayerCache) -> tuple[Any, Any]:

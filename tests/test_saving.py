@@ -1,0 +1,312 @@
+"""Caches in files: bit for bit what they were, on other devices what they can be, never half."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models
+from kvjax.core import files
+from kvjax.core.device import computing_on
+from kvjax.core.errors import CacheOverflowError, CheckpointError
+from kvjax.operations.fingerprints import fingerprint
+from tests.matrix import CODECS, tiny_config
+from tests.test_prefixes import POLICIES, small
+
+INT8 = CODECS["int8"]
+CELLS = {
+    "static": kvjax.CachePolicy(),
+    "dynamic": kvjax.CachePolicy(kvjax.Growing(16)),
+    "4 and 2 bits": kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int2"], block=8),
+    "sinks of 8 bits": kvjax.CachePolicy(kvjax.Ring(20, sinks=4, slack=23), INT8, INT8, block=8),
+    "bits of 16": kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw("bfloat16"), kvjax.Raw("float16")),
+    "host": kvjax.CachePolicy(kvjax.Growing(16), placement=kvjax.Host(), block=8),
+    "hybrid": kvjax.policy("hybrid", slack=15),
+    **{f"pages, {name}": POLICIES[name] for name in ("raw", "int8", "sinks", "hybrid")},
+}
+TEXTS = np.random.default_rng(0).integers(0, 61, (3, 40))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fed(apply, params, tokens, cache, lengths):
+    return apply(params, tokens, cache, lengths=lengths)
+
+
+def filled(policy, max_len=64, mesh=None, lengths=((16, 16, 9), (15, 2, 16))):
+    """A cache of three rows, and another number of tokens in each."""
+    lm = small() if mesh is None else small().on(mesh)
+    cache = kvjax.init_cache(lm.config, policy, batch=3, max_len=max_len, mesh=mesh)
+    at = np.zeros(3, np.int64)
+    for count in map(np.array, lengths):
+        if cache.grows_to and at.max() + 16 > cache.max_len:
+            cache = kvjax.grow(cache, 2 * cache.max_len)
+        tokens = np.stack([TEXTS[row, at[row] : at[row] + 16] for row in range(3)])
+        _, cache = fed(lm.architecture.apply, lm.params, tokens, cache, count.astype(np.int32))
+        at += count
+    return cache
+
+
+def goes_on(cache, mesh=None):
+    """The logits of four tokens more."""
+    lm = small() if mesh is None else small().on(mesh)
+    lengths = np.full(3, 4, np.int32)
+    return np.asarray(fed(lm.architecture.apply, lm.params, TEXTS[:, -4:], cache, lengths)[0])
+
+
+def mesh_of(data, tensor, sequence, first=0):
+    devices = jax.devices()[first : first + data * tensor * sequence]
+    return kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence, devices=devices)
+
+
+def numbers(cache):
+    """Keys and values at every position that a row has, of each layer."""
+    found = []
+    for layer in range(2):
+        keys, values, positions = map(np.asarray, kvjax.read(cache, layer))
+        for row in range(3):
+            order = np.argsort(positions[row])[np.sum(positions[row] < 0) :]
+            found += [x[row][:, order].astype(np.float32) for x in (keys, values)]
+    return found
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cache_comes_back_bit_for_bit(name, tmp_path):
+    """It goes on with the same logits, and so it does with twice the room."""
+    cache = kvjax.rewind(filled(CELLS[name]), np.array([2, 0, 1]))
+    kvjax.save_cache(tmp_path / "a", cache, model=small(), tokens=TEXTS.tolist())
+    found, tokens = kvjax.load_cache(tmp_path / "a", model=small())
+    assert tokens == TEXTS.tolist() and found.length.tolist() == cache.length.tolist()
+    assert [x.policy for x in found.layers] == [x.policy for x in cache.layers]
+    wanted = goes_on(cache)
+    assert np.array_equal(goes_on(found), wanted)
+    if cache.max_len < kvjax.layouts.UNLIMITED:
+        twice, _ = kvjax.load_cache(tmp_path / "a", max_len=128)
+        assert 128 in (twice.max_len, twice.grows_to)
+        np.testing.assert_allclose(goes_on(twice), wanted, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="max_len is 48, but the cache in .*a holds 64"):
+            kvjax.load_cache(tmp_path / "a", max_len=48)
+
+
+def size_of(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("policy", ["static", kvjax.policy(bits=8), kvjax.policy("paged")], ids=str)
+def test_what_is_empty_is_not_written(policy, tmp_path):
+    """A short text in a long cache is a small file; and one in its place frees that of before."""
+    config = tiny_config(num_hidden_layers=1, windows=(None,))
+    keys = np.random.default_rng(0).normal(size=(1, 2, 200, 8)).astype(np.float32)
+    cache = kvjax.init_cache(config, policy, batch=1, max_len=65_536)
+    cache = kvjax.advance(kvjax.append(cache, 0, keys, keys), 200)
+    for _ in range(2):
+        kvjax.save_cache(tmp_path, cache)
+        assert size_of(tmp_path) < 100_000
+    found, _ = kvjax.load_cache(tmp_path)
+    assert found.max_len == 65_536
+    for one, other in zip(kvjax.read(found, 0), kvjax.read(cache, 0), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["static", "4 and 2 bits", "pages, int8"])
+@pytest.mark.parametrize("axes", [(1, 2, 1), (3, 1, 2)], ids=str)
+def test_from_a_mesh_and_to_one(name, axes, tmp_path):
+    if "pages" in name and axes[2] > 1:
+        axes = (3, 1, 1)
+    mesh = mesh_of(*axes)
+    cache = filled(CELLS[name], mesh=mesh)
+    kvjax.save_cache(tmp_path / "a", cache, model=small())
+    alone, _ = kvjax.load_cache(tmp_path / "a", model=small())
+    assert alone.spread is None
+    wanted = goes_on(cache, mesh)
+    np.testing.assert_allclose(goes_on(alone), wanted, rtol=1e-4, atol=1e-4)
+    other = mesh_of(1, 2, 1, first=4)
+    moved, _ = kvjax.load_cache(tmp_path / "a", mesh=other)
+    assert moved.length.devices() == {*jax.devices()[4:6]}
+    np.testing.assert_allclose(goes_on(moved, other), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["4 and 2 bits", "sinks of 8 bits", "bits of 16", "pages, int8"])
+def test_from_an_accelerators_form_and_to_it(name, tmp_path):
+    """Codes stay those that were encoded there, in whichever order a device keeps them."""
+    with computing_on("tpu"):
+        cache = filled(CELLS[name])
+        kvjax.save_cache(tmp_path / "tpu", cache)
+        wanted = numbers(cache)
+    here, _ = kvjax.load_cache(tmp_path / "tpu")
+    assert {x.policy.placement.computes for x in here.layers} == {"cpu"}
+    kvjax.save_cache(tmp_path / "cpu", here)
+    with computing_on("tpu"):
+        back, _ = kvjax.load_cache(tmp_path / "cpu")
+        assert {x.policy.placement.computes for x in back.layers} == {"tpu"}
+        again = numbers(back)
+    for one, two, three in zip(wanted, numbers(here), again, strict=True):
+        kept = min(one.shape[1], two.shape[1])  # a ring's slack is the device's affair
+        assert kept >= 18 and np.array_equal(one[:, -kept:], two[:, -kept:])
+        assert np.array_equal(two, three)
+
+
+def test_generation_goes_on_from_a_file_in_another_process(tmp_path):
+    lm = models.load()
+    first = kvjax.generate(lm, ["Once upon a time"], max_new_tokens=12)
+    kvjax.save_cache(tmp_path / "a", first.cache, model=lm)
+    wanted = kvjax.generate(lm, first.unfed, cache=first.cache, max_new_tokens=6).tokens
+    program = f"""
+import kvjax
+from kvjax import models
+lm = models.load()
+cache, _ = kvjax.load_cache({str(tmp_path / "a")!r}, model=lm)
+print(kvjax.generate(lm, {first.unfed}, cache=cache, max_new_tokens=6).tokens)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert json.loads(found.stdout) == wanted
+
+
+# Never half.
+
+
+def refused(path, message, **more):
+    with pytest.raises(CheckpointError, match=message):
+        kvjax.load_cache(path, **more)
+
+
+def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
+    lm, cache = small(), filled(CELLS["static"])
+    refused(tmp_path / "a", "a: nothing was saved there: it has no kvjax.json")
+    kvjax.save_cache(tmp_path / "a", cache, model=lm)
+    trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
+    refused(tmp_path / "a", f"a cache of the model {fingerprint(lm)}, and this one", model=trained)
+    refused(tmp_path / "a", "and this one is run 2", model="run 2")
+    other = small(num_hidden_layers=1, windows=(None,))
+    refused(tmp_path / "a", "numbers of one model are of no use to another", model=other)
+    name = tmp_path / "a" / "kvjax.json"
+    told = name.read_text()
+    for text, message in (
+        (told[:-100], "kvjax.json: was cut or changed"),
+        ("[]", "was cut or changed"),
+        (told.replace('"form": 1', '"form": 9'), "form 9, and this version reads 1"),
+        (told.replace("a cache", "a tree"), "holds a tree, and not a cache"),
+        (told.replace('"class": "Dense"', '"class": "Thin"'), "is not what this version saves"),
+        (told.replace('"max_len": 64', '"max_len": 8'), "where .* was expected"),
+        (told.replace("length", "size"), None),
+    ):
+        name.write_text(text)
+        if message is not None:
+            refused(tmp_path / "a", message)
+    name.write_text(told)
+    kvjax.load_cache(tmp_path / "a", model=lm)
+    largest = max((tmp_path / "a").rglob("*"), key=lambda file: file.stat().st_size)
+    data = largest.read_bytes()
+    for changed, message in (
+        (data[: len(data) // 2], f"{largest.name}: was cut or changed: it has {len(data) // 2} by"),
+        (data[:-1] + bytes([data[-1] ^ 1]), f"{largest.name}: was changed since it was written"),
+    ):
+        largest.write_bytes(changed)
+        refused(tmp_path / "a", message)
+    largest.unlink()
+    refused(tmp_path / "a", f"{largest.name}: is not there")
+
+
+def test_what_is_not_saved(tmp_path):
+    cache = filled(CELLS["static"])
+    (tmp_path / "notes.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(CheckpointError, match="there is something else, which is not written"):
+            kvjax.save_cache(path, cache)
+    with pytest.raises(
+        ValueError, match=r"tokens has \[1, 1, 1\] for rows that hold \[31, 18, 25\]"
+    ):
+        kvjax.save_cache(tmp_path / "a", cache, tokens=[[1]] * 3)
+    with pytest.raises(ValueError, match="save_cache"):
+        jax.jit(lambda c: kvjax.save_cache(tmp_path / "a", c))(cache)
+    spoilt = dataclasses.replace(cache, status=cache.status | 1)
+    with pytest.raises(CacheOverflowError):
+        kvjax.save_cache(tmp_path / "a", spoilt)
+    assert not (tmp_path / "a").exists()
+
+
+STEPS = ("mkdir", "save", "finished", "open", "replace", "clean")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, monkeypatch):
+    """Whichever call it does not come back from."""
+    import orbax.checkpoint as ocp
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(*args, **kwargs):
+        raise Stopped
+
+    old, new = ({"x": np.full(1000, n, np.float32)} for n in (1, 2))
+    files.save_folder(tmp_path / "a", old, "old").wait()
+    where = {
+        "mkdir": (files.Path, "mkdir"), "save": (ocp.StandardCheckpointer, "save"),
+        "finished": (ocp.StandardCheckpointer, "wait_until_finished"), "open": (files.Path, "open"),
+        "replace": (files.Path, "replace"), "clean": (files.shutil, "rmtree"),
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(*where[step], stop)
+        with pytest.raises(Stopped):
+            files._write(tmp_path / "a", new, "new")
+    told, found = files.read_folder(tmp_path / "a")
+    wanted = "new" if step == "clean" else "old"
+    assert told == wanted and np.array_equal(found["x"], {"old": old, "new": new}[wanted]["x"])
+    files.save_folder(tmp_path / "a", new, "new").wait()
+    assert files.read_folder(tmp_path / "a")[0] == "new"
+    assert len(list((tmp_path / "a").iterdir())) == 2  # nothing is left of what was not ended
+
+
+WRITER = """
+import itertools, sys
+import numpy as np
+from kvjax.core.files import save_folder
+for n in itertools.count(1):
+    save_folder(sys.argv[1], {f"{k}": np.full((64, 1000), n) for k in range(8)}, n).wait()
+    print(n, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
+    """In mid-write, each of several at another moment."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / str(n))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(4)
+    ]
+    for number, writer in enumerate(writers):
+        written = [int(writer.stdout.readline()) for _ in range(2)][-1]
+        time.sleep(0.004 * number)
+        writer.kill()
+        rest, _ = writer.communicate()
+        last = int(rest.split()[-1]) if rest.split() else written
+        told, found = files.read_folder(tmp_path / str(number))
+        assert told in (last, last + 1)
+        assert all(np.array_equal(x, np.full((64, 1000), told)) for x in found.values())
+
+
+def test_a_second_thread_writes_what_was_there(tmp_path):
+    """Whatever becomes of the cache in the meantime; what it meets is told by ``wait``."""
+    cache = filled(CELLS["static"])
+    wanted = numbers(cache)
+    saving = kvjax.save_cache(tmp_path / "a", cache, wait=False)
+    jax.tree.map(lambda x: x.delete(), cache)
+    saving.wait()
+    found, _ = kvjax.load_cache(tmp_path / "a")
+    assert all(map(np.array_equal, numbers(found), wanted))
+    (tmp_path / "b").mkdir()
+    saving = files.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, None)
+    with pytest.raises(ValueError, match="zero size"):
+        saving.wait()
