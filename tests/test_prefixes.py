@@ -15,6 +15,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvjax
+from kvjax.core.device import computing_on
+from kvjax.core.errors import CheckpointError
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
@@ -517,3 +519,41 @@ def test_what_a_request_with_a_tree_refuses():
             kvjax.generate(lm, [[1, 2]], **{"prefix_cache": tree, "max_new_tokens": 2} | more)
     assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=40).tokens
     accounted(tree)
+
+
+@pytest.mark.parametrize("name", ["raw", "int8", "hybrid"])
+def test_a_tree_is_taken_up_again(name, tmp_path):
+    """With all its texts, wherever they were, of every tenant; and it goes on bit for bit."""
+    lm, told = small(), conversations()
+    tree = tree_of(lm, POLICIES[name], host_memory=30_000, folder=tmp_path / "pages")
+    for prompt in told[:6]:
+        after(lm, [prompt], prefix_cache=tree)
+    after(lm, [told[0]], prefix_cache=tree.of("a"))
+    tree.weights = ("run", 1)
+    after(lm, [told[1]], prefix_cache=tree)
+    tree.save(tmp_path / "tree", lm)
+    again = kvjax.PrefixTree.load(tmp_path / "tree", lm, host_memory="1MiB")
+    assert (again.weights, again.settings) == (("run", 1), tree.settings)
+    assert again.stats().texts == tree.stats().texts
+    for tenant, weights in ((None, ("run", 1)), (None, 0), ("a", 0)):
+        again.weights = tree.weights = weights
+        for prompt in told:
+            found, hit, tokens = after(lm, [prompt], prefix_cache=again.of(tenant))
+            wanted, other, others = after(lm, [prompt], prefix_cache=tree.of(tenant))
+            assert hit == other and np.array_equal(found, wanted) and tokens == others
+    accounted(again)
+    trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
+    with pytest.raises(CheckpointError, match=r"texts of the model .*, and this one is"):
+        kvjax.PrefixTree.load(tmp_path / "tree", trained)
+    kvjax.save_cache(tmp_path / "cache", kvjax.init_cache(lm.config, max_len=8))
+    with pytest.raises(CheckpointError, match="holds a cache, and not a tree of prefixes"):
+        kvjax.PrefixTree.load(tmp_path / "cache", lm)
+    with computing_on("tpu"), pytest.raises(CheckpointError, match="by another kind of device"):
+        kvjax.PrefixTree.load(tmp_path / "tree", lm)
+    tree.weights = object()
+    with pytest.raises(ValueError, match="a object can't be written down"):
+        tree.save(tmp_path / "tree", lm)
+    tree.clear()
+    tree.weights = 0
+    tree.save(tmp_path / "empty", lm)
+    assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().texts == 0

@@ -90,7 +90,7 @@ def test_a_cache_comes_back_bit_for_bit(name, tmp_path):
         twice, _ = kvjax.load_cache(tmp_path / "a", max_len=128)
         assert 128 in (twice.max_len, twice.grows_to)
         np.testing.assert_allclose(goes_on(twice), wanted, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="max_len is 48, but the cache in .*a holds 64"):
+        with pytest.raises(ValueError, match=r"max_len is 48, but the cache in .*a holds 64"):
             kvjax.load_cache(tmp_path / "a", max_len=48)
 
 
@@ -156,18 +156,21 @@ def test_generation_goes_on_from_a_file_in_another_process(tmp_path):
     lm = models.load()
     first = kvjax.generate(lm, ["Once upon a time"], max_new_tokens=12)
     kvjax.save_cache(tmp_path / "a", first.cache, model=lm)
-    wanted = kvjax.generate(lm, first.unfed, cache=first.cache, max_new_tokens=6).tokens
+    logits, cache = lm.apply(lm.params, np.array(first.unfed), first.cache)
+    wanted = kvjax.generate(lm, [[7, 8, 9]], cache=cache, max_new_tokens=6).tokens
     program = f"""
 import kvjax
+import numpy as np
 from kvjax import models
 lm = models.load()
 cache, _ = kvjax.load_cache({str(tmp_path / "a")!r}, model=lm)
-print(kvjax.generate(lm, {first.unfed}, cache=cache, max_new_tokens=6).tokens)
+logits, cache = lm.apply(lm.params, np.array({first.unfed}), cache)
+print([logits.tolist(), kvjax.generate(lm, [[7, 8, 9]], cache=cache, max_new_tokens=6).tokens])
 """
     found = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
-    assert json.loads(found.stdout) == wanted
+    assert json.loads(found.stdout) == [logits.tolist(), wanted]
 
 
 # Never half.

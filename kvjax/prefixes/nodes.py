@@ -74,7 +74,7 @@ class Nodes:
     def __init__(self, unit: int, shape: Sequence[int]) -> None:
         self.unit, self.shape = unit, tuple(shape)
         self.roots: dict[Hashable, Node] = {}
-        self._clock = 0
+        self.clock = 0
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots.values():
@@ -101,9 +101,9 @@ class Nodes:
 
     def touch(self, path: Sequence[Node]) -> None:
         """Used now."""
-        self._clock += 1
+        self.clock += 1
         for node in path:
-            node.used = self._clock
+            node.used = self.clock
 
     def oldest(self, tier: str) -> list[Node]:
         """Nodes that have something in a tier and that nobody goes on from: least recently used

@@ -10,10 +10,14 @@ from typing import Any, Protocol
 import jax
 
 from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.errors import CheckpointError
+from kvjax.core.files import Saving, read_folder, save_folder
 from kvjax.core.sizes import parse_bytes
+from kvjax.operations.fingerprints import fingerprint
 from kvjax.policies.model_config import decoder_config
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.lease import Lease
+from kvjax.prefixes.saved import KIND, from_folder, terms_of, to_folder
 from kvjax.prefixes.terms import Terms, in_pages, with_pages
 from kvjax.prefixes.texts import Texts
 
@@ -142,6 +146,53 @@ class PrefixTree:
             "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
+    def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
+        """Write all that it keeps into a folder, for ``load``; as ``kvjax.save_cache`` does.
+
+        Raises:
+          ValueError: if an earlier request has the pages, or a tenant or ``weights`` are named by
+            what can't be written down.
+          CheckpointError: if something else stands there.
+        """
+        self._refuse_lent()
+        self._check_model(lm)
+        arrays, told = to_folder(self.texts, self.weights)
+        saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
+        if wait:
+            saving.wait()
+        return saving
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        lm: Served,
+        *,
+        host_memory: int | str = "1GiB",
+        folder: str | Path | None = None,
+        disk_memory: int | str = "16GiB",
+    ) -> "PrefixTree":
+        """The tree that ``save`` wrote, with its texts on the host; arguments as of ``PrefixTree``.
+
+        Raises:
+          CheckpointError: if it is none, was computed by another model, comes from another kind of
+            device, or a file was cut or changed.
+        """
+        told, arrays = read_folder(path)
+        if told.get("kind") != KIND:
+            raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {KIND}")
+        if told["model"] != (asked := fingerprint(lm)):
+            raise CheckpointError(
+                f"{path}: texts of the model {told['model']}, and this one is {asked}"
+            )
+        settings = terms_of(told)
+        found = cls(
+            lm, list(settings.pop("policies")), pages=1, host_memory=host_memory, folder=folder,
+            disk_memory=disk_memory, **settings,
+        )  # fmt: skip
+        from_folder(found.texts, arrays, told)
+        return found
+
     def of(self, tenant: Hashable) -> "Tenant":
         """The tree for somebody whose texts nobody else finds: as ``prefix_cache``."""
         return Tenant(self, tenant)
@@ -175,13 +226,7 @@ class PrefixTree:
           ValueError: if the model is another one, or its weights are others than those that
             ``weights`` stood for; if an earlier request has the pages still, or there are too few.
         """
-        if self._lease is not None and not self._lease.settled:
-            gc.collect()  # a stream that nobody has any more is part of a circle
-        if self._lease is not None and not self._lease.settled:
-            raise ValueError(
-                "the prefix tree's pages are with a stream that has not ended: iterate it to its "
-                "end, or close it"
-            )
+        self._refuse_lent()
         if self.texts.pool.lost:
             self.clear()
         self._check_model(lm)
@@ -193,6 +238,15 @@ class PrefixTree:
         self._asked += sum(map(len, prompts))
         self._saved += int(lease.hits.sum())
         return lease
+
+    def _refuse_lent(self) -> None:
+        if self._lease is not None and not self._lease.settled:
+            gc.collect()  # a stream that nobody has any more is part of a circle
+        if self._lease is not None and not self._lease.settled:
+            raise ValueError(
+                "the prefix tree's pages are with a stream that has not ended: iterate it to its "
+                "end, or close it"
+            )
 
     def _check_model(self, lm: Served) -> None:
         if lm.config != self.terms.config or lm.mesh != self.terms.mesh:
