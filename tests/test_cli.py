@@ -67,6 +67,31 @@ def test_text_streams_and_figures_follow(run, tiny_llama_dir, tiny_llama):
     assert "4 prompt + 12 new tokens" in err and "tokens/s" in err and err.count("\n") == 1
 
 
+def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
+    """As if it had never been put away, though its cache must grow; and what is refused."""
+    model, folder = ("--model", tiny_llama_dir, "--kv-bits", 8), tmp_path / "text"
+    code, first, _ = run("generate", "Once", *model, "--max-new-tokens", 40, "--save-cache", folder)
+    assert code == 0
+    go_on = ("generate", "", *model[:2], "--load-cache", folder, "--save-cache", folder)
+    for _ in range(2):
+        code, more, err = run(*go_on, "--max-new-tokens", 30)
+        assert code == 0 and "1 prompt + 30 new tokens" in err
+        first = first[:-1] + more
+    _, whole, _ = run("generate", "Once", *model, "--max-new-tokens", 100)
+    assert first == whole
+    code, _, err = run("generate", " upon", *go_on[2:6], "--max-new-tokens", 3)
+    assert code == 0 and "6 prompt + 3 new tokens" in err
+    for words, message in (
+        (("--cache", "dynamic"), "leave --cache out"), (("--no-cache",), "leave --no-cache out"),
+        (("--chat",), "--chat begins a conversation"), (("--max-len", 50), "max_len is 50, but"),
+    ):  # fmt: skip
+        assert_refused(run(*go_on, *words), message)
+    elsewhere = ("generate", "", *model[:2], "--load-cache", tmp_path)
+    assert_refused(run(*elsewhere), "nothing was saved there")
+    embedded = ("generate", "", "--load-cache", folder)
+    assert_refused(run(*embedded), "one model are of no use to another")
+
+
 def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 7, "--temperature", 0.8, "--top-k", 50, "--top-p", 0.9)
     arguments += ("--min-p", 0.01, "--seed", 5, "--repetition-penalty", 1.1, "--max-len", 64)

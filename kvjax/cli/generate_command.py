@@ -10,11 +10,13 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
+from kvjax.cli.continuing import put_away, taken_up
 from kvjax.cli.figures import beyond, one_line, to_json
 from kvjax.cli.processes import joined
 from kvjax.cli.waiting import shown
 from kvjax.generation.settings import Settings
 from kvjax.generation.statistics import GenerationStats
+from kvjax.generation.streaming import GenerationResult
 from kvjax.policies.words import parse_policy
 
 
@@ -67,10 +69,18 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
+    load_cache: Annotated[
+        Path | None,
+        typer.Option(help="Go on from the text in this folder, which --save-cache wrote."),
+    ] = None,
+    save_cache: Annotated[
+        Path | None, typer.Option(help="Keep the text's cache in this folder, for --load-cache.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Continue a prompt, given as text, in a file, or on standard input."""
     words = _prompt(text, prompt, file)
+    _check_files(load_cache, save_cache, no_cache, chat)
     use_compilation_cache()
     import kvjax
     from kvjax import models
@@ -92,9 +102,25 @@ def generate(
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
+        held: list[int] = []
+        if load_cache is not None:
+            if policy != parse_policy("static"):
+                raise ValueError("the cache in --load-cache has its policy: leave --cache out")
+            with shown("loading"):
+                settings["cache"], held, entry = taken_up(
+                    lm, load_cache, words, max_new_tokens, max_len
+                )
+            settings["max_len"] = None
+
+        def keep(result: GenerationResult) -> None:
+            if save_cache is not None:
+                ids = lm.encode([entry])[0][0].tolist()
+                put_away(lm, save_cache, result.cache, [*held, *ids, *result.tokens[0]])
+
         if as_json:
             with shown("reading the prompt"):
                 result = kvjax.generate(lm, [entry], **settings)
+            keep(result)
             found = {
                 "text": result.text[0],
                 "tokens": result.tokens[0],
@@ -110,10 +136,18 @@ def generate(
         for piece in itertools.chain([first], running):
             if speaks:
                 typer.echo(piece.text[0], nl=False)
+        keep(running.result)
         if speaks:
             typer.echo()
             typer.echo(one_line(asdict(running.result.stats)), err=True)
             _warn(running.result.stats)
+
+
+def _check_files(load: Path | None, save: Path | None, no_cache: bool, chat: bool) -> None:
+    if no_cache and (load or save):
+        raise ValueError("without a cache there is none to load or to save: leave --no-cache out")
+    if chat and load:
+        raise ValueError("--chat begins a conversation, and can't go on from --load-cache")
 
 
 def _warn(stats: GenerationStats) -> None:

@@ -21,7 +21,7 @@ Cache = Annotated[
     str,
     typer.Option(
         help="The cache policy: static, dynamic, sliding_window, hybrid, quantized, offloaded, "
-        "offloaded_static or auto, with settings where wanted: NAME,SETTING=VALUE,..."
+        "offloaded_static, auto or paged, with settings where wanted: NAME,SETTING=VALUE,..."
     ),
 ]
 Bits = Annotated[
