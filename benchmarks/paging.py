@@ -1,7 +1,8 @@
 """What pages cost a step, and what they save: `python -m benchmarks.paging`.
 
-Steps in a dense cache and in pages of several sizes, in turn, at equal lengths; and the bytes of
-pages that several samples of a prompt have, to those of one.
+Steps in a dense cache and in pages of several sizes, in turn, at equal lengths; the bytes of pages
+that several samples of a prompt have, to those of one; and the time to the first token of a prompt
+whose beginning is in a tree of prefixes, to that of one whose is not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.decode import default_folder
 from benchmarks.engine_kvjax import KvjaxEngine
 from kvjax.core.plots import pyplot
 
-LIMIT, BLOCK = 1.10, 64
+LIMIT, TIMES, BLOCK = 1.10, 10, 64
 CODECS: dict[str, dict[str, Any]] = {"raw": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}}
 
 
@@ -86,6 +87,33 @@ def shared(given: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def prefixes(engine: KvjaxEngine, sizes: Sizes, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds to the first token where the prompt is known but for its last tokens, and where
+    nothing of it is."""
+    found, lm = [], engine.lm
+    prefix = prompt_tokens(sizes, 1, given.prompt, 1)[0].tolist()
+    for codec, settings in CODECS.items():
+        tree = kvjax.PrefixTree(
+            lm, kvjax.policy("paged", page_size=given.page, **settings),
+            pages=2 * given.room // given.page, max_len=given.room, prefill_chunk=given.page,
+        )  # fmt: skip
+        seconds: dict[str, list[float]] = {"miss": [], "hit": []}
+        for turn in range(given.rounds + 1):
+            tree.clear()
+            for name, times in seconds.items():
+                own = prompt_tokens(sizes, 1, given.own, 2 + turn)[0].tolist()
+                result = kvjax.generate(
+                    lm, [prefix + own], max_new_tokens=1, eos_token_ids=(), prefix_cache=tree
+                )
+                known = given.prompt // given.page * given.page if name == "hit" else 0
+                assert result.stats.cached_tokens == known
+                times += [result.stats.prefill_seconds] if turn else []  # the first one compiles
+        ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+        ratio = paired_ratio(seconds["miss"], seconds["hit"])
+        found.append({"codec": codec, **ms, "ratio": ratio})
+    return found
+
+
 def _fed(cache: Any, tokens: int) -> Any:
     numbers = jnp.zeros((cache.batch, 1, tokens, 8))
     return kvjax.advance(kvjax.append(cache, 0, numbers, numbers), tokens)
@@ -116,6 +144,16 @@ def markdown(results: dict[str, Any]) -> str:
         *(
             f"| {x['page']} | {x['pages'][0]} | {x['pages'][1]} | {x['ratio']:.2f} |"
             for x in results["shared"]
+        ),
+        "",
+        f"Milliseconds to the first token behind a prefix of {results['prompt']:,} tokens and "
+        f"{results['own']} of a prompt's own, in pages and chunks of {results['page']}:",
+        "",
+        "| codec | nothing known | the prefix known | times as fast |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {x['codec']} | {x['miss']:.1f} | {x['hit']:.1f} | {x['ratio']:.1f} |"
+            for x in results["prefixes"]
         ),
     ]
     return "\n".join([*lines, ""])
@@ -152,9 +190,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model: a trial run")
     given = parser.parse_args(arguments)
     full = {"prompt": 1024, "room": 1536, "rows": [1, 4], "pages": [16, 64, 256, 1024],
-            "samples": 8, "new": 32}  # fmt: skip
+            "samples": 8, "new": 32, "page": 256, "own": 16}  # fmt: skip
     quick = {"prompt": 64, "room": 128, "rows": [2], "pages": [16, 64], "rounds": 2, "steps": 2,
-             "samples": 3, "new": 8}  # fmt: skip
+             "samples": 3, "new": 8, "page": 16, "own": 4}  # fmt: skip
     for name, value in (full | (quick if given.quick else {})).items():
         setattr(given, name, value)
     return given
@@ -162,15 +200,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, write ``paging.json``, ``.md`` and ``.png``; 1 if a step in pages is further than
-    ``LIMIT`` from one in a dense cache."""
+    ``LIMIT`` from one in a dense cache, or a known prefix saves less than all but a ``TIMES``-th of
+    the time."""
     given = parse(arguments)
     sizes = TINY if given.quick else Sizes()
-    kept = ("prompt", "room", "rows", "pages", "rounds", "steps", "samples", "new")
+    kept = ("prompt", "room", "rows", "pages", "rounds", "steps", "samples", "new", "page", "own")
     results: dict[str, Any] = {name: getattr(given, name) for name in kept}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), sizes)
         engine = KvjaxEngine(folder, "float32")
         results |= {key: engine.describe()[key] for key in ("device", "versions")}
+        results["prefixes"] = prefixes(engine, sizes, given)
         results["steps_of"] = measure(engine, sizes, given)
     results["shared"] = shared(given)
     print(markdown(results))
@@ -181,7 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (out / "paging.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "paging.md").write_text(markdown(results))
     draw(results, out / "paging.png")
-    return int(not given.quick and max(x["ratio"] for x in results["steps_of"]) > LIMIT)
+    slow = max(x["ratio"] for x in results["steps_of"]) > LIMIT
+    slow |= min(x["ratio"] for x in results["prefixes"]) < TIMES
+    return int(not given.quick and slow)
 
 
 if __name__ == "__main__":
