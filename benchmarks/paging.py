@@ -192,7 +192,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     full = {"prompt": 1024, "room": 1536, "rows": [1, 4], "pages": [16, 64, 256, 1024],
             "samples": 8, "new": 32, "page": 256, "own": 16}  # fmt: skip
     quick = {"prompt": 64, "room": 128, "rows": [2], "pages": [16, 64], "rounds": 2, "steps": 2,
-             "samples": 3, "new": 8, "page": 16, "own": 4}  # fmt: skip
+             "samples": 3, "new": 8, "page": 64, "own": 4}  # fmt: skip
     for name, value in (full | (quick if given.quick else {})).items():
         setattr(given, name, value)
     return given
