@@ -221,6 +221,85 @@ FAULTS = (
         "cache = replace(cache, pools=freed(cache, ~keep))",
         "cache = replace(cache, pools=cache.pools)", ("pages",),
     ),
+    Fault(
+        "a hit forgets the tenant", "prefixes/tree.py",
+        "key = tenant, self.weights, rows", "key = None, self.weights, rows", ("prefixes",),
+    ),
+    Fault(
+        "a hit forgets the version of the weights", "prefixes/tree.py",
+        "key = tenant, self.weights, rows", "key = tenant, 0, rows", ("prefixes",),
+    ),
+    Fault(
+        "a hit forgets how many rows were computed together", "prefixes/tree.py",
+        "key = tenant, self.weights, rows", "key = tenant, self.weights, None", ("prefixes",),
+    ),
+    Fault(
+        "texts that were found are not locked", "prefixes/lease.py",
+        "                node.locked += 1", "                node.locked += 0", ("prefixes",),
+    ),
+    Fault(
+        "the whole prompt is found, and nothing is left to ask", "prefixes/lease.py",
+        "path = texts.nodes.walk(self._key, tokens[: len(tokens) - 1])",
+        "path = texts.nodes.walk(self._key, tokens)", ("prefixes",),
+    ),
+    Fault(
+        "a state is taken a chunk late", "prefixes/lease.py",
+        "which = np.array([int(n) in row.stops for n,",
+        "which = np.array([int(n) - self._terms.prefill_chunk in row.stops for n,", ("prefixes",),
+    ),
+    Fault(
+        "a text goes on without the state that it needs", "prefixes/texts.py",
+        "if tokens % terms.grid or (terms.stateful and path[units - 1].state is None):",
+        "if tokens % terms.grid:", ("prefixes",),
+    ),
+    Fault(
+        "a hit ends inside a chunk", "prefixes/terms.py",
+        "return math.lcm(self.unit, self.prefill_chunk) if self.exact_prefix else self.unit",
+        "return self.unit", ("prefixes",),
+    ),
+    Fault(
+        "rows of a request begin where each of them can", "prefixes/lease.py",
+        "row.path, row.hit = row.path[:common], common * unit",
+        "row.path, row.hit = row.path, row.hit", ("prefixes",),
+    ),
+    Fault(
+        "what a step computed is kept as if a chunk had", "prefixes/lease.py",
+        "held = min(held, len(prompt) // terms.prefill_chunk * terms.prefill_chunk)",
+        "held = min(held, len(prompt) + 64)", ("prefixes",),
+    ),
+    Fault(
+        "the page that was used last leaves first", "prefixes/nodes.py",
+        "return sorted(found, key=lambda node: (node.used, -node.depth))",
+        "return sorted(found, key=lambda node: (-node.used, -node.depth))", ("prefixes",),
+    ),
+    Fault(
+        "a page of the tree is counted twice", "prefixes/texts.py",
+        "            self.pool.counts[kind].hold(number)",
+        "            self.pool.counts[kind].hold(number), self.pool.counts[kind].hold(number)",
+        ("prefixes",),
+    ),
+    Fault(
+        "what left the host is counted there still", "prefixes/tiers.py",
+        "self.bytes[kept.tier] -= kept.nbytes", "self.bytes[kept.tier] -= 0", ("prefixes",),
+    ),
+    Fault(
+        "pages come back as one another", "prefixes/pool.py",
+        "found[: len(pages)] = pages", "found[: len(pages)] = sorted(pages)", ("prefixes",),
+    ),
+    Fault(
+        "the old file goes before the new one is there", "core/files.py",
+        "    words = {", "    (path / NAME).unlink(missing_ok=True)\n    words = {", ("saving",),
+    ),
+    Fault(
+        "a saved cache is anybody's", "operations/saving.py",
+        'if None not in (asked, told["model"]) and asked != told["model"]:',
+        'if None not in (asked, told["model"]) and not asked:', ("saving",),
+    ),
+    Fault(
+        "the last filled slot is not saved", "operations/saving.py",
+        "return max(int(policy.stored.occupied(units)), 1)",
+        "return max(int(policy.stored.occupied(units)) - 1, 1)", ("saving",),
+    ),
 )  # fmt: skip
 
 
