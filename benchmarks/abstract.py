@@ -175,6 +175,38 @@ def compiled(cell: Cell, device: Any) -> Found:
     )
 
 
+def pages_changed(
+    change: Callable[..., Any], policy: Any, device: Any
+) -> tuple[int, int, int, int, list[str]]:
+    """Compile what is done with a cache in pages, or with what is kept of one: ``change(cache)``.
+
+    Returns:
+      Bytes of its pages, of one page, of what is aliased, of temporaries; and what is made that is
+      half as large as the pages of keys, or of values.
+    """
+    device, _ = device_or_mesh(device)
+    cell = Cell(policy)
+    with compiling_for(device):
+        make = functools.partial(kvjax.init_cache, cell.config, policy, batch=cell.batch)
+        cache = jax.eval_shape(functools.partial(make, max_len=cell.max_len))
+        there, found = places(cache, device), jax.eval_shape(change, cache)
+        after = (
+            places(found, device) if isinstance(found, kvjax.KVCache)
+            else jax.tree.map(lambda _: SingleDeviceSharding(device), found)
+        )  # fmt: skip
+        program = jax.jit(
+            change, donate_argnums=0, in_shardings=(there,), out_shardings=after
+        ).lower(arguments(cache, there)).compile()  # fmt: skip
+    memory: Any = program.memory_analysis()
+    bodies = [(layer.keys, layer.values) for layer in cache.layers]
+    small = min(tree_bytes(x) for body in bodies for x in body)
+    return (
+        tree_bytes(bodies), tree_bytes(bodies) // policy.full.layout.pages,
+        memory.alias_size_in_bytes, memory.temp_size_in_bytes,
+        large_results(str(program.as_text()), small // 2),
+    )  # fmt: skip
+
+
 def _step(queries: Any, keys: Any, cache: Any, path: str | None = None) -> Any:
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, keys)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
@@ -19,6 +21,7 @@ from benchmarks.abstract import (
     cell_of,
     compiled,
     obeys,
+    pages_changed,
 )
 from benchmarks.devices import LIMITS, compiling
 from kvjax import models
@@ -33,6 +36,9 @@ from kvjax.core.absent import (
 from kvjax.core.errors import MissingCompilerError
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
+from kvjax.placement.pages import pages_at, with_pages_at
+from kvjax.prefixes import checkpoints
+from kvjax.prefixes.kinds import Kind
 from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model
@@ -135,6 +141,57 @@ def test_the_copy_law_of_bodies_on_the_host(device, policy, form):
     assert program.host_aliased >= program.cache["host"] and program.host_temporaries == 0
     assert obeys(program, cell, policy), (program.temporaries, program.large)
     assert (program.ahead > 0) == ("ahead" in policy)
+
+
+POOL = 1024
+
+
+def _rewritten(cache):
+    """What a tree of prefixes does when pages come back to the device."""
+    held = cache.layers[0]
+    body, placement, pages = (held.keys, held.values), held.policy.placement, jnp.arange(4) * 7
+    contents = pages_at(body, held.orders, placement, pages)
+    keys, values = with_pages_at(body, held.orders, placement, pages + 1, contents)
+    return dataclasses.replace(cache, layers=(dataclasses.replace(held, keys=keys, values=values),))
+
+
+def _left(cache):
+    """And when a row's state is taken, which donates nothing."""
+    kind = Kind(cache.pagings[0], (0,), 0)
+    parts = [np.zeros(cache.batch, np.int32)]
+    static = ((kind.entries, True, kind.paging.split is not None),)
+    return checkpoints._taken(cache, jnp.ones(cache.batch, bool), parts, kinds=static)
+
+
+CHANGES = {
+    "select": lambda c: kvjax.select(c, [1, 1, 0, 3, 2, 5, 4, 4]),
+    "rewind": lambda c: kvjax.rewind(c, np.full(8, 70)),
+    "reset": lambda c: kvjax.reset(c, np.arange(8) % 2 == 0),
+    "repeat": lambda c: kvjax.repeat(c, 2),
+    "concatenate": lambda c: kvjax.concatenate([c, c]),
+    "pages that come back": _rewritten,
+    "a state that is taken": _left,
+}
+CHANGED = [
+    ("v5e", None, "select"), ("v5e", 4, "repeat"), ("v5e", None, "rewind"), ("h200", 4, "select"),
+    ("v5e", 4, "pages that come back"), ("h200", None, "repeat"), ("h200", 4, "rewind"),
+    ("v5e", 4, "a state that is taken"), ("h200", None, "pages that come back"),
+    ("v5e", None, "concatenate"),
+]  # fmt: skip
+EVERY_CHANGE = [(d, bits, name) for d in ("v5e", "h200") for bits in (None, 4) for name in CHANGES]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize(
+    ("device", "bits", "change"),
+    [pytest.param(*x, marks=needs(x[0])) for x in (EVERY_CHANGE if FULL else CHANGED)],
+)
+def test_operations_leave_a_pool_where_it_is(device, bits, change):
+    """Aliased whole, nothing of half a pool, and temporaries of a few pages, of a thousand."""
+    policy = kvjax.policy("paged", pages=POOL, bits=bits)
+    pool, page, aliased, temporaries, large = pages_changed(CHANGES[change], policy, device)
+    assert not large and temporaries < 2**20 + 20 * page
+    assert aliased >= pool or change == "a state that is taken"
 
 
 def test_what_breaks_the_law_is_found():
