@@ -90,10 +90,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 )
     if cells := os.environ.get("KVJAX_CELLS"):
         keep([i for i in items if not i.get_closest_marker("cells") or of_part(i, cells)])
+    items[:] = beside_their_like(items)
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):
             item.add_marker("oracle")
+
+
+def beside_their_like(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those of a file that are about the same cell one after the other: one worker makes what they
+    share."""
+    found: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")
+        found.setdefault((item.path, cell) if cell is not None else item, []).append(item)
+    return [item for some in found.values() for item in some]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -288,7 +288,7 @@ FAULTS = (
     ),
     Fault(
         "the old file goes before the new one is there", "core/files.py",
-        "    words = {", "    (path / NAME).unlink(missing_ok=True)\n    words = {", ("saving",),
+        "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
     ),
     Fault(
         "a saved cache is anybody's", "operations/saving.py",

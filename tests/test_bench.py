@@ -177,6 +177,7 @@ def run(monkeypatch, capfd):
     return run_bench
 
 
+@pytest.mark.rare
 def test_the_command(run, tiny_llama_dir, tmp_path):
     plot = tmp_path / "plot.svg"
     arguments = ("--model", tiny_llama_dir, "--batch", "1,2", "--prompt", "6,12,600")
@@ -200,6 +201,7 @@ def test_the_command(run, tiny_llama_dir, tmp_path):
     assert lines[-1] == found["left_out"][0]
 
 
+@pytest.mark.rare
 def test_a_shape_with_random_weights(run, monkeypatch):
     small = model_shape.ModelShape(2, 64, 96, 4, 2, 16, 300, context=128)
     monkeypatch.setitem(model_shape.SHAPES, "small", small)

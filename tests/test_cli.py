@@ -118,6 +118,7 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert set(found["stats"]["cache_bytes"]) == {"device"}
 
 
+@pytest.mark.rare
 def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_llama):
     """One line of warning, and a field of the figures."""
     context = tiny_llama.config.context
@@ -182,6 +183,7 @@ def test_dtype_is_honoured(run, tiny_llama_dir):
     assert wide["device"] > 1.5 * narrow["device"]
 
 
+@pytest.mark.rare
 def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
     """The figures say which layers moved."""
     common = ("generate", "x" * 200, "--model", tiny_llama_dir, "--max-new-tokens", 70)
@@ -309,6 +311,7 @@ def test_policies_are_written_alike_in_all_commands(run, tiny_llama_dir):
     assert_refused(run("generate", "x", "--cache", "static", "--window", 9), "no setting 'window'")
 
 
+@pytest.mark.rare
 def test_eval(run, tiny_llama_dir, tmp_path):
     text, plot = tmp_path / "text.txt", tmp_path / "plot.svg"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")

@@ -72,6 +72,7 @@ def test_the_programs_are_those_that_can_come(lm):
     )
 
 
+@pytest.mark.rare
 def test_settings_choose_programs(lm):
     jax.clear_caches()
     settings: dict[str, Any] = {"max_len": 40, **SAMPLED}

@@ -164,6 +164,7 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(start):
 
 
 # All that they were told is compared in one piece, whatever differs in it.
+@pytest.mark.rare
 @pytest.mark.parametrize(
     "told",
     [
@@ -192,6 +193,7 @@ def endless_llama_dir(tmp_path_factory):
     return write_llama(folder, max_position_embeddings=10**6, eos_token_id=10**6)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_a_killed_process_ends_the_others(start, endless_llama_dir, killed):
     port = free_port()

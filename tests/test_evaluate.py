@@ -96,6 +96,7 @@ def test_bytes_are_those_of_the_arrays(embedded):
         assert (held.body - held.scales) * 3 * slots == codes
 
 
+@pytest.mark.rare
 def test_a_text_of_which_nothing_is_encoded_is_refused(embedded, tokens):
     """It would look exact: all that is seen is in the raw tail."""
     exact = kvjax.policy(bits=1, prefill="exact")
@@ -137,6 +138,7 @@ def test_tables_plots_and_json(found, tmp_path, monkeypatch):
             assert not box.contains(*axes.transData.transform(line.get_xydata()[0]))
 
 
+@pytest.mark.rare
 def test_decode_steps_are_timed_at_the_end_of_a_window(embedded, tokens):
     quality = evaluate(embedded, tokens, {"": kvjax.policy(bits=4)}, **AT, windows=1, time_steps=3)[
         ""

@@ -118,6 +118,7 @@ ELSEWHERE = {
     "compile": "takes a policy", "generate": "tests/test_generate.py", "stream": "the same",
     "generate_batches": "tests/test_batches.py", "self_attend": "without a cache",
     "init_cache": "makes one", "page_map": "tests/test_pages.py",
+    "save_cache": "tests/test_saving.py",
 }  # fmt: skip
 """Functions of the cache's business that are not called here, and why."""
 

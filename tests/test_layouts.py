@@ -165,6 +165,7 @@ def test_a_full_growing_cache_says_so():
         kvjax.check(fill(cache, 1))
 
 
+@pytest.mark.rare
 def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
     dense = fill(kvjax.init_cache(CONFIG, batch=2, max_len=40), 30)
     ring = kvjax.convert(dense, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=3)))

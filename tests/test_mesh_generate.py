@@ -93,6 +93,7 @@ def _set(shape, kind, names=("data", "tensor", "sequence")):
     return jax.set_mesh(jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)))
 
 
+@pytest.mark.rare
 def test_generation_inside_a_mesh_that_is_set(tiny_llama):
     settings = dict(max_new_tokens=8, **SHARED)
     wanted = kvjax.generate(tiny_llama, PROMPTS, **settings).tokens
@@ -177,6 +178,7 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
                     call()
 
 
+@pytest.mark.rare
 def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
     over = mesh("2-2-2")
     filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
@@ -317,6 +319,7 @@ def test_a_model_and_a_cache_apart_are_refused(tiny_llama):
     assert tokens.sharding.device_set == lengths.sharding.device_set == set(over.devices.flat)
 
 
+@pytest.mark.rare
 def test_gradients_and_odd_ends_on_a_mesh():
     model, params = model_of("grouped")
     over = mesh("2-2-2")

@@ -50,6 +50,7 @@ def test_wrong_meshes_are_refused():
     assert parse_mesh("tensor=2, data=4") == {"tensor": 2, "data": 4}
 
 
+@pytest.mark.rare
 def test_a_bias_is_of_a_devices_heads():
     rng = np.random.default_rng(0)
     slopes = jnp.asarray(rng.normal(size=(1, 8, 1, 1)), jnp.float32)
@@ -166,7 +167,10 @@ EVERY = {name: jax.jit(change) for name, change in CHANGES.items()} | {
 }
 
 
-RARE = (("int4", "2-2-2"), ("ring-host", "1-1-8"), ("dense", "2-2-2"))
+RARE = {
+    *((name, "2-2-2") for name in ("int4", "dense", "growing", "ring-sinks")),
+    ("ring-host", "1-1-8"),
+}
 
 
 @pytest.mark.parametrize(
@@ -232,9 +236,11 @@ def spread_of(over):
 @pytest.mark.parametrize(
     "name",
     [
-        "ring-sinks",
         "int4",
-        *(pytest.param(name, marks=pytest.mark.rare) for name in ("ring-host", "dense", "growing")),
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("ring-sinks", "ring-host", "dense", "growing")
+        ),
     ],
 )
 def test_a_text_goes_on_on_another_mesh(name):

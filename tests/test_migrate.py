@@ -41,8 +41,8 @@ def memories(cache):
 @pytest.mark.parametrize(
     ("layout", "codec"),
     [
-        ("dense", "int4"),
-        pytest.param("sinks", "raw", marks=pytest.mark.rare),
+        ("sinks", "raw"),
+        pytest.param("dense", "int4", marks=pytest.mark.rare),
         pytest.param("dense", "raw", marks=pytest.mark.rare),
         pytest.param("ring", "int4", marks=pytest.mark.rare),
         pytest.param("ring", "raw", marks=pytest.mark.rare),
@@ -253,6 +253,7 @@ def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.rare
 def test_layers_come_back_when_there_is_room_again(tiny_llama):
     """Not to and fro: the same rows leave them where they are."""
     found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), **AT)
@@ -279,6 +280,7 @@ def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
     assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **long).stats.moves == ()
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("layout", [GROWING, pytest.param(kvjax.Dense(), marks=pytest.mark.rare)])
 def test_more_rows_send_layers_away(tiny_llama, layout):
     """When they go on, though nothing grows."""

@@ -60,8 +60,8 @@ def windowed():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("int8", "host"),
-        pytest.param("static", "int8", marks=pytest.mark.rare),
+        ("static", "int8"),
+        pytest.param("int8", "host", marks=pytest.mark.rare),
         pytest.param("host", "static", marks=pytest.mark.rare),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_converted_cache_stays_on_its_device(old, new):
 
 
 @pytest.mark.parametrize(
-    "slacks", [(2, 20), (20, 2), pytest.param((4, 30), marks=pytest.mark.rare)]
+    "slacks", [(20, 2), *(pytest.param(x, marks=pytest.mark.rare) for x in ((2, 20), (4, 30)))]
 )
 def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
     """Each layer lacks what its own old ring had no slack for, and nothing else."""
@@ -105,6 +105,7 @@ def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
         kvjax.convert(wide, "static", max_len=400)
 
 
+@pytest.mark.rare
 def test_a_converted_ring_that_is_shorter_than_its_window_is_rewound_no_further(windowed):
     model, params = windowed
     model = Architecture(dataclasses.replace(model.config, windows=(8, 8)))
@@ -145,7 +146,13 @@ def stretched():
     return tiny_model(windows=(None, None), max_position_embeddings=16, rope=rope)
 
 
-@pytest.mark.parametrize("policy", [kvjax.CachePolicy(Growing(8)), kvjax.CachePolicy(Dense())])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(kvjax.CachePolicy(Growing(8)), marks=pytest.mark.rare),
+        kvjax.CachePolicy(Dense()),
+    ],
+)
 def test_frequencies_stay_while_a_cache_grows(stretched, policy):
     model, params = stretched
     growing = isinstance(policy.layout, Growing)
@@ -160,6 +167,7 @@ def test_frequencies_stay_while_a_cache_grows(stretched, policy):
     close(*(feed(model, params, each, 60, 64)[0] for each in (again, cache)))
 
 
+@pytest.mark.rare
 def test_frequencies_that_depend_on_the_length_need_one(stretched):
     model, _ = stretched
     with pytest.raises(ValueError, match="a cache that grows needs max_len"):

@@ -50,6 +50,7 @@ def assert_on_host(cache):
     assert laws.memory_kinds(cache) == ({"pinned_host"}, {"device"})
 
 
+@pytest.mark.rare
 def test_the_order_of_accelerators():
     """There a choice whose outcome a compiler can't know keeps a layer from being fetched early: it
     changes no logit."""
@@ -239,7 +240,9 @@ def step_at(length, policy):
 @pytest.mark.parametrize(
     "codec", [CODECS["int4"], pytest.param(kvjax.Raw(), marks=pytest.mark.rare)]
 )
-@pytest.mark.parametrize("prefetch", [0, 1, pytest.param(2, marks=pytest.mark.rare)])
+@pytest.mark.parametrize(
+    "prefetch", [1, *(pytest.param(n, marks=pytest.mark.rare) for n in (0, 2))]
+)
 def test_every_block_comes_in_once(prefetch, codec):
     """Of a step behind 30,020 of 32,768 tokens: a block fetched while it is walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""

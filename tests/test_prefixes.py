@@ -388,7 +388,7 @@ def texts_of(result):
     return [row for row in result.tokens]
 
 
-@pytest.mark.parametrize("name", ["raw", "int8", "slots"])
+@pytest.mark.parametrize("name", [pytest.param("raw", marks=pytest.mark.rare), "int8", "slots"])
 def test_samples_of_one_prompt_are_rows_of_their_own(name):
     lm = small()
     policy = "static" if name == "slots" else POLICIES[name]
@@ -521,7 +521,9 @@ def test_what_a_request_with_a_tree_refuses():
     accounted(tree)
 
 
-@pytest.mark.parametrize("name", ["raw", "int8", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(name, marks=pytest.mark.rare) for name in ("raw", "hybrid"))]
+)
 def test_a_tree_is_taken_up_again(name, tmp_path):
     """With all its texts, wherever they were, of every tenant; and it goes on bit for bit."""
     lm, told = small(), conversations()

@@ -49,7 +49,7 @@ AMONG = choice(cache_cells(), CACHE_PAIRS + OPERATION_PAIRS)
 
 
 @pytest.mark.parametrize("cell", cells(cache_cells(), CACHE_PAIRS, AMONG))
-@settings(max_examples=max(settings.default.max_examples // 5, 1))
+@settings(max_examples=max(settings.default.max_examples // 8, 1))
 @given(data=st.data())
 def test_a_cache_is_its_text(cell, data):
     """In any chunks, with the same arrays however they were cut, and wherever these are."""

@@ -76,7 +76,12 @@ def numbers(cache):
     return found
 
 
-@pytest.mark.parametrize("name", CELLS)
+RARE = "pages, raw", "pages, hybrid"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE)) for name in CELLS]
+)
 def test_a_cache_comes_back_bit_for_bit(name, tmp_path):
     """It goes on with the same logits, and so it does with twice the room."""
     cache = kvjax.rewind(filled(CELLS[name]), np.array([2, 0, 1]))
@@ -114,11 +119,22 @@ def test_what_is_empty_is_not_written(policy, tmp_path):
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["static", "4 and 2 bits", "pages, int8"])
-@pytest.mark.parametrize("axes", [(1, 2, 1), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("pages, int8", (1, 2, 1)),
+        ("static", (3, 1, 2)),
+        *(
+            pytest.param(*cell, marks=pytest.mark.rare)
+            for cell in (
+                ("4 and 2 bits", (1, 2, 1)), ("static", (1, 2, 1)), ("pages, int8", (3, 1, 1)),
+                ("4 and 2 bits", (3, 1, 2)),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_from_a_mesh_and_to_one(name, axes, tmp_path):
-    if "pages" in name and axes[2] > 1:
-        axes = (3, 1, 1)
     mesh = mesh_of(*axes)
     cache = filled(CELLS[name], mesh=mesh)
     kvjax.save_cache(tmp_path / "a", cache, model=small())
@@ -132,7 +148,17 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
     np.testing.assert_allclose(goes_on(moved, other), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["4 and 2 bits", "sinks of 8 bits", "bits of 16", "pages, int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pages, int8",
+        "bits of 16",
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("4 and 2 bits", "sinks of 8 bits")
+        ),
+    ],
+)
 def test_from_an_accelerators_form_and_to_it(name, tmp_path):
     """Codes stay those that were encoded there, in whichever order a device keeps them."""
     with computing_on("tpu"):

@@ -56,7 +56,7 @@ def calls(start, stop, size):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=[pytest.mark.rare] * (x not in ("dense", "ring"))) for x in LAYOUTS],
+    [pytest.param(x, marks=[pytest.mark.rare] * (x != "ring")) for x in LAYOUTS],
 )
 def test_a_block_can_always_be_taken_back(layout):
     """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""
@@ -104,6 +104,7 @@ def test_grown_selected_repeated_and_joined_caches_go_on_alike():
         close(found, wanted)
 
 
+@pytest.mark.rare
 def test_saved_and_restored_it_goes_on_alike(tmp_path):
     """Codes are saved as they are: nothing is encoded a second time."""
     _, cache = fed(INT4, 50)
@@ -120,6 +121,7 @@ def test_saved_and_restored_it_goes_on_alike(tmp_path):
     assert np.array_equal(np.asarray(found), np.asarray(wanted))
 
 
+@pytest.mark.rare
 def test_rows_begin_anew_after_a_reset():
     _, cache = fed(INT4, 60)
     cache = kvjax.reset(cache, np.array([True, False]))
@@ -153,6 +155,7 @@ def test_converted_to_another_policy():
     assert np.isfinite(np.asarray(found)).all()
 
 
+@pytest.mark.rare
 def test_converted_between_rings_a_row_keeps_its_window():
     ring = functools.partial(kvjax.Ring, 20)
     small = kvjax.CachePolicy(ring(slack=10))

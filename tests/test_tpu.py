@@ -117,7 +117,8 @@ def by_position(cache):
     ("name", "head_dim", "dtype"),
     [
         *((name, 128, "float32") for name in ("sinks", "pages-int4")),
-        ("raw", 256, "bfloat16"), pytest.param("pages", 64, "float32", marks=pytest.mark.rare),
+        pytest.param("raw", 256, "bfloat16", marks=pytest.mark.rare),
+        pytest.param("pages", 64, "float32", marks=pytest.mark.rare),
         pytest.param("pages-sinks", 128, "float32", marks=pytest.mark.rare),
         pytest.param("raw", 64, "float32", marks=pytest.mark.rare),
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
@@ -227,7 +228,9 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
                 np.testing.assert_array_equal(row[position], numbers)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    "head_dim", [64, 80, *(pytest.param(n, marks=pytest.mark.rare) for n in (128, 256))]
+)
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centred", "float8", "raw"])
 def test_orders_keep_every_number(name, head_dim):
     """What is kept is given back, units may be sliced from it, and no tile is left half empty."""
@@ -265,9 +268,9 @@ def test_units_on_a_host_are_whole(codec, apart):
 
 @pytest.mark.parametrize(
     ("name", "prefetch"),
-    [("raw", 1), ("int4-int2", 0),
+    [("int4-int2", 0),
      *(pytest.param(*cell, marks=pytest.mark.rare)
-       for cell in (("raw", 0), ("int8", 0), ("int8", 1), ("int4-int2", 1)))],
+       for cell in (("raw", 1), ("raw", 0), ("int8", 0), ("int8", 1), ("int4-int2", 1)))],
 )  # fmt: skip
 def test_bodies_on_the_host_of_a_tpu(name, prefetch):
     """Their blocks go there row by row, and come back, in an order of their own."""
@@ -293,6 +296,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
         assert_same(found, wanted)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.rare), "int4"])
 def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
     """Each device has the units of its heads, which go from one device there, and back."""
@@ -402,9 +406,18 @@ class Flat:
         return plain_mix(weights, self.decode(store))
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("gpu", marks=pytest.mark.rare)])
 @pytest.mark.parametrize(
-    "codec", [Flat(), kvjax.Int4("head"), kvjax.Int3(), kvjax.Centred(kvjax.Int3())], ids=str
+    "codec",
+    [
+        Flat(),
+        kvjax.Int3(),
+        *(
+            pytest.param(codec, marks=pytest.mark.rare)
+            for codec in (kvjax.Int4("head"), kvjax.Centred(kvjax.Int3()))
+        ),
+    ],
+    ids=str,
 )
 def test_what_kernels_do_not_read_goes_another_way(codec, platform):
     """Codecs of somebody's own, scales a head, three bits."""
@@ -427,6 +440,7 @@ def test_what_kernels_do_not_read_they_refuse(codec, platform):
         run(policy, platform, "pallas", 64, (70,))
 
 
+@pytest.mark.rare
 def test_small_weights_times_small_scales_in_float16():
     """Their products have more than 16 bits."""
     codec = kvjax.Float8("e5m2")
