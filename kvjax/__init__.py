@@ -57,7 +57,8 @@ from kvjax.placement.mesh import make_mesh
 from kvjax.policies.cache_policy import CachePolicy, Hybrid
 from kvjax.policies.presets import Auto, Edges, policy, quantized_codec
 from kvjax.policies.transformers import transformers_policy
-from kvjax.prefixes.tree import PrefixStats, PrefixTree
+from kvjax.prefixes.stats import PrefixStats
+from kvjax.prefixes.tree import PrefixTree
 from kvjax.quality.evaluation import evaluate
 
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ import functools
 import itertools
 import types
 from collections import defaultdict
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import jax
@@ -559,3 +560,51 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     tree.weights = 0
     tree.save(tmp_path / "empty", lm)
     assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().texts == 0
+
+
+# What is stopped in the middle.
+
+
+@pytest.mark.parametrize("where", ["lease.put_back", "lease.taken", "texts.Texts.keep_pages"])
+def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
+    """As a request begins, on its way, and as it ends."""
+    lm, prompt = small(), np.random.default_rng(5).integers(0, 61, 45).tolist()
+    tree = tree_of(lm, POLICIES["int8"])
+
+    def hits():
+        result = kvjax.generate(lm, [prompt], max_new_tokens=4, prefix_cache=tree)
+        accounted(tree)
+        return result.stats.cached_tokens
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    assert (hits(), hits()) == (0, 32)
+    monkeypatch.setattr(f"kvjax.prefixes.{where}", stopped)
+    prompt = [7, *prompt] if where == "lease.taken" else prompt
+    with pytest.raises(KeyboardInterrupt):
+        hits()
+    monkeypatch.undo()
+    accounted(tree)
+    assert (hits(), hits()) == (0, 32)
+
+
+@pytest.mark.parametrize("how", ["full", "small"])
+def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, monkeypatch):
+    """One that is full, and one for states but for no page, which goes with what stands behind."""
+    lm = small()
+    room = {} if how == "full" else {"disk_memory": tree_of(lm, POLICIES["int8"]).terms.state_bytes}
+    tree = tree_of(lm, POLICIES["int8"], host_memory=0, folder=tmp_path, **room)
+
+    def refused(*_):
+        raise OSError(28, "No space left on device")
+
+    if how == "full":
+        monkeypatch.setattr(np, "savez", refused)
+    with pytest.warns(UserWarning, match="No space left") if how == "full" else nullcontext():
+        for prompt in conversations():
+            kvjax.generate(lm, [prompt], max_new_tokens=2, prefix_cache=tree)
+            accounted(tree)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 0 if how == "full" else tree.stats().bytes["disk"] > 0
+    assert tree.stats().dropped > 0

@@ -1,6 +1,7 @@
 """A request's use of a tree: what it finds, what it is lent, and what it leaves."""
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +58,8 @@ class Lease:
         except ValueError:
             self._unlock()
             raise
-        self._cache: KVCache | None = self._with_pages(self._with_states())
+        with self._all_or_nothing():
+            self._cache: KVCache | None = self._with_pages(self._with_states())
 
     def take(self) -> KVCache:
         """The cache, once: it is used up by whoever goes on with it."""
@@ -82,14 +84,13 @@ class Lease:
           cache: of the request, as it ended; None where it was lost.
           texts: the tokens that each of its rows holds, at least; None to keep nothing.
         """
-        try:
+        self.settled = True
+        with self._all_or_nothing():
             if cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache)):
                 self._texts.clear()
             else:
                 self._settle(cache, texts)
-        finally:
-            self._unlock()
-            self.settled = True
+        self._unlock()
 
     def _settle(self, cache: KVCache, texts: Sequence[Sequence[int]] | None) -> None:
         pool, terms = self._texts.pool, self._terms
@@ -161,7 +162,8 @@ class Lease:
                 f"the request may need {max(least)} pages more than it finds, and the prefix "
                 f"tree's pool has {pages} in all: give it more pages, or ask for less"
             )
-        self._choose_stops()
+        for row in self._rows:
+            row.stops = terms.stops(row.hit, row.known, len(row.tokens))
         states = sum(len(row.stops) for row in self._rows)
         each = [kind.paging.layout.columns if kind.moves else 0 for kind in terms.kinds]
         # What windows would give back is worth older texts, and no request.
@@ -171,17 +173,6 @@ class Lease:
             for row in self._rows:
                 row.stops = {*sorted(row.stops, reverse=True)[:spare]}  # the longest saves most
         texts.tiers.come_back(list(away.values()))
-
-    def _choose_stops(self) -> None:
-        """Where states are to be taken: at the ends of chunks where a prompt ends, where others
-        leave it, and every so many pages."""
-        terms, chunk = self._terms, self._terms.prefill_chunk
-        every = terms.checkpoint_every * terms.unit
-        for row in self._rows if terms.stateful else ():
-            ends = range(row.hit + chunk, len(row.tokens) + 1, chunk)
-            whole = [n for n in ends if n % terms.unit == 0]
-            row.stops = {n for n in whole if n // every > (n - chunk) // every}
-            row.stops |= {*whole[-1:], *[n for n in whole if n <= row.known][-1:]}
 
     def _with_states(self) -> tuple[KVCache, list[Any]]:
         """A cache of the request's rows, with what they have beside full pages."""
@@ -241,6 +232,16 @@ class Lease:
     def _land(self) -> None:
         self._landed += [found.fetched() for found in self._flying]
         self._flying = []
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What is stopped in the middle leaves an empty tree, and no page with two owners."""
+        try:
+            yield
+        except BaseException:
+            self._texts.clear()
+            self._unlock()
+            raise
 
     def _unlock(self) -> None:
         for row in self._rows:

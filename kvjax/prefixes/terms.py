@@ -79,6 +79,17 @@ class Terms:
         """What that takes, of a row."""
         return state_bytes(self.shapes(1), self.kinds)
 
+    def stops(self, hit: int, known: int, tokens: int) -> set[int]:
+        """Where the state of a prompt is to be taken, which goes on behind a hit and of which other
+        texts have what is known: at the ends of chunks where it ends, where others leave it, and
+        every so many pages."""
+        if not self.stateful:
+            return set()
+        chunk, every = self.prefill_chunk, self.checkpoint_every * self.unit
+        whole = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.unit == 0]
+        found = {n for n in whole if n // every > (n - chunk) // every}
+        return found | {*whole[-1:], *[n for n in whole if n <= known][-1:]}
+
     def shapes(self, rows: int) -> KVCache:
         """The cache of so many rows, as shapes."""
         known: dict[int, KVCache] = self.__dict__.setdefault("_shapes", {})

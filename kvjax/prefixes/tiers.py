@@ -1,6 +1,7 @@
 """What leaves the device's pages: to the host, to disk, and away, least recently used first."""
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,9 +88,9 @@ class Tiers:
                 continue
             for node in self._nodes.oldest(tier):
                 for kept in node.kept(tier):
-                    if tier == HOST and self.limits[DISK] >= kept.nbytes:
-                        self._to_disk(kept)
-                    else:
+                    to_disk = tier == HOST and self.limits[DISK] >= kept.nbytes
+                    # What was dropped with a page before it is nowhere any more.
+                    if not (to_disk and kept.arrays is not None and self._to_disk(kept)):
                         self._drop(node, kept)
                 if self.bytes[tier] <= self.limits[tier]:
                     break
@@ -121,15 +122,22 @@ class Tiers:
                 counts.release(page.number)
                 self.rest(page, content)
 
-    def _to_disk(self, kept: Kept) -> None:
+    def _to_disk(self, kept: Kept) -> bool:
+        """Whether it could be written; a disk that is full costs a text, and no request."""
         assert self._files is not None
         self._written += 1
         file = Path(self._files.name) / f"{self._written}.npz"
         kept.forms = [(x.dtype, x.shape) for x in kept.arrays]
-        np.savez(file, *(np.frombuffer(x.tobytes(), np.uint8) for x in kept.arrays))
+        try:
+            np.savez(file, *(np.frombuffer(x.tobytes(), np.uint8) for x in kept.arrays))
+        except OSError as error:
+            warnings.warn(f"a prefix was not kept on disk: {error}", stacklevel=2)
+            file.unlink(missing_ok=True)
+            return False
         self._forget(kept)
         kept.file = file
         self.bytes[DISK] += kept.nbytes
+        return True
 
     def _drop(self, node: Node, kept: Kept) -> None:
         """Without what was kept: texts can't go on behind a page that is not there, but for those

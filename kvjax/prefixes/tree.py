@@ -18,6 +18,7 @@ from kvjax.policies.model_config import decoder_config
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.lease import Lease
 from kvjax.prefixes.saved import KIND, from_folder, terms_of, to_folder
+from kvjax.prefixes.stats import PrefixStats
 from kvjax.prefixes.terms import Terms, in_pages, with_pages
 from kvjax.prefixes.texts import Texts
 
@@ -31,34 +32,6 @@ class Served(Protocol):
     def params(self) -> Any: ...
     @property
     def mesh(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class PrefixStats:
-    """What a tree has done, and has.
-
-    ``rows``: prompts that were asked for; ``hits``: those of which it had something;
-    ``prompt_tokens``, ``saved_tokens``: of them all, and those that were not computed again.
-    ``texts``: ends of texts that it keeps. ``bytes``: of what it keeps, by tier: ``"device"``,
-    ``"host"``, ``"disk"``. ``free``, ``used``, ``cached``: pages of each pool that nobody has, that
-    rows alone have, and that the tree keeps. ``dropped``: pages and states that it let go.
-    """
-
-    rows: int
-    hits: int
-    prompt_tokens: int
-    saved_tokens: int
-    texts: int
-    bytes: dict[str, int]
-    free: tuple[int, ...]
-    used: tuple[int, ...]
-    cached: tuple[int, ...]
-    dropped: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Of the prompts' tokens, the share that was not computed again."""
-        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class PrefixTree:
@@ -253,7 +226,9 @@ class PrefixTree:
             raise ValueError("the prefix tree was made for another model, or for other devices")
         leaves = jax.tree.leaves(lm.params)
         known = self._weights.setdefault(self.weights, [weakref.ref(x) for x in leaves])
-        if any(ref() is not x for ref, x in zip(known, leaves, strict=True)):
+        if len(known) != len(leaves) or any(
+            ref() is not x for ref, x in zip(known, leaves, strict=True)
+        ):
             raise ValueError(
                 f"the model's weights are other arrays than those that weights={self.weights!r} of "
                 "the prefix tree stood for: set tree.weights to another value when they change"
