@@ -22,6 +22,12 @@ needs_nbclient = pytest.mark.skipif(
 SMALLER = {
     "devices.ipynb": {"CELLS = []": 'CELLS = ["--quick"]'},
     "caches.ipynb": {"steps=1100": "steps=150", "[64, 256, 1024, 4096, 16384]": "[64, 256]"},
+    "paged.ipynb": {
+        "sizes = [16, 32, 64, 128]": "sizes = [16]",
+        "PROMPT, NEW, SAMPLES = 256, 64, 8": "PROMPT, NEW, SAMPLES = 256, 64, 2",
+        "range(5)": "range(2)",
+        "range(6)": "range(2)",
+    },
     "placement.ipynb": {
         "count=500": "count=100",
         '    "raw, host": kvjax.policy("offloaded_static"),\n': "",

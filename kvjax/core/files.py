@@ -72,17 +72,16 @@ def read_folder(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
     path = Path(path)
     try:
         found = json.loads((path / NAME).read_bytes())
-        folder, files, told = path / found["arrays"], found["files"], found["told"]
+        form, folder, told = found["form"], path / found["arrays"], dict(found["told"])
+        files = [(folder / name, size, check) for name, (size, check) in found["files"].items()]
     except FileNotFoundError:
         raise CheckpointError(f"{path}: nothing was saved there: it has no {NAME}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / NAME}: was cut or changed: {error}") from None
-    if found.get("form") != _FORM:
-        raise CheckpointError(
-            f"{path / NAME}: form {found.get('form')!r}, and this version reads {_FORM}"
-        )
-    for name, (size, check) in files.items():
-        _check_file(folder / name, size, check)
+    if form != _FORM:
+        raise CheckpointError(f"{path / NAME}: form {form!r}, and this version reads {_FORM}")
+    for file in files:
+        _check_file(*file)
     try:
         return told, {name: np.asarray(x) for name, x in _restored(folder).items()}
     except Exception as error:  # whatever Orbax and what it stands on raise
