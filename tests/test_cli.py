@@ -545,7 +545,7 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
+def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_path):
     """Long work says how far it is, on standard error, and ends at once, with the code that shells
     have for that."""
     import pty  # not on every system
@@ -556,7 +556,9 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt():
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvjax.cli import main; main()"
     )
-    command = [sys.executable, "-c", program, "eval", "--policy", "bits=4", "--context", "256"]
+    command = [sys.executable, "-c", program, "eval", "--model", str(tiny_llama_dir)]
+    (tmp_path / "text").write_text("a long text " * 5000)
+    command += ["--file", str(tmp_path / "text"), "--policy", "static", "--context", "64"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True)
     os.close(theirs)
     seen = b""

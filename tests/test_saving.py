@@ -207,6 +207,14 @@ def refused(path, message, **more):
         kvjax.load_cache(path, **more)
 
 
+def checked(text, old, new):
+    """What stands in ``kvjax.json``, with something else, as if it had been written so."""
+    assert old in text
+    words = json.loads(text.replace(old, new))
+    form, _ = words.pop("form"), words.pop("check")
+    return json.dumps(words | {"form": form, "check": files._check_of(words)})
+
+
 def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     lm, cache = small(), filled(CELLS["static"])
     refused(tmp_path / "a", "a: nothing was saved there: it has no kvjax.json")
@@ -221,12 +229,14 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     for text, message in (
         (told[:-100], "kvjax.json: was cut or changed"),
         ("[]", "was cut or changed"),
+        (told.replace("a cache", "a tree"), "was cut or changed: its checksum is another"),
         (told.replace('"form": 1', '"form": 9'), "form 9, and this version reads 1"),
-        (told.replace("a cache", "a tree"), "holds a tree, and not a cache"),
-        (told.replace('"class": "Dense"', '"class": "Thin"'), "is not what this version saves"),
-        (told.replace('"max_len": 64', '"max_len": 8'), "where .* was expected"),
-        (told.replace('"files": {', '"files": [], "others": {'), "was cut or changed"),
-        (told.replace('"told": {', '"told": 3, "others": {'), "was cut or changed"),
+        (checked(told, "a cache", "a tree"), "holds a tree, and not a cache"),
+        (checked(told, '"class": "Dense"', '"class": "Thin"'), "is not what this version saves"),
+        (checked(told, '"max_len": 64', '"max_len": 8'), "where .* was expected"),
+        (checked(told, '"tokens"', '"words"'), "is not what this version saves: 'tokens'"),
+        (checked(told, '"files": {', '"files": [], "others": {'), "was cut or changed"),
+        (checked(told, '"told": {', '"told": 3, "others": {'), "was cut or changed"),
     ):
         name.write_text(text)
         refused(tmp_path / "a", message)
@@ -277,7 +287,7 @@ def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, 
         raise Stopped
 
     old, new = ({"x": np.full(1000, n, np.float32)} for n in (1, 2))
-    files.save_folder(tmp_path / "a", old, "old").wait()
+    files.save_folder(tmp_path / "a", old, {"is": "old"}).wait()
     where = {
         "mkdir": (files.Path, "mkdir"), "save": (ocp.StandardCheckpointer, "save"),
         "finished": (ocp.StandardCheckpointer, "wait_until_finished"), "open": (files.Path, "open"),
@@ -286,12 +296,14 @@ def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(*where[step], stop)
         with pytest.raises(Stopped):
-            files._write(tmp_path / "a", new, "new")
+            files._write(tmp_path / "a", new, {"is": "new"})
     told, found = files.read_folder(tmp_path / "a")
     wanted = "new" if step == "clean" else "old"
-    assert told == wanted and np.array_equal(found["x"], {"old": old, "new": new}[wanted]["x"])
-    files.save_folder(tmp_path / "a", new, "new").wait()
-    assert files.read_folder(tmp_path / "a")[0] == "new"
+    assert told == {"is": wanted} and np.array_equal(
+        found["x"], {"old": old, "new": new}[wanted]["x"]
+    )
+    files.save_folder(tmp_path / "a", new, {"is": "new"}).wait()
+    assert files.read_folder(tmp_path / "a")[0] == {"is": "new"}
     assert len(list((tmp_path / "a").iterdir())) == 2  # nothing is left of what was not ended
 
 
@@ -300,7 +312,7 @@ import itertools, sys
 import numpy as np
 from kvjax.core.files import save_folder
 for n in itertools.count(1):
-    save_folder(sys.argv[1], {f"{k}": np.full((64, 1000), n) for k in range(8)}, n).wait()
+    save_folder(sys.argv[1], {f"{k}": np.full((64, 1000), n) for k in range(8)}, {"n": n}).wait()
     print(n, flush=True)
 """
 
@@ -322,8 +334,8 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
         rest, _ = writer.communicate()
         last = int(rest.split()[-1]) if rest.split() else written
         told, found = files.read_folder(tmp_path / str(number))
-        assert told in (last, last + 1)
-        assert all(np.array_equal(x, np.full((64, 1000), told)) for x in found.values())
+        assert told["n"] in (last, last + 1)
+        assert all(np.array_equal(x, np.full((64, 1000), told["n"])) for x in found.values())
 
 
 def test_a_second_thread_writes_what_was_there(tmp_path):
@@ -336,6 +348,6 @@ def test_a_second_thread_writes_what_was_there(tmp_path):
     found, _ = kvjax.load_cache(tmp_path / "a")
     assert all(map(np.array_equal, numbers(found), wanted))
     (tmp_path / "b").mkdir()
-    saving = files.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, None)
+    saving = files.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, {})
     with pytest.raises(ValueError, match="zero size"):
         saving.wait()

@@ -14,6 +14,7 @@ from kvjax.cli.continuing import put_away, taken_up
 from kvjax.cli.figures import beyond, one_line, to_json
 from kvjax.cli.processes import joined
 from kvjax.cli.waiting import shown
+from kvjax.core.files import can_be_saved
 from kvjax.generation.settings import Settings
 from kvjax.generation.statistics import GenerationStats
 from kvjax.generation.streaming import GenerationResult
@@ -99,6 +100,8 @@ def generate(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
         (words, chat, dtype, revision, mesh, as_json, settings),
     ) as speaks:  # fmt: skip
+        if save_cache is not None:
+            can_be_saved(save_cache)
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
@@ -120,7 +123,6 @@ def generate(
         if as_json:
             with shown("reading the prompt"):
                 result = kvjax.generate(lm, [entry], **settings)
-            keep(result)
             found = {
                 "text": result.text[0],
                 "tokens": result.tokens[0],
@@ -128,6 +130,8 @@ def generate(
             }
             if speaks:
                 typer.echo(to_json(found))
+            keep(result)
+            if speaks:
                 _warn(result.stats)
             return
         running = kvjax.stream(lm, [entry], **settings)

@@ -6,6 +6,7 @@ from kvjax.generation.model import ModelConfig
 from kvjax.generation.settings import Options
 from kvjax.layouts import paged
 from kvjax.memory.planning import PREFILL
+from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer
 from kvjax.prefixes.tree import Tenant
 
@@ -45,13 +46,23 @@ def for_samples(
     who share the full ones of their prompt."""
     if isinstance(choice, Auto):
         return choice
-    found, lengths = [], [len(row) for row in rows]
+    found = []
     for each in per_layer(choice, config):
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
-            size = layout.page_size
-            needs = [n // size + samples * (-(-(n + limit) // size) - n // size) for n in lengths]
-            layout = replace(layout, pages=max(needs) * len(needs))
+            needs = []
+            for tokens in map(len, rows):
+                full = _left_the_tail(each, tokens) // layout.page_size
+                most = -(-(tokens + limit) // layout.page_size)
+                needs.append(full + samples * (most - full))
+            layout = replace(layout, pages=max(needs) * len(rows))
             each = replace(each, layout=layout)
         found.append(each)
     return found
+
+
+def _left_the_tail(policy: CachePolicy, tokens: int) -> int:
+    """Of a text, the tokens that stand in pages; see ``Split.flushed``."""
+    if not policy.has_tail:
+        return tokens
+    return max((tokens - 1) // policy.block - policy.recent, 0) * policy.block

@@ -20,7 +20,7 @@ from kvjax.core.checks import whole_or_none
 from kvjax.core.context import outside
 from kvjax.core.device import fetch, traced_for
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import Saving, read_folder, save_folder
+from kvjax.core.files import Saving, read_as_written, read_folder, save_folder
 from kvjax.core.settings import from_bytes, to_bytes
 from kvjax.layouts import UNLIMITED, paged
 from kvjax.operations.conversion import under
@@ -117,17 +117,16 @@ def load_cache(
     told, arrays = read_folder(path)
     if told.get("kind") != _KIND:
         raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {_KIND}")
-    asked = fingerprint(model)
-    if None not in (asked, told["model"]) and asked != told["model"]:
+    asked, known = fingerprint(model), told.get("model")
+    if None not in (asked, known) and asked != known:
         raise CheckpointError(
-            f"{path}: a cache of the model {told['model']}, and this one is {asked}: the numbers "
-            "of one model are of no use to another"
+            f"{path}: a cache of the model {known}, and this one is {asked}: the numbers of one "
+            "model are of no use to another"
         )
-    try:
+    with read_as_written(path):
+        texts: list[list[int]] | None = told["tokens"]
         settings = from_bytes(json.dumps(told["settings"]).encode())
         cache = _cache(settings, arrays, max_len or 0)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not what this version saves: {error}") from error
     most = cache.max_len if cache.grows_to is None else cache.grows_to
     if max_len is not None and UNLIMITED > most > max_len:
         raise ValueError(
@@ -136,7 +135,7 @@ def load_cache(
         )
     if max_len is not None and most < max_len and cache.grows_to is None:
         cache = grow(cache, max_len)
-    return SavedCache(cache if mesh is None else migrate(cache, mesh=mesh), told["tokens"])
+    return SavedCache(cache if mesh is None else migrate(cache, mesh=mesh), texts)
 
 
 def _on_one_device(cache: KVCache) -> KVCache:

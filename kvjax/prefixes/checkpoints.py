@@ -5,7 +5,7 @@ can only go on from there with what was raw there, a window, and a page that is 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,15 @@ from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.kinds import Kind
+
+
+class State(NamedTuple):
+    """What a row had beside its full pages where its text had so many ``tokens``: ``arrays``, and
+    of each kind of layers with a window its table, int32[columns], of pages that were retained."""
+
+    tokens: int
+    arrays: list[np.ndarray]
+    tables: list[np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -37,14 +46,15 @@ class Taken:
     rows: Any
     parts: list[Any]
 
-    def fetched(self) -> "Taken":
-        """On the host."""
-        tables, rows, parts = fetch((self.tables, self.rows, self.parts))
-        return replace(self, tables=tables, rows=rows, parts=parts)
-
-    def of_row(self, row: int) -> list[np.ndarray]:
-        """What a row has that is in no full page."""
-        return [np.array(x[row]) for x in jax.tree.leaves((self.rows, self.parts))]
+    def fetched(self) -> list[tuple[int, State]]:
+        """Of each row that it was taken of, on the host."""
+        tables, *rest = fetch((self.tables, self.rows, self.parts))
+        found = []
+        for row in np.flatnonzero(self.which).tolist():
+            arrays = [np.array(x[row]) for x in jax.tree.leaves(rest)]
+            some = [None if x is None else x[row] for x in tables]
+            found.append((row, State(int(self.tokens[row]), arrays, some)))
+        return found
 
 
 def own(held: LayerCache) -> Any:
@@ -114,8 +124,8 @@ def state_bytes(shapes: KVCache, kinds: Sequence[Kind]) -> int:
 def put_back(
     cache: KVCache, kinds: Sequence[Kind], states: Sequence[list[np.ndarray] | None]
 ) -> tuple[KVCache, list[list[list[np.ndarray] | None]]]:
-    """A cache of empty rows, with what ``Taken.of_row`` gave for some of them; and of each kind,
-    for each of these, what stands in the page that is not full.
+    """A cache of empty rows, with the arrays of some rows' states; and of each kind, for each of
+    these, what stands in the page that is not full.
 
     ``cache``: as shapes, which its pages stay.
     """

@@ -6,10 +6,19 @@ arXiv:2312.07104, whose edges are runs of any tokens; here whole pages, for noth
 
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
+
+
+class Key(NamedTuple):
+    """Among whose texts a prompt is looked for: of which tenant, computed by which weights, and of
+    how many rows at once, None where that makes no difference."""
+
+    tenant: Hashable
+    weights: Hashable
+    rows: int | None
 
 
 class Kept:
@@ -53,6 +62,11 @@ class Node:
         self.state: Kept | None = None
         self.used = self.locked = 0
 
+    def kind_of(self, kept: Kept) -> int | None:
+        """Which kind of layers a page that is kept here is of, None if it is the state."""
+        kinds = (kind for kind, pages in enumerate(self.pages) if kept in pages)
+        return next(kinds, None)
+
     def kept(self, tier: str) -> list[Kept]:
         """What is kept here in a tier."""
         every = [page for pages in self.pages for page in pages if page is not None]
@@ -73,14 +87,14 @@ class Nodes:
 
     def __init__(self, unit: int, shape: Sequence[int]) -> None:
         self.unit, self.shape = unit, tuple(shape)
-        self.roots: dict[Hashable, Node] = {}
+        self.roots: dict[Key, Node] = {}
         self.clock = 0
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots.values():
             yield from below(root)
 
-    def walk(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+    def walk(self, key: Key, tokens: Sequence[int]) -> list[Node]:
         """The nodes along a text, from its first unit on, as far as there are some."""
         node, path = self.roots.get(key), []
         for unit in self._units(tokens):
@@ -90,7 +104,7 @@ class Nodes:
             path.append(node)
         return path
 
-    def made(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+    def made(self, key: Key, tokens: Sequence[int]) -> list[Node]:
         """The nodes along all whole units of a text, made where there are none."""
         node = self.roots.setdefault(key, Node((), None, self.shape))
         path = []
@@ -105,11 +119,18 @@ class Nodes:
         for node in path:
             node.used = self.clock
 
-    def oldest(self, tier: str) -> list[Node]:
-        """Nodes that have something in a tier and that nobody goes on from: least recently used
-        first, and of one text its end first."""
-        found = [node for node in self if not node.locked and node.kept(tier)]
-        return sorted(found, key=lambda node: (node.used, -node.depth))
+    def oldest(self, tier: str) -> list[tuple[Node, Kept]]:
+        """What is kept in a tier, with its node, where nobody goes on from: least recently used
+        first; of one text first the states that it has passed, from its beginning on, and then from
+        its end on all else."""
+
+        def order(each: tuple[Node, Kept]) -> tuple[int, bool, int]:
+            node, kept = each
+            passed = kept is node.state and len(node.children) == 1
+            return node.used, not passed, node.depth if passed else -node.depth
+
+        found = [(node, kept) for node in self if not node.locked for kept in node.kept(tier)]
+        return sorted(found, key=order)
 
     def prune(self, node: Node) -> None:
         """Take a node away that keeps nothing, and those above it that then don't either."""

@@ -35,6 +35,7 @@ class Counts:
 
     def release(self, page: int) -> None:
         """One fewer has it; free, if nobody else does."""
+        assert self.refs[page] > 0
         self.refs[page] -= 1
         if not self.refs[page]:
             self.free.append(page)
@@ -84,31 +85,39 @@ class Pool:
 
     def contents(self, kind: int, pages: Sequence[int]) -> list[list[np.ndarray]]:
         """What stands in some pages: of each, arrays [...] of all layers, on the host."""
-        if not pages:
-            return []
         forms, bodies = self._of(kind)
-        found = fetch(_read(bodies, _padded(pages), forms=forms))
-        leaves = jax.tree.leaves(found)
-        return [[np.array(x[n]) for x in leaves] for n in range(len(pages))]
+        found = []
+        for some in _pieces(pages):
+            leaves = jax.tree.leaves(fetch(_read(bodies, _padded(some), forms=forms)))
+            found += [[np.array(x[n]) for x in leaves] for n in range(len(some))]
+        return found
 
     def fill(
         self, kind: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]
     ) -> None:
         """Write into pages what ``contents`` gave."""
-        if not pages:
-            return
-        forms, bodies = self._of(kind)
-        into = _padded(pages)
-        empty = [np.zeros_like(x) for x in contents[0]]
-        every = [*contents, *[empty] * (len(into) - len(pages))]
-        leaves = [np.stack(x) for x in zip(*every, strict=True)]
-        found = _write(bodies, into, jax.tree.unflatten(jax.tree.structure(bodies), leaves), forms)
-        for entry, body in zip(self.kinds[kind].entries, found, strict=True):
-            self.bodies[entry] = body
+        for some, new in zip(_pieces(pages), _pieces(contents), strict=True):
+            forms, bodies = self._of(kind)
+            into = _padded(some)
+            empty = [np.zeros_like(x) for x in new[0]]
+            every = [*new, *[empty] * (len(into) - len(some))]
+            leaves = [np.stack(x) for x in zip(*every, strict=True)]
+            tree = jax.tree.unflatten(jax.tree.structure(bodies), leaves)
+            found = _write(bodies, into, tree, forms)
+            for entry, body in zip(self.kinds[kind].entries, found, strict=True):
+                self.bodies[entry] = body
 
     def _of(self, kind: int) -> tuple[Any, Any]:
         entries = self.kinds[kind].entries
         return tuple(self._forms[n] for n in entries), [self.bodies[n] for n in entries]
+
+
+_PIECE = 16
+"""Pages that are moved at once: so much more memory than the pool's the device needs for it."""
+
+
+def _pieces(some: Sequence[Any]) -> list[Sequence[Any]]:
+    return [some[n : n + _PIECE] for n in range(0, len(some), _PIECE)]
 
 
 def _padded(pages: Sequence[int]) -> np.ndarray:

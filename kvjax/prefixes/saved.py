@@ -11,7 +11,7 @@ from kvjax.core.device import traced_for
 from kvjax.core.errors import CheckpointError
 from kvjax.core.settings import from_bytes, to_bytes
 from kvjax.core.typing import Array
-from kvjax.prefixes.nodes import DEVICE, Kept, Node
+from kvjax.prefixes.nodes import DEVICE, Kept, Key, Node, below
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts
 
@@ -19,26 +19,25 @@ KIND = "a tree of prefixes"
 
 
 def to_folder(texts: Texts, weights: Hashable) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """All that a tree keeps, as arrays, and what there is to tell of them.
+    """What a tree keeps of such weights, as arrays, and what there is to tell of them.
 
     Raises:
-      ValueError: if a tenant, or weights, are named by what can't be written down.
+      GoneError: if a file of it is not there any more.
     """
     kinds = range(len(texts.terms.kinds))
-    pages: list[list[Kept]] = [[] for _ in kinds]
-    states: list[Kept] = []
-    numbers: dict[int, int] = {}
-    nodes = []
-    for node in texts.nodes:
-        numbers[id(node)] = len(nodes)
+    pages: list[list[tuple[Node, Kept]]] = [[] for _ in kinds]
+    states: list[tuple[Node, Kept]] = []
+    roots = {key: root for key, root in texts.nodes.roots.items() if key.weights == weights}
+    nodes = [node for root in roots.values() for node in below(root)]
+    for node in nodes:
         for kind, some in enumerate(node.pages):
-            pages[kind] += [page for page in some if page is not None]
-        nodes.append(node)
-        states += [] if node.state is None else [node.state]
-    place = {id(kept): n for some in (*pages, states) for n, kept in enumerate(some)}
+            pages[kind] += [(node, page) for page in some if page is not None]
+        states += [] if node.state is None else [(node, node.state)]
+    numbers = {id(node): n for n, node in enumerate(nodes)}
+    place = {id(kept): n for some in (*pages, states) for n, (_, kept) in enumerate(some)}
     told = {
         "kind": KIND, "settings": _plain(texts.terms), "weights": _words(weights),
-        "roots": [[_words(key), numbers[id(root)]] for key, root in texts.nodes.roots.items()],
+        "roots": [[_words(tuple(key)), numbers[id(root)]] for key, root in roots.items()],
         "nodes": [
             {
                 "parent": None if node.parent is None else numbers[id(node.parent)],
@@ -52,14 +51,14 @@ def to_folder(texts: Texts, weights: Hashable) -> tuple[dict[str, np.ndarray], d
     }  # fmt: skip
     arrays = {"nodes": np.array([len(nodes)])}  # a folder is of one array at least
     for kind in kinds:
-        near = [page.number for page in pages[kind] if page.tier == DEVICE]
+        near = [page.number for _, page in pages[kind] if page.tier == DEVICE]
         contents = dict(zip(near, texts.pool.contents(kind, near), strict=True))
         some = [
-            contents[page.number] if page.tier == DEVICE else texts.tiers.read(page)
-            for page in pages[kind]
+            contents[page.number] if page.tier == DEVICE else texts.tiers.read(node, page)
+            for node, page in pages[kind]
         ]
         arrays |= _stacked(f"pages {kind}", some)
-    return arrays | _stacked("states", [texts.tiers.read(state) for state in states]), told
+    return arrays | _stacked("states", [texts.tiers.read(*each) for each in states]), told
 
 
 def terms_of(told: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def from_folder(texts: Texts, arrays: dict[str, np.ndarray], told: dict[str, Any
             "the tree was saved by another kind of device, or mesh, which keeps pages in another "
             f"form: {str(told['forms'])[:100]}"
         )
-    keys = {number: _whole(key) for key, number in told["roots"]}
+    keys = {number: Key(*_whole(key)) for key, number in told["roots"]}
     made: list[Node] = []
     for number, each in enumerate(told["nodes"]):
         tokens, parent = tuple(each["tokens"]), each["parent"]
@@ -120,7 +119,7 @@ def _words(name: Hashable) -> Any:
     return json.loads(to_bytes((name,)))
 
 
-def _whole(words: Any) -> Hashable:
+def _whole(words: Any) -> Any:
     (found,) = from_bytes(json.dumps(words).encode())
     return found
 
@@ -137,4 +136,5 @@ def _stacked(name: str, some: Sequence[Sequence[np.ndarray]]) -> dict[str, np.nd
 
 def _of(arrays: dict[str, np.ndarray], name: str, at: int) -> list[np.ndarray]:
     count = sum(key.startswith(f"{name} ") for key in arrays)
-    return [arrays[f"{name} {number}"][at] for number in range(count)]
+    # Their own: a part of a larger array would keep all of it.
+    return [np.array(arrays[f"{name} {number}"][at]) for number in range(count)]

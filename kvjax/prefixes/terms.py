@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.cache.state import KVCache
+from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache
+from kvjax.policies.model_config import decoder_config
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import own, state_bytes
 from kvjax.prefixes.kinds import Kind
@@ -81,14 +84,15 @@ class Terms:
 
     def stops(self, hit: int, known: int, tokens: int) -> set[int]:
         """Where the state of a prompt is to be taken, which goes on behind a hit and of which other
-        texts have what is known: at the ends of chunks where it ends, where others leave it, and
-        every so many pages."""
+        texts have what is known: at the ends of chunks where it ends, where the same prompt can be
+        gone on from, where others leave it, and every so many pages."""
         if not self.stateful:
             return set()
         chunk, every = self.prefill_chunk, self.checkpoint_every * self.unit
         whole = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.unit == 0]
         found = {n for n in whole if n // every > (n - chunk) // every}
-        return found | {*whole[-1:], *[n for n in whole if n <= known][-1:]}
+        inside, left = ([n for n in whole if n <= most] for most in (tokens - 1, known))
+        return found | {*whole[-1:], *inside[-1:], *left[-1:]}
 
     def shapes(self, rows: int) -> KVCache:
         """The cache of so many rows, as shapes."""
@@ -100,7 +104,40 @@ class Terms:
         return known[rows]
 
 
-def in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
+def terms_for(
+    lm: Any, policy: PolicyChoice, pages: int | None, memory: int | str | None,
+    max_len: int | None, prefill_chunk: int, exact_prefix: bool, checkpoint_every: int,
+) -> Terms:  # fmt: skip
+    """The terms of a tree, by its arguments; see ``PrefixTree``.
+
+    Raises:
+      ValueError: as it says.
+    """
+    most = whole_or_none("max_len", max_len, 1)
+    limit: int | None = getattr(decoder_config(lm.config), "position_limit", None)
+    most = limit if most is None else most
+    if most is None:
+        raise ValueError("this model's positions have no end: give max_len=")
+    if limit is not None and most > limit:
+        raise ValueError(f"max_len is {most}, but the model has {limit} positions")
+    if not isinstance(exact_prefix, bool):
+        raise ValueError(f"exact_prefix is {exact_prefix!r}, and must be True or False")
+    policies = _in_pages(policy, lm.config)
+    found = Terms(
+        lm.config, lm.mesh, _with_pages(policies, 1), most,
+        whole_number("prefill_chunk", prefill_chunk, 1), exact_prefix,
+        whole_number("checkpoint_every", checkpoint_every, 1),
+    )  # fmt: skip
+    room = None if memory is None else in_bytes("memory", memory)
+    return replace(found, policies=_pages_for(found, policies, pages, room))
+
+
+def in_bytes(name: str, size: int | str) -> int:
+    """A number of bytes, which may be given as text."""
+    return parse_bytes(size) if isinstance(size, str) else whole_number(name, size, 0)
+
+
+def _in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
     """The policies of all layers, of a tree.
 
     Raises:
@@ -119,7 +156,35 @@ def in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
     return policies
 
 
-def with_pages(policies: Sequence[Any], pages: int) -> tuple[Any, ...]:
+def _pages_for(
+    terms: Terms, policies: Sequence[Any], pages: int | None, memory: int | None
+) -> tuple[Any, ...]:
+    """With pools of so many pages, or of as many as so many bytes hold.
+
+    Raises:
+      ValueError: if neither was given, or both, or the policies say it themselves; if there is no
+        page.
+    """
+    layouts = [paged(each.layout) for each in policies]
+    said = [layout.pages is not None for layout in layouts if layout is not None]
+    if any(said):
+        if not all(said) or pages is not None or memory is not None:
+            raise ValueError(
+                "the policy names the pages of its pools: let it name those of all, and leave "
+                "pages= and memory= out; or give one of these alone"
+            )
+        return tuple(policies)
+    if (pages is None) == (memory is None):
+        raise ValueError("give pages=, or memory= in bytes")
+    if memory is not None:
+        page = sum(kind.page_bytes for kind in terms.kinds)
+        pages = memory // page
+        if not pages:
+            raise ValueError(f"memory is {memory} bytes, and a page of all layers takes {page}")
+    return _with_pages(policies, whole_number("pages", pages, 1))
+
+
+def _with_pages(policies: Sequence[Any], pages: int) -> tuple[Any, ...]:
     """With pools of so many pages, where nothing else was said."""
     found = []
     for each in policies:

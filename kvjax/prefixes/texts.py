@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.creation import new_layer
-from kvjax.prefixes.nodes import DEVICE, TIERS, Kept, Node, Nodes
+from kvjax.prefixes.checkpoints import State
+from kvjax.prefixes.nodes import DEVICE, TIERS, Kept, Key, Node, Nodes
 from kvjax.prefixes.pool import Pool
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.tiers import Tiers
@@ -40,6 +41,10 @@ class Texts:
         assert found is not None
         return found
 
+    def contents(self, path: Sequence[Node], kind: int, page: int) -> list[np.ndarray]:
+        """What stands in a page of a text that is not on the device."""
+        return self.tiers.read(path[page // self.nodes.shape[kind]], self.page(path, kind, page))
+
     def can_go_on(self, path: Sequence[Node], units: int) -> bool:
         """Whether a text can go on behind so many of the units along a path."""
         terms = self.terms
@@ -55,25 +60,21 @@ class Texts:
     def state(self, path: Sequence[Node]) -> Any:
         """What rows have beside pages at the end of a path, None where there is nothing."""
         kept = path[-1].state if path else None
-        return None if kept is None else self.tiers.read(kept)
+        return None if kept is None else self.tiers.read(path[-1], kept)
 
-    def keep_state(
-        self, key: Hashable, text: Sequence[int], state: list[np.ndarray],
-        tables: Sequence[np.ndarray | None],
-    ) -> None:  # fmt: skip
-        """Keep what a row had beside full pages at the end of a text, and what it needs of windows,
-        by their tables, None of other kinds."""
+    def keep_state(self, key: Key, text: Sequence[int], state: State) -> None:
+        """Keep what a row had beside full pages at the end of a text, and the pages of windows."""
         path = self.nodes.made(key, text)
         self.nodes.touch(path)
         if path[-1].state is None:
             path[-1].state = Kept(self.terms.state_bytes)
-            self.tiers.rest(path[-1].state, state)
-        for number, (kind, table) in enumerate(zip(self.terms.kinds, tables, strict=True)):
+            self.tiers.rest(path[-1].state, state.arrays)
+        for number, (kind, table) in enumerate(zip(self.terms.kinds, state.tables, strict=True)):
             if table is not None:
                 for page in kind.needed(len(text))[0]:
                     self._keep(path, number, page, int(table[kind.column(page)]))
 
-    def keep_pages(self, key: Hashable, text: Sequence[int], tables: Sequence[np.ndarray]) -> None:
+    def keep_pages(self, key: Key, text: Sequence[int], tables: Sequence[np.ndarray]) -> None:
         """Keep the full pages of a row's text that no window leaves, by its tables."""
         path = self.nodes.made(key, text)
         self.nodes.touch(path)
@@ -82,6 +83,11 @@ class Texts:
                 self._keep(path, number, page, int(table[kind.column(page)]))
         if path:
             self.nodes.prune(path[-1])
+
+    def forget_weights(self, weights: Hashable) -> None:
+        """Let the texts of such weights go."""
+        for key in [key for key in self.nodes.roots if key.weights == weights]:
+            self.tiers.remove(self.nodes.roots.pop(key))
 
     def count(self) -> tuple[int, dict[str, int], list[int]]:
         """Ends of texts, bytes by tier, and pages of each pool that are kept."""

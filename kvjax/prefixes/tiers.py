@@ -1,14 +1,36 @@
 """What leaves the device's pages: to the host, to disk, and away, least recently used first."""
 
+import contextlib
 import tempfile
 import warnings
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvjax.prefixes.nodes import DEVICE, DISK, HOST, Kept, Node, Nodes, below
 from kvjax.prefixes.pool import Pool
+
+
+class Away(NamedTuple):
+    """A page of a kind of layers that is not on the device, and its numbers."""
+
+    kind: int
+    page: Kept
+    contents: list[np.ndarray]
+
+
+class GoneError(Exception):
+    """A file that was written is not there, or not what it was; its text has been let go."""
+
+
+def without_the_gone(call: Callable[[], Any]) -> Any:
+    """What a call gives that reads what is kept; again, where some of it was gone."""
+    while True:
+        with contextlib.suppress(GoneError):
+            return call()
 
 
 class Tiers:
@@ -30,51 +52,51 @@ class Tiers:
             self._files = tempfile.TemporaryDirectory(prefix="pages-", dir=folder)
         self._written = 0
 
-    def make_room(self, wanted: Sequence[int]) -> bool:
-        """Let so many pages of each kind be free; whether there are as many now. What nobody goes
-        on from leaves the device for it."""
-        counts = self._pool.counts
-        lacking = [n - len(each.free) for n, each in zip(wanted, counts, strict=True)]
-        if all(n <= 0 for n in lacking):
-            return True
+    def make_room(self, least: Sequence[int], wanted: Sequence[int]) -> bool:
+        """Let pages of each kind be free, as many as are wanted, as far as that goes; what nobody
+        goes on from leaves the device for it. Whether at least so many are: else nothing leaves."""
+        free = [len(counts.free) for counts in self._pool.counts]
         leaving: list[tuple[Node, int, Kept]] = []
-        for node in self._nodes.oldest(DEVICE):
-            here = [
-                (node, kind, page)
-                for kind, pages in enumerate(node.pages)
-                for page in pages
-                if page is not None and page.tier == DEVICE
-            ]
-            if not any(lacking[kind] > 0 for _, kind, _ in here):
-                continue
-            for _, kind, _ in here:
-                lacking[kind] -= 1
-            leaving += here
-            if all(n <= 0 for n in lacking):
-                break
+        lacking = any(n > m for n, m in zip(wanted, free, strict=True))
+        for node, page in self._nodes.oldest(DEVICE) if lacking else ():
+            kind = node.kind_of(page)
+            if kind is not None and free[kind] < wanted[kind]:
+                free[kind] += 1
+                leaving.append((node, kind, page))
+        if any(n > m for n, m in zip(least, free, strict=True)):
+            return False
         self._leave(leaving)
-        return all(len(each.free) >= n for n, each in zip(wanted, counts, strict=True))
+        return True
 
-    def come_back(self, pages: Sequence[tuple[int, Kept]]) -> None:
-        """Pages, each with the number of its kind, to the device, where there is room for them."""
+    def come_back(self, pages: Sequence[Away]) -> None:
+        """Pages to the device, where there is room for them."""
         for kind, counts in enumerate(self._pool.counts):
-            some = [page for of, page in pages if of == kind and page.tier != DEVICE]
-            contents = [self.read(page) for page in some]
-            for page in some:
-                self._forget(page)
-                page.number = counts.take()
-            self._pool.fill(kind, [page.number for page in some], contents)
+            some = [each for each in pages if each.kind == kind]
+            numbers = [counts.take() for _ in some]
+            self._pool.fill(kind, numbers, [each.contents for each in some])
+            for each, number in zip(some, numbers, strict=True):
+                self._forget(each.page)
+                each.page.number = number
 
-    def read(self, kept: Kept) -> list[np.ndarray]:
-        """What is kept on the host or on disk; it stays there."""
+    def read(self, node: Node, kept: Kept) -> list[np.ndarray]:
+        """What is kept at a node, on the host or on disk; it stays there.
+
+        Raises:
+          GoneError: if its file is gone, or not what it was.
+        """
         if kept.arrays is not None:
             found: list[np.ndarray] = kept.arrays
             return found
         assert kept.file is not None
-        with np.load(kept.file) as file:
-            flat = [file[name] for name in file.files]
-        forms = zip(flat, kept.forms, strict=True)
-        return [np.frombuffer(x, dtype).reshape(shape) for x, (dtype, shape) in forms]
+        try:
+            with np.load(kept.file) as file:
+                flat = [file[name] for name in file.files]
+            forms = zip(flat, kept.forms, strict=True)
+            return [np.frombuffer(x, dtype).reshape(shape) for x, (dtype, shape) in forms]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            warnings.warn(f"a prefix was lost: {error}", stacklevel=2)
+            self._drop(node, kept)
+            raise GoneError from error
 
     def rest(self, kept: Kept, arrays: list[np.ndarray]) -> None:
         """Keep numbers on the host."""
@@ -86,14 +108,14 @@ class Tiers:
         for tier in (HOST, DISK):
             if self.bytes[tier] <= self.limits[tier]:
                 continue
-            for node in self._nodes.oldest(tier):
-                for kept in node.kept(tier):
-                    to_disk = tier == HOST and self.limits[DISK] >= kept.nbytes
-                    # What was dropped with a page before it is nowhere any more.
-                    if not (to_disk and kept.arrays is not None and self._to_disk(kept)):
-                        self._drop(node, kept)
+            for node, kept in self._nodes.oldest(tier):
                 if self.bytes[tier] <= self.limits[tier]:
                     break
+                if kept.tier != tier:  # dropped with a page before it
+                    continue
+                to_disk = tier == HOST and self.limits[DISK] >= kept.nbytes
+                if not (to_disk and self._to_disk(kept)):
+                    self._drop(node, kept)
 
     def remove(self, node: Node) -> None:
         """Take a node and all behind it away, with what they keep."""
@@ -142,18 +164,18 @@ class Tiers:
     def _drop(self, node: Node, kept: Kept) -> None:
         """Without what was kept: texts can't go on behind a page that is not there, but for those
         that a window left."""
-        if node.state is kept:
+        kind = node.kind_of(kept)
+        if kind is not None and not self._pool.kinds[kind].moves:
+            self.remove(node)
+            return
+        if kind is not None:
+            self._away(kept, kind)
+            pages = node.pages[kind]
+            pages[pages.index(kept)] = None
+        elif kept is node.state:
             self._away(kept)
             node.state = None
-            self._nodes.prune(node)
-            return
-        for kind, pages in zip(self._pool.kinds, node.pages, strict=True):
-            if kept in pages and kind.moves:
-                self._away(kept, self._pool.kinds.index(kind))
-                pages[pages.index(kept)] = None
-                self._nodes.prune(node)
-            elif kept in pages:
-                self.remove(node)
+        self._nodes.prune(node)
 
     def _away(self, kept: Kept, kind: int = 0) -> None:
         self.dropped += 1
@@ -166,5 +188,6 @@ class Tiers:
         if kept.tier != DEVICE:
             self.bytes[kept.tier] -= kept.nbytes
         if kept.file is not None:
-            kept.file.unlink()
+            with contextlib.suppress(OSError):
+                kept.file.unlink()
         kept.number, kept.arrays, kept.file = -1, None, None

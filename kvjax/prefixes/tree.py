@@ -1,26 +1,23 @@
 """The tree of prefixes: texts that were computed once, found again by requests that begin alike."""
 
 import gc
-import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-
-from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import Saving, read_folder, save_folder
-from kvjax.core.sizes import parse_bytes
+from kvjax.core.files import Saving, read_as_written, read_folder, save_folder
 from kvjax.operations.fingerprints import fingerprint
-from kvjax.policies.model_config import decoder_config
 from kvjax.policies.presets import PolicyChoice
+from kvjax.prefixes.keys import Versions, named
 from kvjax.prefixes.lease import Lease
+from kvjax.prefixes.nodes import Key
 from kvjax.prefixes.saved import KIND, from_folder, terms_of, to_folder
 from kvjax.prefixes.stats import PrefixStats
-from kvjax.prefixes.terms import Terms, in_pages, with_pages
+from kvjax.prefixes.terms import in_bytes, terms_for
 from kvjax.prefixes.texts import Texts
+from kvjax.prefixes.tiers import without_the_gone
 
 
 class Served(Protocol):
@@ -51,7 +48,8 @@ class PrefixTree:
     Args:
       lm: the model; on its mesh, of ``tensor`` alone, if it has one.
       policy: as for ``init_cache``: layers in pages, or with windows; one at least in pages.
-      pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take.
+      pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. A
+        policy that names its pages has neither.
       max_len: tokens a row, of prompt and new text; by default as many as the model has positions.
       prefill_chunk: tokens of a call of prompts; hits end at multiples of it and of a page.
       exact_prefix: see above.
@@ -60,12 +58,13 @@ class PrefixTree:
       host_memory: bytes, or text, for pages that leave the device, and for states.
       folder: for what leaves the host; by default nothing is kept on disk. Files go with the tree.
       disk_memory: bytes, or text, of these.
-      weights: which weights the model has, anything hashable: set ``tree.weights`` to another
-        value whenever they change, and texts that were computed by others are not found.
+      weights: which weights the model has, a number, a text, or a tuple of such: set
+        ``tree.weights`` to another value whenever they change, and texts that were computed by
+        others are not found; those of arrays that are gone are forgotten.
 
     Raises:
       ValueError: if no layer is in pages, a layer keeps a whole text elsewhere, the policy moves
-        layers as it runs, rows are divided among devices, or a size is none.
+        layers as it runs, rows are divided among devices, or a size is none or given twice.
     """
 
     def __init__(
@@ -85,30 +84,31 @@ class PrefixTree:
         weights: Hashable = 0,
     ) -> None:
         self.weights = weights
-        self._weights: dict[Hashable, list[weakref.ref[Any]]] = {}
-        most = whole_or_none("max_len", max_len, 1)
-        most = getattr(decoder_config(lm.config), "position_limit", None) if most is None else most
-        if most is None:
-            raise ValueError("this model's positions have no end: give max_len=")
-        if (pages is None) == (memory is None):
-            raise ValueError("give pages=, or memory= in bytes")
-        policies = in_pages(policy, lm.config)
-        terms = Terms(
-            lm.config, lm.mesh, with_pages(policies, 1), most,
-            whole_number("prefill_chunk", prefill_chunk, 1), exact_prefix,
-            whole_number("checkpoint_every", checkpoint_every, 1),
-        )  # fmt: skip
-        if memory is not None:
-            pages = _in_bytes("memory", memory) // sum(kind.page_bytes for kind in terms.kinds)
-        policies = with_pages(policies, whole_number("pages", pages, 1))
-        self.terms = replace(terms, policies=policies)
-        host, disk = _in_bytes("host_memory", host_memory), _in_bytes("disk_memory", disk_memory)
+        self._versions = Versions()
+        self.terms = terms_for(
+            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every
+        )
+        host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.texts = Texts(self.terms, (host, disk, folder))
         self._rows = self._hits = self._asked = self._saved = 0
         self._lease: Lease | None = None
 
+    @property
+    def weights(self) -> Hashable:
+        """Which weights the model has."""
+        return self._named
+
+    @weights.setter
+    def weights(self, name: Hashable) -> None:
+        self._named = named("weights", name)
+
     def clear(self) -> None:
-        """Forget all texts."""
+        """Forget all texts.
+
+        Raises:
+          ValueError: if an earlier request has the pages.
+        """
+        self._refuse_lent()
         self.texts.clear()
 
     @property
@@ -120,16 +120,16 @@ class PrefixTree:
         }  # fmt: skip
 
     def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
-        """Write all that it keeps into a folder, for ``load``; as ``kvjax.save_cache`` does.
+        """Write what it keeps of these ``weights`` into a folder, for ``load``; as
+        ``kvjax.save_cache`` does.
 
         Raises:
-          ValueError: if an earlier request has the pages, or a tenant or ``weights`` are named by
-            what can't be written down.
+          ValueError: if an earlier request has the pages.
           CheckpointError: if something else stands there.
         """
         self._refuse_lent()
         self._check_model(lm)
-        arrays, told = to_folder(self.texts, self.weights)
+        arrays, told = without_the_gone(lambda: to_folder(self.texts, self.weights))
         saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
         if wait:
             saving.wait()
@@ -154,21 +154,28 @@ class PrefixTree:
         told, arrays = read_folder(path)
         if told.get("kind") != KIND:
             raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {KIND}")
-        if told["model"] != (asked := fingerprint(lm)):
+        if told.get("model") != (asked := fingerprint(lm)):
             raise CheckpointError(
-                f"{path}: texts of the model {told['model']}, and this one is {asked}"
+                f"{path}: texts of the model {told.get('model')}, and this one is {asked}"
             )
-        settings = terms_of(told)
+        with read_as_written(path):
+            settings = terms_of(told)
         found = cls(
-            lm, list(settings.pop("policies")), pages=1, host_memory=host_memory, folder=folder,
+            lm, list(settings.pop("policies")), host_memory=host_memory, folder=folder,
             disk_memory=disk_memory, **settings,
         )  # fmt: skip
-        from_folder(found.texts, arrays, told)
+        with read_as_written(path):
+            from_folder(found.texts, arrays, told)
+        found._check_model(lm)
         return found
 
     def of(self, tenant: Hashable) -> "Tenant":
-        """The tree for somebody whose texts nobody else finds: as ``prefix_cache``."""
-        return Tenant(self, tenant)
+        """The tree for somebody whose texts nobody else finds: as ``prefix_cache``.
+
+        Raises:
+          ValueError: if they are named by no text or whole number, nor a tuple of such.
+        """
+        return Tenant(self, named("tenant", tenant))
 
     def stats(self) -> PrefixStats:
         """What it has done, and has."""
@@ -201,10 +208,12 @@ class PrefixTree:
         """
         self._refuse_lent()
         if self.texts.pool.lost:
-            self.clear()
+            self.texts.clear()
         self._check_model(lm)
+        for gone in self._versions.gone(self.weights):
+            self.texts.forget_weights(gone)
         rows = len(prompts) if self.terms.exact_prefix else None
-        key = tenant, self.weights, rows
+        key = Key(tenant, self.weights, rows)
         lease = self._lease = Lease(self.texts, key, prompts, new, samples)
         self._rows += len(prompts)
         self._hits += int((lease.hits > 0).sum())
@@ -224,15 +233,7 @@ class PrefixTree:
     def _check_model(self, lm: Served) -> None:
         if lm.config != self.terms.config or lm.mesh != self.terms.mesh:
             raise ValueError("the prefix tree was made for another model, or for other devices")
-        leaves = jax.tree.leaves(lm.params)
-        known = self._weights.setdefault(self.weights, [weakref.ref(x) for x in leaves])
-        if len(known) != len(leaves) or any(
-            ref() is not x for ref, x in zip(known, leaves, strict=True)
-        ):
-            raise ValueError(
-                f"the model's weights are other arrays than those that weights={self.weights!r} of "
-                "the prefix tree stood for: set tree.weights to another value when they change"
-            )
+        self._versions.check(self.weights, lm.params)
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,3 @@ class Tenant:
 
     tree: PrefixTree
     name: Hashable
-
-
-def _in_bytes(name: str, size: int | str) -> int:
-    return parse_bytes(size) if isinstance(size, str) else whole_number(name, size, 0)
