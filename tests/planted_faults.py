@@ -223,24 +223,27 @@ FAULTS = (
     ),
     Fault(
         "a hit forgets the tenant", "prefixes/tree.py",
-        "key = tenant, self.weights, rows", "key = None, self.weights, rows", ("prefixes",),
+        "key = Key(tenant, self.weights, rows)",
+        "key = Key(None, self.weights, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets the version of the weights", "prefixes/tree.py",
-        "key = tenant, self.weights, rows", "key = tenant, 0, rows", ("prefixes",),
+        "key = Key(tenant, self.weights, rows)",
+        "key = Key(tenant, 0, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets how many rows were computed together", "prefixes/tree.py",
-        "key = tenant, self.weights, rows", "key = tenant, self.weights, None", ("prefixes",),
+        "key = Key(tenant, self.weights, rows)",
+        "key = Key(tenant, self.weights, None)", ("prefixes",),
     ),
     Fault(
         "texts that were found are not locked", "prefixes/lease.py",
         "                node.locked += 1", "                node.locked += 0", ("prefixes",),
     ),
     Fault(
-        "the whole prompt is found, and nothing is left to ask", "prefixes/lease.py",
-        "path = texts.nodes.walk(self._key, tokens[: len(tokens) - 1])",
-        "path = texts.nodes.walk(self._key, tokens)", ("prefixes",),
+        "the whole prompt is found, and nothing is left to ask", "prefixes/found.py",
+        "path = texts.nodes.walk(key, tokens[: len(tokens) - 1])",
+        "path = texts.nodes.walk(key, tokens)", ("prefixes",),
     ),
     Fault(
         "a state is taken a chunk late", "prefixes/lease.py",
@@ -258,7 +261,7 @@ FAULTS = (
         "return self.unit", ("prefixes",),
     ),
     Fault(
-        "rows of a request begin where each of them can", "prefixes/lease.py",
+        "rows of a request begin where each of them can", "prefixes/found.py",
         "row.path, row.hit = row.path[:common], common * unit",
         "row.path, row.hit = row.path, row.hit", ("prefixes",),
     ),
@@ -269,8 +272,8 @@ FAULTS = (
     ),
     Fault(
         "the page that was used last leaves first", "prefixes/nodes.py",
-        "return sorted(found, key=lambda node: (node.used, -node.depth))",
-        "return sorted(found, key=lambda node: (-node.used, -node.depth))", ("prefixes",),
+        "return node.used, not passed, node.depth if passed else -node.depth",
+        "return -node.used, not passed, node.depth if passed else -node.depth", ("prefixes",),
     ),
     Fault(
         "a page of the tree is counted twice", "prefixes/texts.py",
@@ -287,13 +290,35 @@ FAULTS = (
         "found[: len(pages)] = pages", "found[: len(pages)] = sorted(pages)", ("prefixes",),
     ),
     Fault(
+        "states that a text has passed stay", "prefixes/nodes.py",
+        "passed = kept is node.state and len(node.children) == 1", "passed = False", ("prefixes",),
+    ),
+    Fault(
+        "a row that has ended leaves its state again", "prefixes/lease.py",
+        "row.stops.discard(int(n))", "row.stops.discard(-1)", ("prefixes",),
+    ),
+    Fault(
+        "a state of tokens that nobody knows is kept", "prefixes/lease.py",
+        "if texts is not None and whole[row] and len(texts[row]) >= state.tokens:",
+        "if texts is not None and whole[row]:", ("prefixes",),
+    ),
+    Fault(
+        "samples share what is in their tails", "generation/sharing.py",
+        "full = _left_the_tail(each, tokens) // layout.page_size",
+        "full = tokens // layout.page_size", ("prefixes",),
+    ),
+    Fault(
+        "a changed word of a file is believed", "core/files.py",
+        "if form == _FORM and check != _check_of(words):", "if form is None:", ("saving",),
+    ),
+    Fault(
         "the old file goes before the new one is there", "core/files.py",
         "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
     ),
     Fault(
         "a saved cache is anybody's", "operations/saving.py",
-        'if None not in (asked, told["model"]) and asked != told["model"]:',
-        'if None not in (asked, told["model"]) and not asked:', ("saving",),
+        "if None not in (asked, known) and asked != known:",
+        "if None not in (asked, known) and not asked:", ("saving",),
     ),
     Fault(
         "the last filled slot is not saved", "operations/saving.py",

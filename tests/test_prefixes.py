@@ -200,7 +200,7 @@ def rests(cache, row=0):
     return found
 
 
-def asked(tree, lm, texts, new=4, keep=True, tenant=None):
+def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
     """A request, whose numbers say what they are of: the tokens that were found."""
     lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
     cache, held = lease.take(), lease.hits.copy()
@@ -214,10 +214,10 @@ def asked(tree, lm, texts, new=4, keep=True, tenant=None):
         cache = lease.reached(cache, held)
     for row, text in enumerate(texts):
         numbers, first = names(text), int(lease.hits[row])
-        found = rests(cache, row)
+        found = rests(cache, row) if look else {}
         for (_, position), key in found.items():
             assert key == numbers[position]
-        assert not first or {p for _, p in found} >= {first - 1}
+        assert not (first and look) or {p for _, p in found} >= {first - 1}
     lease.settle(cache, [list(text) for text in texts] if keep else None)
     return lease.hits.tolist()
 
@@ -419,6 +419,15 @@ def test_samples_of_one_prompt_are_rows_of_their_own(name):
         accounted(tree)
 
 
+def test_samples_find_pages_for_what_their_tails_held():
+    settings = {"n": 3, "max_new_tokens": 18, "max_len": 96, "prefill_chunk": 16}
+    policy = whole(INT8, INT8, size=32)
+    found = kvjax.generate(small(), [list(range(60)) + [1] * 4], cache=policy, **settings)
+    assert [len(row) for row in found.tokens] == [18] * 3
+    pool = kvjax.page_map(found.cache).pools[0]
+    assert len(pool.owners) == 1 + 3 * 2
+
+
 def test_without_a_cache_and_on_from_one():
     lm = small()
     prompt, more = list(range(20)), {"max_new_tokens": 5, "eos_token_ids": (), "n": 2}
@@ -497,7 +506,7 @@ def test_batch_after_batch_finds_what_went_before():
         ({"policy": kvjax.Auto("paged", 2**20)}, "moves layers as it runs"),
         ({"pages": None}, "give pages=, or memory="),
         ({"memory": "1MB"}, "give pages=, or memory="),
-        ({"pages": None, "memory": 8}, "memory is 8 bytes, and a page of all layers takes 2048"),
+        ({"pages": None, "memory": 8}, "memory is 8 bytes, and a page of all layers takes 4096"),
         ({"policy": kvjax.CachePolicy(kvjax.Paged(16, pages=5))}, "policy names the pages of its"),
         ({"max_len": 10**7}, "max_len is 10000000, but the model has 512 positions"),
         ({"exact_prefix": "no"}, "exact_prefix is 'no', and must be True or False"),
@@ -509,8 +518,12 @@ def test_batch_after_batch_finds_what_went_before():
     ],
 )
 def test_what_a_tree_refuses(more, message):
+    lm = small()
+    if "max_len" in more:  # a model whose positions end
+        config = types.SimpleNamespace(**vars(lm.config), position_limit=512)
+        lm = types.SimpleNamespace(config=config, params={}, mesh=None)
     with pytest.raises(ValueError, match=message):
-        tree_of(small(), **{"policy": POLICIES["raw"]} | more)
+        tree_of(lm, **{"policy": POLICIES["raw"]} | more)
 
 
 def test_what_a_request_with_a_tree_refuses():
@@ -577,7 +590,128 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
 # What is stopped in the middle.
 
 
-@pytest.mark.parametrize("where", ["lease.put_back", "lease.taken", "texts.Texts.keep_pages"])
+def test_what_is_refused_leaves_all_texts():
+    """And what is too large for the pool, whatever leaves it."""
+    lm, rng = bare(), np.random.default_rng(6)
+    tree = tree_of(lm, whole(), pages=10, host_memory=0)
+    text = tuple(rng.integers(0, 9, 80).tolist())
+    asked(tree, lm, [text])
+    with pytest.raises(
+        ValueError, match="may need 11 pages more than it finds, and the prefix tree"
+    ):
+        asked(tree, lm, [tuple(rng.integers(0, 9, 170).tolist())])
+    assert asked(tree, lm, [text]) == [64] and tree.stats().dropped == 0
+    lease = tree.lend(lm, [list(text)], new=2)
+    for call in (tree.clear, lambda: tree.save("folder", lm), lambda: asked(tree, lm, [text])):
+        with pytest.raises(ValueError, match="are with a stream that has not ended"):
+            call()
+    lease.settle(lease.take(), None)
+    tree.clear()
+    assert asked(tree, lm, [text]) == [0]
+    accounted(tree)
+
+
+def test_nothing_is_kept_of_tokens_that_nobody_knows():
+    """A text that ended before its cache did, which could not take so many back."""
+    lm, rng = bare(), np.random.default_rng(10)
+    tree = tree_of(lm, ring(16, 24, 4, 15), pages=40, exact_prefix=False)
+    text = tuple(rng.integers(0, 9, 90).tolist())
+    lease = tree.lend(lm, [list(text)], new=2)
+    cache = lease.take()
+    for start in range(0, 96, 16):
+        numbers = np.zeros((1, 16), np.float32)
+        numbers[0, : len(text[start : start + 16])] = names(text)[start : start + 16]
+        length = np.array([min(90, start + 16)], np.int32)
+        cache = lease.reached(feed(cache, numbers, length - start), length)
+    lease.settle(cache, [text[:49]])
+    assert [asked(tree, lm, [(*text[:49], 1, 2, 3)]) for _ in range(2)] == [[0], [48]]
+    accounted(tree)
+
+
+def test_pages_that_come_back_are_theirs_or_none(monkeypatch, tmp_path):
+    """Where it is stopped before they are written, and where their file is gone."""
+    lm, rng = bare(), np.random.default_rng(7)
+    one, two = (tuple(rng.integers(0, 9, 90).tolist()) for _ in range(2))
+    for folder in (None, tmp_path):
+        tree = tree_of(
+            lm, whole(), pages=7, host_memory=0 if folder else 2**20, folder=folder, max_len=112
+        )
+        asked(tree, lm, [one])
+        asked(tree, lm, [two])
+        assert tree.stats().bytes["host" if folder is None else "disk"]
+        if folder is None:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr("kvjax.prefixes.pool._write", raising(KeyboardInterrupt))
+                asked(tree, lm, [one])
+            assert asked(tree, lm, [one]) == [0]
+        else:
+            for file in tmp_path.rglob("*.npz"):
+                file.unlink()
+            with pytest.warns(UserWarning, match="a prefix was lost: .*No such file"):
+                lost = asked(tree, lm, [one])
+            assert lost < [80] and asked(tree, lm, [one]) == [80]
+        accounted(tree)
+
+
+def raising(kind):
+    def stopped(*_, **__):
+        raise kind
+
+    return stopped
+
+
+def test_a_conversation_goes_on_where_there_is_room_for_two_states():
+    """Those that it has passed leave first."""
+    lm, rng = bare(), np.random.default_rng(8)
+    one = tree_of(lm, POLICIES["int8"]).terms.state_bytes
+    tree = tree_of(
+        lm, POLICIES["int8"], pages=40, host_memory=2 * one, checkpoint_every=100, max_len=512
+    )
+    text, hits = (), []
+    for _ in range(6):
+        text += tuple(rng.integers(0, 9, 32).tolist())
+        hits += asked(tree, lm, [text], look=False)
+        assert tree.stats().bytes["host"] <= 2 * one
+    assert hits == [0, 32, 64, 96, 128, 160]
+    # The same text again, which ends where a chunk does.
+    assert asked(tree, lm, [text], look=False) == [176]
+
+
+def test_a_state_is_taken_once():
+    """Also of a row that has ended, beside one that goes on."""
+    lm, rng = bare(), np.random.default_rng(9)
+    tree, states = tree_of(lm, POLICIES["int8"], pages=40, checkpoint_every=100), []
+    lease = tree.lend(lm, [rng.integers(0, 9, n).tolist() for n in (32, 150)], new=2)
+    cache = lease.take()
+    for held in (np.minimum(n, [32, 150]) for n in range(16, 161, 16)):
+        before = len(lease._landed) + len(lease._flying)
+        cache = lease.reached(cache, held.astype(np.int32))
+        states += [(n, list(found.which)) for n, (found, _) in enumerate(lease._flying)]
+        assert len(lease._landed) + len(lease._flying) <= before + 1
+    lease.settle(cache, None)
+    assert len(states) == 3 and sum(map(sum, (which for _, which in states))) == 3
+    accounted(tree)
+
+
+def test_texts_of_weights_that_are_gone_are_forgotten():
+    lm, text = bare(), tuple(range(9)) * 5
+    tree = tree_of(lm, whole(), pages=40)
+    for step in range(4):
+        trained = types.SimpleNamespace(
+            config=lm.config, params={"w": jnp.full(1, step)}, mesh=None
+        )
+        tree.weights = np.int64(step)
+        asked(tree, trained, [text])
+        assert asked(tree, trained, [text]) == [32]
+        assert {key.weights for key in tree.texts.nodes.roots} == {step}
+        accounted(tree)
+        del trained
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["lease.put_back", "lease.taken", "texts.Texts.keep_pages", "tiers.Tiers.make_room"],
+)
 def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
     """As a request begins, on its way, and as it ends."""
     lm, prompt = small(), np.random.default_rng(5).integers(0, 61, 45).tolist()
@@ -588,11 +722,8 @@ def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
         accounted(tree)
         return result.stats.cached_tokens
 
-    def stopped(*_):
-        raise KeyboardInterrupt
-
     assert (hits(), hits()) == (0, 32)
-    monkeypatch.setattr(f"kvjax.prefixes.{where}", stopped)
+    monkeypatch.setattr(f"kvjax.prefixes.{where}", raising(KeyboardInterrupt))
     prompt = [7, *prompt] if where == "lease.taken" else prompt
     with pytest.raises(KeyboardInterrupt):
         hits()

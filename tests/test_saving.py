@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import models
@@ -256,8 +259,9 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
 
 def test_what_is_not_saved(tmp_path):
     cache = filled(CELLS["static"])
-    (tmp_path / "notes.txt").write_text("mine")
-    for path in (tmp_path, tmp_path / "notes.txt"):
+    (tmp_path / "arrays-2024").mkdir()
+    (tmp_path / "arrays-2024" / "notes.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "arrays-2024" / "notes.txt"):
         with pytest.raises(CheckpointError, match="there is something else, which is not written"):
             kvjax.save_cache(path, cache)
     with pytest.raises(
@@ -336,6 +340,59 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
         told, found = files.read_folder(tmp_path / str(number))
         assert told["n"] in (last, last + 1)
         assert all(np.array_equal(x, np.full((64, 1000), told["n"])) for x in found.values())
+
+
+def test_two_savings_of_one_folder_come_one_after_the_other(tmp_path):
+    """The later one stands; by another process, whichever is last, and never none."""
+    old = {"x": np.zeros(3)}
+    others = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "a")], stdout=-1, text=True)
+        for _ in range(2)
+    ]
+    for other in others:
+        other.stdout.readline()
+    for n in range(6):
+        one, two = (
+            files.save_folder(tmp_path / name, old, {"n": -n})
+            for name, n in (("b", 2 * n), ("b", 2 * n + 1))
+        )
+        one.wait()
+        two.wait()
+        assert files.read_folder(tmp_path / "b")[0] == {"n": -2 * n - 1}
+        files.save_folder(tmp_path / "a", old, {"n": -n}).wait()
+        assert files.read_folder(tmp_path / "a")[0].keys() == {"n"}
+    for other in others:
+        other.kill()
+        other.communicate()
+    files.read_folder(tmp_path / "a")
+
+
+def test_a_program_that_ends_has_written_or_says_that_it_has_not(tmp_path):
+    program = """
+import sys
+import numpy as np
+from kvjax.core.files import save_folder
+save_folder(sys.argv[1], {"x": np.ones(300_000)}, {"n": 1})
+save_folder(sys.argv[2], {"x": np.ones((0, 3))}, {"n": 1})
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a", tmp_path / "b"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "b was not saved: " in ended.stderr
+    if "a was not saved: can't create new thread" not in ended.stderr:  # from Python 3.12 on
+        assert files.read_folder(tmp_path / "a")[1]["x"].sum() == 300_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
+def test_a_fingerprint_is_of_every_number(dtype):
+    """Wherever it stands; and the same on a mesh."""
+    x = jnp.arange(24 * 8).reshape(24, 8).astype(dtype)
+    others = [x, x.at[11, 3].multiply(-1), x[::-1], x.at[:, 0].set(x[:, 1]).at[:, 1].set(x[:, 0])]
+    told = [fingerprint(types.SimpleNamespace(config=1, params={"w": w})) for w in others]
+    assert len({*told}) == 4
+    spread = jax.device_put(x, NamedSharding(mesh_of(1, 2, 1), PartitionSpec("tensor")))
+    assert told[0] == fingerprint(types.SimpleNamespace(config=1, params={"w": spread}))
 
 
 def test_a_second_thread_writes_what_was_there(tmp_path):

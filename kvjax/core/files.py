@@ -30,8 +30,16 @@ _ARRAYS = re.compile(r"arrays-[0-9a-f]{16}(\..*)?")
 _BESIDE = re.compile(re.escape(NAME) + r"(\.[0-9a-f]{16})?")
 
 
+_ORBAX = threading.Lock()
+"""It numbers what it does by one counter, and of two writers at once one waits for the other's."""
+
+
 class Saving:
-    """A folder that is being written by a second thread, which ends before the program does."""
+    """A folder that is being written by a second thread.
+
+    A program that ends meanwhile waits for it; where its Python lets Orbax write no more by then
+    (from 3.12 on), it is told that the folder was not saved, and the old one stands.
+    """
 
     def __init__(
         self, path: Path, arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]
@@ -171,7 +179,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]
     path.mkdir(parents=True, exist_ok=True)
     with _alone_in(path):
         folder = path / f"arrays-{secrets.token_hex(8)}"
-        with ocp.StandardCheckpointer() as writer:
+        with _ORBAX, ocp.StandardCheckpointer() as writer:
             writer.save(folder.absolute(), dict(arrays))
             writer.wait_until_finished()
         files = {
@@ -213,7 +221,7 @@ def _alone_in(path: Path) -> Iterator[None]:
 def _restored(folder: Path) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as reader:
+    with _ORBAX, ocp.StandardCheckpointer() as reader:
         found: dict[str, Any] = reader.restore(folder.absolute())
     return found
 

@@ -71,7 +71,8 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
       An iterator over pieces. An incomplete character, and what may be the beginning of a stop
       string, is held back, so the pieces of a row, joined, are exactly its text and tokens. After
       the last piece ``.result`` is what ``generate`` would have given. Arguments are checked
-      here; ``NonFiniteError`` comes from the iteration.
+      here; ``NonFiniteError`` comes from the iteration, and so does what a ``prefix_cache``
+      refuses: it lends its pages when the first piece is asked for.
     """
     return _asked(lm, prompts, settings, watched=True)
 

@@ -62,7 +62,8 @@ def save_cache(
         or pools are divided.
       model: the model that it is of, or a name for its weights, which ``load_cache`` is asked for.
       tokens: of each row's text; the cache may lack the last ones (``GenerationResult.unfed``).
-      wait: until it is written; else a second thread writes it, and ``wait()`` of the result waits.
+      wait: until it is written; else a second thread writes it, and ``wait()`` of the result waits,
+        which is to be called before the program ends.
 
     Raises:
       ValueError: if ``tokens`` are fewer than rows hold, the cache has been used up or is in the
