@@ -33,7 +33,7 @@ def prompt(length):
     return [(7 * i) % 250 for i in range(length)]
 
 
-RARE = ("sliding_window", "offloaded_static", "quantized")
+RARE = ("sliding_window", "offloaded_static", "quantized", "dynamic")
 
 
 @pytest.mark.parametrize(

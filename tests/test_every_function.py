@@ -181,7 +181,12 @@ def same(found: Any, wanted: Any, tolerance: float) -> bool:
     return True  # slots and bytes differ with the policy
 
 
-@pytest.mark.parametrize("kind", CACHES)
+RARE = "bfloat16", "one row", "elsewhere", "pickled"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.rare] * (kind in RARE)) for kind in CACHES]
+)
 def test_every_function_on_caches_of_every_kind(kind):
     """A result has the content that it has of a plain cache; what is refused is refused in a
     sentence, outside ``jit`` and inside; and nothing that works outside is refused inside but what

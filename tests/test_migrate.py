@@ -76,7 +76,7 @@ def test_there_and_back(layout, codec):
             assert np.array_equal(np.asarray(a), b)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int4"])
+@pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.rare), "int4"])
 @pytest.mark.parametrize("layers", [None, [0], [1]])
 def test_a_text_goes_on_from_the_host(layers, codec):
     codec = kvjax.Raw() if codec == "raw" else CODECS[codec]

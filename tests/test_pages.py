@@ -374,9 +374,8 @@ def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
     assert np.asarray(refused.status).tolist() == [OUT_OF_PAGES, 0]
 
 
-@pytest.mark.parametrize(
-    "codecs", [(), pytest.param(("int8",), marks=pytest.mark.rare)], ids=["raw", "int8"]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("codecs", [(), ("int8",)], ids=["raw", "int8"])
 def test_pages_on_a_mesh(codecs):
     """Rows that go to other devices, and to another mesh, are what they are on one."""
     tokens = (40, 32, 5, 16)

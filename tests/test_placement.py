@@ -215,7 +215,7 @@ def compiled(name, max_len, form, prefetch=0, layers=2):
 def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
     """And what is on the device beside it does not depend on how long the text may be: a block."""
     temporary = []
-    for max_len in (32768, 131072):
+    for max_len in (8192, 131072):
         program, cache = compiled(name, max_len, form)
         bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
         assert_no_copy(program, sum(kvjax.nbytes(cache).values()), min(bodies))
@@ -229,7 +229,7 @@ STEPPED = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 def step_at(length, policy):
     """A decode step behind so many tokens of every row, equation by equation: what moved, and the
     cache before it."""
-    cache = kvjax.init_cache(STEPPED, policy, batch=2, max_len=32768)
+    cache = kvjax.init_cache(STEPPED, policy, batch=2, max_len=8192)
     held = jnp.full((2,), length, jnp.int32)
     cache = replace(cache, length=held, written=jnp.stack([held] * len(cache.layers), 1))
     args = jnp.zeros(2), cache
@@ -247,14 +247,14 @@ def test_every_block_comes_in_once(prefetch, codec):
     """Of a step behind 30,020 of 32,768 tokens: a block fetched while it is walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""
     policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, kvjax.Host(prefetch))
-    moved, cache = step_at(30020, policy)
+    moved, cache = step_at(7010, policy)
     bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
     assert moved["Host"] == []
     if prefetch:
         assert sum(moved["Device"]) == sum(bodies)
         return
     blocks = cache.layers[0].policy.stored.slots
-    filled = 30020 // policy.block - policy.recent
+    filled = 7010 // policy.block - policy.recent
     assert sum(moved["Device"]) == sum(bodies) // blocks * filled
     coarse = 1024 // policy.block
     assert max(moved["Device"]) <= max(bodies) // 2 // blocks * coarse
@@ -282,7 +282,7 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
 )
 def test_layers_fetched_ahead_are_few(name, prefetch, form):
     """No more than ``prefetch + 1`` of six bodies are on the device at a time."""
-    program, cache = compiled(name, 32768, form, prefetch, layers=6)
+    program, cache = compiled(name, 8192, form, prefetch, layers=6)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     body = max(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)

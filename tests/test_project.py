@@ -188,7 +188,7 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
     return stacks, files
 
 
-@pytest.mark.parametrize("new", [1, 16])
+@pytest.mark.parametrize("new", [1, pytest.param(16, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("policy", WALKED)
 def test_keys_go_down_the_rooms_and_enter_none_twice(policy, new):
     config = tiny_config(num_hidden_layers=1, windows=(None,))

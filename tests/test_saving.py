@@ -79,7 +79,7 @@ def numbers(cache):
     return found
 
 
-RARE = "pages, raw", "pages, hybrid"
+RARE = "pages, raw", "pages, hybrid", "pages, sinks", "hybrid", "dynamic", "4 and 2 bits"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def decoded(params):
     return loss_of(lax.scan(step, cache, TOKENS.T)[1].swapaxes(0, 1), TOKENS)
 
 
-@pytest.mark.parametrize("loss", [prefilled, decoded])
+@pytest.mark.parametrize("loss", [pytest.param(prefilled, marks=pytest.mark.rare), decoded])
 def test_gradients_through_a_cache(loss):
     """Against the training pass, and against finite differences in a random direction."""
     value, gradient = jax.jit(jax.value_and_grad(loss))(PARAMS)

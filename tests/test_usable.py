@@ -184,7 +184,7 @@ def test_a_call_goes_by_the_lengths_of_its_first_append():
             kvjax.check(late)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_layers_may_come_in_any_order(prefetch):
     codec = kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, kvjax.Host(prefetch), block=8)
     config = tiny_config(num_hidden_layers=3, windows=(None,) * 3)
