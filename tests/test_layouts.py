@@ -326,7 +326,10 @@ def test_generation_grows_with_the_text(tiny_llama):
         pytest.param("dynamic", marks=pytest.mark.rare),
         pytest.param(kvjax.policy("sliding_window", window=64), marks=pytest.mark.rare),
         pytest.param(kvjax.policy("sliding_window", window=200, sinks=3), marks=pytest.mark.rare),
-        [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
+        pytest.param(
+            [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
+            marks=pytest.mark.rare,
+        ),
     ],
     ids=str,
 )

@@ -41,7 +41,7 @@ def memories(cache):
 @pytest.mark.parametrize(
     ("layout", "codec"),
     [
-        ("sinks", "raw"),
+        pytest.param("sinks", "raw", marks=pytest.mark.rare),
         pytest.param("dense", "int4", marks=pytest.mark.rare),
         pytest.param("dense", "raw", marks=pytest.mark.rare),
         pytest.param("ring", "int4", marks=pytest.mark.rare),

@@ -215,7 +215,7 @@ def compiled(name, max_len, form, prefetch=0, layers=2):
 def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
     """And what is on the device beside it does not depend on how long the text may be: a block."""
     temporary = []
-    for max_len in (8192, 131072):
+    for max_len in (32768, 131072):
         program, cache = compiled(name, max_len, form)
         bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
         assert_no_copy(program, sum(kvjax.nbytes(cache).values()), min(bodies))
@@ -282,7 +282,7 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
 )
 def test_layers_fetched_ahead_are_few(name, prefetch, form):
     """No more than ``prefetch + 1`` of six bodies are on the device at a time."""
-    program, cache = compiled(name, 8192, form, prefetch, layers=6)
+    program, cache = compiled(name, 32768, form, prefetch, layers=6)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     body = max(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)

@@ -394,7 +394,9 @@ def texts_of(result):
     return [row for row in result.tokens]
 
 
-@pytest.mark.parametrize("name", [pytest.param("raw", marks=pytest.mark.rare), "int8", "slots"])
+@pytest.mark.parametrize(
+    "name", ["slots", *(pytest.param(name, marks=pytest.mark.rare) for name in ("raw", "int8"))]
+)
 def test_samples_of_one_prompt_are_rows_of_their_own(name):
     lm = small()
     policy = "static" if name == "slots" else POLICIES[name]
