@@ -304,10 +304,12 @@ class TreeMachine(RuleBasedStateMachine):
         return next((n for n in ends if self.there(key, text[:n])), 0)
 
     def computed(self, key, text, hit):
-        """A state is kept where a text's last chunk ends, where others leave it, and in between."""
+        """A state is kept where a text's last chunks end, where others leave it, and in between."""
         ends = [n for n in range(CHUNK, len(text) + 1, CHUNK)]
         branch = max((n for n in ends if n < len(text) and text[:n] in self.known[key]), default=0)
-        mine = {n for n in ends if n > hit and (n % self.every == 0 or n in (branch, ends[-1]))}
+        last = (len(text) - 1) // CHUNK * CHUNK  # where the same text can be gone on from
+        kept = {branch, last, ends[-1]} if ends else set()
+        mine = {n for n in ends if n > hit and (n % self.every == 0 or n in kept)}
         self.states[key] |= {text[:n] for n in mine}
         self.known[key] |= {text[:n] for n in ends}
 
