@@ -122,6 +122,44 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     assert not any(tmp_path.rglob("*.npz"))
 
 
+def test_a_hit_ends_where_a_chunk_of_prompts_did():
+    """Not inside of one, and not behind what a step computed."""
+    lm, rng = small(), np.random.default_rng(12)
+    tree = tree_of(lm, POLICIES["raw"], pages=24, prefill_chunk=32)
+    prompt = rng.integers(0, 61, 75).tolist()
+    result = kvjax.generate(lm, [prompt], max_new_tokens=30, eos_token_ids=(), prefix_cache=tree)
+    for text, hit in ((prompt + result.tokens[0], 64), ([*prompt[:60], 1, 2, 3], 32)):
+        found, known, _ = after(lm, [text], prefix_cache=tree)
+        wanted, _, _ = after(lm, [text], **tree.settings)
+        assert known == hit and np.array_equal(found, wanted)
+
+
+def test_what_was_not_used_for_longest_leaves_first():
+    lm, rng = bare(), np.random.default_rng(13)
+    tree = tree_of(lm, whole(), pages=8, host_memory=0)
+    one, two, three = (tuple(rng.integers(0, 9, 49).tolist()) for _ in range(3))
+    assert [asked(tree, lm, [text]) for text in (one, two, one, three, one)] == [
+        [0], [0], [48], [0], [48]
+    ]  # fmt: skip
+    assert asked(tree, lm, [two]) < [48]
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(n, marks=pytest.mark.rare) for n in ("raw", "sinks", "hybrid"))]
+)
+def test_a_tree_on_a_mesh_of_heads(name):
+    lm, rng = small().on(kvjax.make_mesh(tensor=2)), np.random.default_rng(11)
+    tree = tree_of(lm, POLICIES[name], pages=5, max_len=64)
+    one, two = (rng.integers(0, 61, 50).tolist() for _ in range(2))
+    hits = []
+    for prompt in (one, two, one):  # the first one goes to the host, and comes back
+        found, hit, _ = after(lm, [prompt], prefix_cache=tree)
+        wanted, _, _ = after(lm, [prompt], **tree.settings)
+        assert np.array_equal(found, wanted)
+        hits.append(hit)
+    assert hits == [0, 0, 32 if name == "hybrid" else 48]
+
+
 def test_rows_of_one_request_begin_together():
     """Bit for bit also where rows differ in length."""
     lm, rng = small(), np.random.default_rng(3)
