@@ -45,11 +45,12 @@ from kvjax.memory.sizes import cache_nbytes, memory_report
 from kvjax.operations.concatenation import concatenate
 from kvjax.operations.conversion import convert
 from kvjax.operations.growth import grow
+from kvjax.operations.loading import SavedCache, load_cache
 from kvjax.operations.migration import migrate
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import make_room
 from kvjax.operations.rows import fork, repeat, reset, select
-from kvjax.operations.saving import SavedCache, load_cache, save_cache
+from kvjax.operations.saving import save_cache
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host

@@ -316,7 +316,7 @@ FAULTS = (
         "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
     ),
     Fault(
-        "a saved cache is anybody's", "operations/saving.py",
+        "a saved cache is anybody's", "operations/loading.py",
         "if None not in (asked, known) and asked != known:",
         "if None not in (asked, known) and not asked:", ("saving",),
     ),

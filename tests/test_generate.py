@@ -13,8 +13,9 @@ import tokenizers
 
 import kvjax
 from kvjax.generation import programs, settings
+from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.request import capacity_bucket, chunk_bucket
+from kvjax.generation.request import chunk_bucket
 from kvjax.generation.sampling import make_settings
 from kvjax.models.text import Tokenizer
 from tests.copies import assert_no_copy

@@ -6,8 +6,9 @@ from typing import Any
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.device import fetch
 from kvjax.core.errors import CheckpointError
-from kvjax.generation.request import capacity_bucket
-from kvjax.operations.saving import load_cache, save_cache
+from kvjax.generation.capacities import capacity_bucket
+from kvjax.operations.loading import load_cache
+from kvjax.operations.saving import save_cache
 
 
 def taken_up(

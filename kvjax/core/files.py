@@ -154,6 +154,8 @@ def read_as_written(path: str | Path) -> Iterator[None]:
 
 
 def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    import orbax.checkpoint as ocp
+
     try:
         words = json.loads(data)
         form, check = words.pop("form"), words.pop("check")
@@ -168,7 +170,9 @@ def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray
     for file in files:
         _check_file(*file)
     try:
-        return told, {name: np.asarray(x) for name, x in _restored(folder).items()}
+        with _ORBAX, ocp.StandardCheckpointer() as reader:
+            found: dict[str, Any] = reader.restore(folder.absolute())
+        return told, {name: np.asarray(x) for name, x in found.items()}
     except Exception as error:  # whatever Orbax and what it stands on raise
         raise CheckpointError(f"{folder}: can't be read: {error}") from error
 
@@ -216,14 +220,6 @@ def _alone_in(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def _restored(folder: Path) -> dict[str, Any]:
-    import orbax.checkpoint as ocp
-
-    with _ORBAX, ocp.StandardCheckpointer() as reader:
-        found: dict[str, Any] = reader.restore(folder.absolute())
-    return found
 
 
 def _is_ours(file: Path) -> bool:

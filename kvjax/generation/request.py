@@ -9,7 +9,8 @@ from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.model import LanguageModel, ModelConfig, check_model
+from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.model import LanguageModel, check_model
 from kvjax.generation.sampling import Filters, Sampling, make_settings
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
@@ -23,7 +24,6 @@ from kvjax.policies.model_config import common_heads, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 from kvjax.prefixes.tree import Tenant
 
-_SMALLEST_CAPACITY = 64
 _SMALLEST_CHUNK = 16
 
 
@@ -114,7 +114,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         tree = prefixes.tree
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
-    capacity = _capacity(lm.config, longest, limit, options.max_len, given)
+    capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(lm.config, chosen, rows, limit, n)
     if chosen is not None:
@@ -149,23 +149,6 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
     )  # fmt: skip
-
-
-def capacity_bucket(tokens: int) -> int:
-    """The smallest capacity 2**k or 3 * 2**k, from 64 up, that holds ``tokens``."""
-    power = max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
-    between = power // 4 * 3
-    return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
-
-
-def most_tokens(cache: KVCache) -> int:
-    """Tokens a row that a cache can ever hold."""
-    return cache.max_len if cache.grows_to is None else cache.grows_to
-
-
-def grown_to(cache: KVCache, tokens: int) -> int:
-    """What a cache is grown to for so many tokens a row."""
-    return min(capacity_bucket(tokens), most_tokens(cache))
 
 
 def chunk_bucket(tokens: int, chunk: int) -> int:
@@ -234,33 +217,3 @@ def _with_memory(
     # Where it can't be kept to, this raises.
     abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=lm.mesh)
     return choice
-
-
-def _capacity(
-    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None
-) -> int:
-    need, positions = longest + limit, config.position_limit
-    asked = f"{longest} tokens of prompt and max_new_tokens={limit} make {need}"
-    if positions is not None and need > positions:
-        raise ValueError(f"{asked}, but the model has only {positions} positions")
-    if given is not None:
-        holds = most_tokens(given)
-        if max_len not in (None, holds):
-            raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
-        if need > holds:
-            raise ValueError(
-                f"{asked}, but the cache given holds {holds}: kvjax.grow(cache, {need}) makes room"
-            )
-        max_len = holds
-    if max_len is None:
-        bucket = capacity_bucket(need)
-        # Rounding up must not change the frequencies of a length-dependent rotary kind.
-        if not same_rotary(config, need, bucket):
-            return need
-        return bucket if positions is None else min(bucket, positions)
-    whole_number("max_len", max_len, 1)
-    if positions is not None and positions < max_len < UNLIMITED:
-        raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
-    if need > max_len:
-        raise ValueError(f"{asked}, but max_len is {max_len}")
-    return max_len

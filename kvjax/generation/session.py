@@ -12,9 +12,10 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
+from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import Chunk
-from kvjax.generation.request import Request, grown_to, most_tokens
+from kvjax.generation.request import Request
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
