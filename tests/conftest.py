@@ -125,8 +125,10 @@ MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
 """Above which compiled programs are forgotten: each is memory maps, of which a process may have
 65,530 (``vm.max_map_count``); a compiler that gets no more of them crashes."""
-MORE_PAGES = 2 * 2**30 // os.sysconf("SC_PAGE_SIZE")
-"""Of memory, by which a process may grow until it forgets them: several run side by side."""
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+MORE_PAGES = os.sysconf("SC_PHYS_PAGES") // (4 * max(WORKERS, 2))
+"""Of memory, by which a process may grow until it forgets them: a quarter of all of it, of which the
+processes that run side by side have a part each."""
 
 
 def resident_pages() -> int:

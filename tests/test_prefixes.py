@@ -376,7 +376,7 @@ class CrowdedMachine(TreeMachine):
 
 TestTreeMachine, TestCrowdedMachine = TreeMachine.TestCase, CrowdedMachine.TestCase
 TestTreeMachine.settings = TestCrowdedMachine.settings = settings(
-    max_examples=200 if FULL else 50, stateful_step_count=100, deadline=None
+    max_examples=200 if FULL else 30, stateful_step_count=100, deadline=None
 )
 
 
