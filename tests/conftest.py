@@ -127,7 +127,7 @@ MOST_MAPS = 40_000
 65,530 (``vm.max_map_count``); a compiler that gets no more of them crashes."""
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MORE_PAGES = os.sysconf("SC_PHYS_PAGES") // (4 * max(WORKERS, 2))
-"""Of memory, by which a process may grow until it forgets them: a quarter of all of it, of which the
+"""Of memory, by which a process may grow until it forgets them: a quarter of it, of which the
 processes that run side by side have a part each."""
 
 
