@@ -304,7 +304,7 @@ FAULTS = (
     ),
     Fault(
         "samples share what is in their tails", "generation/sharing.py",
-        "full = _left_the_tail(each, tokens) // layout.page_size",
+        "full = len(Kind(paging).needed(tokens)[0])",
         "full = tokens // layout.page_size", ("prefixes",),
     ),
     Fault(

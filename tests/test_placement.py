@@ -244,7 +244,7 @@ def step_at(length, policy):
     "prefetch", [1, *(pytest.param(n, marks=pytest.mark.rare) for n in (0, 2))]
 )
 def test_every_block_comes_in_once(prefetch, codec):
-    """Of a step behind 30,020 of 32,768 tokens: a block fetched while it is walked, filled ones
+    """Of a step behind 7,010 of 8,192 tokens: a block fetched while it is walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""
     policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, kvjax.Host(prefetch))
     moved, cache = step_at(7010, policy)

@@ -739,17 +739,16 @@ def test_a_state_is_taken_once():
 
 def test_texts_of_weights_that_are_gone_are_forgotten():
     lm, text = bare(), tuple(range(9)) * 5
-    tree = tree_of(lm, whole(), pages=40)
+    tree, frozen = tree_of(lm, whole(), pages=40), jnp.zeros(3)
     for step in range(4):
-        trained = types.SimpleNamespace(
-            config=lm.config, params={"w": jnp.full(1, step)}, mesh=None
-        )
+        params = {"w": jnp.full(1, step), "frozen": frozen}
+        trained = types.SimpleNamespace(config=lm.config, params=params, mesh=None)
         tree.weights = np.int64(step)
         asked(tree, trained, [text])
         assert asked(tree, trained, [text]) == [32]
         assert {key.weights for key in tree.texts.nodes.roots} == {step}
         accounted(tree)
-        del trained
+        del trained, params
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ _ARRAYS = re.compile(r"arrays-[0-9a-f]{16}(\..*)?")
 """Folders of arrays, and what Orbax calls them until they are whole."""
 _BESIDE = re.compile(re.escape(NAME) + r"(\.[0-9a-f]{16})?")
 
-
 _ORBAX = threading.Lock()
 """It numbers what it does by one counter, and of two writers at once one waits for the other's."""
 

@@ -6,8 +6,8 @@ from kvjax.generation.model import ModelConfig
 from kvjax.generation.settings import Options
 from kvjax.layouts import paged
 from kvjax.memory.planning import PREFILL
-from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer
+from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.tree import Tenant
 
 
@@ -50,19 +50,15 @@ def for_samples(
     for each in per_layer(choice, config):
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
+            longest = max(map(len, rows)) + limit
+            paging = replace(each, layout=layout.resolve(longest, None)).paging
+            assert paging is not None
             needs = []
             for tokens in map(len, rows):
-                full = _left_the_tail(each, tokens) // layout.page_size
+                full = len(Kind(paging).needed(tokens)[0])
                 most = -(-(tokens + limit) // layout.page_size)
                 needs.append(full + samples * (most - full))
             layout = replace(layout, pages=max(needs) * len(rows))
             each = replace(each, layout=layout)
         found.append(each)
     return found
-
-
-def _left_the_tail(policy: CachePolicy, tokens: int) -> int:
-    """Of a text, the tokens that stand in pages; see ``Split.flushed``."""
-    if not policy.has_tail:
-        return tokens
-    return max((tokens - 1) // policy.block - policy.recent, 0) * policy.block

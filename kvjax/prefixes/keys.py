@@ -49,12 +49,12 @@ class Versions:
             )
 
     def gone(self, weights: Hashable) -> list[Hashable]:
-        """The values, but for the one that is in use, of whose arrays none is there any more; they
-        are forgotten."""
+        """The values, but for the one that is in use, of whose arrays some are not there any more,
+        so that no model can be told to have them; they are forgotten."""
         gone = [
             each
             for each, refs in self._known.items()
-            if each != weights and refs and all(ref() is None for ref in refs)
+            if each != weights and any(ref() is None for ref in refs)
         ]
         for each in gone:
             del self._known[each]

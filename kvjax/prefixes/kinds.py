@@ -15,8 +15,8 @@ class Kind:
     """
 
     paging: Paging
-    entries: tuple[int, ...]
-    page_bytes: int
+    entries: tuple[int, ...] = ()
+    page_bytes: int = 0
 
     @property
     def page(self) -> int:

@@ -57,11 +57,13 @@ class Tiers:
         goes on from leaves the device for it. Whether at least so many are: else nothing leaves."""
         free = [len(counts.free) for counts in self._pool.counts]
         leaving: list[tuple[Node, int, Kept]] = []
-        lacking = any(n > m for n, m in zip(wanted, free, strict=True))
+        lacking = sum(max(n - m, 0) for n, m in zip(wanted, free, strict=True))
         for node, page in self._nodes.oldest(DEVICE) if lacking else ():
+            if not lacking:
+                break
             kind = node.kind_of(page)
             if kind is not None and free[kind] < wanted[kind]:
-                free[kind] += 1
+                free[kind], lacking = free[kind] + 1, lacking - 1
                 leaving.append((node, kind, page))
         if any(n > m for n, m in zip(least, free, strict=True)):
             return False
