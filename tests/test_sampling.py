@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax.generation.filters as ways
 from kvjax.generation import sampling
 from kvjax.generation.sampling import Filters, make_settings
 
@@ -15,7 +16,7 @@ VOCAB = 500
 
 # As generation runs them, and one program for all numbers.
 keep_top_k, keep_top_p, keep_min_p, penalize = map(
-    jax.jit, (sampling.keep_top_k, sampling.keep_top_p, sampling.keep_min_p, sampling.penalize)
+    jax.jit, (ways.keep_top_k, ways.keep_top_p, ways.keep_min_p, ways.penalize)
 )
 sample, filter_logits = (
     jax.jit(function, static_argnums=1) for function in (sampling.sample, sampling.filter_logits)

@@ -30,13 +30,16 @@ SPARE = 4
 """Of that block, the part that must be filled."""
 FILLED = 5 / 8
 """Of a section, the part that must be seen for it to be multiplied in one piece."""
+EVEN = 256
+"""Tokens of a block where all are of one size."""
 SCORES = 4
 """Arrays of scores that a section in one piece is counted with: products, and turned round, masked
 scores, weights."""
 
 
-def blockwise(call: Call) -> Mixed:
-    """Softmax block by block, for some queries at a time."""
+def blockwise(call: Call, *, even: bool = False) -> Mixed:
+    """Softmax block by block, for some queries at a time. ``even``: by blocks of one size, so that
+    what a row gets does not depend, to the last bit, on how long the others are."""
     # The same queries twice are carried once.
     kinds = (call.queries,) if call.queries is call.capped else (call.queries, call.capped)
     new = call.queries.shape[2]
@@ -47,7 +50,7 @@ def blockwise(call: Call) -> Mixed:
         part = replace(call, queries=turned[0], capped=turned[-1], mask=mask)
         found = Partial.of_none(part.rows(part.sections[0]))
         for section in part.sections:
-            found = _walk_section(found, section, part)
+            found = (_evenly if even else _walk_section)(found, section, part)
         return part.finish(found)
 
     def next_part(split: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
@@ -105,6 +108,13 @@ def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
     return lax.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
 
 
+def _evenly(found: Partial, section: Section, call: Call) -> Partial:
+    """Block by block, all of one size."""
+    rows = call.rows(section)
+    size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
+    return _by_blocks(found, section, rows, call, (size, size))
+
+
 def _fits(section: Section, rows: Array) -> bool:
     """Whether a section's numbers can be multiplied as they are, and all of its scores take no more
     memory than the copies of a block do, in float32: so memory does not grow with the capacity."""
@@ -123,17 +133,21 @@ def _all_seen(section: Section, mask: Mask) -> bool:
     return min(mask.window or section.size, mask.chunk or section.size) >= FILLED * section.size
 
 
-def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Partial:
-    """Coarse blocks up to where all is filled, fine ones after that."""
+def _by_blocks(
+    found: Partial, section: Section, rows: Array, call: Call, sizes: tuple[int, int] | None = None
+) -> Partial:
+    """Coarse blocks up to where all is filled, fine ones after that; of these ``sizes``."""
     stop = section.first + section.size
-    if section.raw and section.size <= 2 * FINE:
+    if sizes is not None:
+        fine, coarse = sizes
+    elif section.raw and section.size <= 2 * FINE:
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
         # Pages are copied by one operation however many they are, for which a CPU's threads divide
         # the work.
-        sizes = (numbers, 4) if section.pages is None else (1, 1)
-        fine, coarse = _block_sizes(section.size, section.unit, *sizes)
+        shared = (numbers, 4) if section.pages is None else (1, 1)
+        fine, coarse = _block_sizes(section.size, section.unit, *shared)
         fine = section.fitting(fine)
         coarse = max(section.fitting(coarse, fine), fine)
 

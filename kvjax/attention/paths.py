@@ -3,7 +3,9 @@
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
@@ -36,13 +38,30 @@ def _pallas(call: Call) -> Mixed:
     return mixed
 
 
+evenly = functools.partial(blockwise, even=True)
 PATHS: dict[str, Path] = {
     "blocks": blockwise, "reference": at_once, "buckets": bucketed, "pallas": _pallas,
+    "even": evenly,
 }  # fmt: skip
 
 
-DIFFERENTIABLE = blockwise, at_once, bucketed
+DIFFERENTIABLE = blockwise, at_once, bucketed, evenly
 """What has a derivative; where a kernel is taken, its derivative is the walk's."""
+
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def each_row_alone() -> Iterator[None]:
+    """Trace attention inside such that each row's result is, to the last bit, what it is whatever
+    the others hold: where the table says ``blocks`` or ``buckets``, ``even`` is taken, by which
+    long texts on CPUs take somewhat longer. Kernels do so in any case."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
@@ -70,7 +89,8 @@ def by_table(platform: str, behind_tail: bool, queries: int) -> tuple[str, ...]:
         and (most is None or queries <= most)
     ]
     # Kernels alone may not serve a call.
-    return (*itertools.takewhile("pallas".__eq__, found), next(x for x in found if x != "pallas"))
+    other = "even" if _alone.get() else next(x for x in found if x != "pallas")
+    return (*itertools.takewhile("pallas".__eq__, found), other)
 
 
 @functools.lru_cache(maxsize=16)

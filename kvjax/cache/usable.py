@@ -112,7 +112,7 @@ def _check_pools(what: str, cache: KVCache) -> None:
         )
     for paging, pool in zip(pagings, cache.pools, strict=True):
         wanted = (cache.batch, paging.layout.columns), paging.layout.pool
-        if (found := (pool.table.shape, pool.refs.shape[0])) != wanted:
+        if (found := (pool.table.shape, pool.pages)) != wanted:
             raise ValueError(
                 f"{what}: a table and a pool of {found[0]} and {found[1]} pages, and its policy "
                 f"says {wanted[0]} and {wanted[1]}"

@@ -16,8 +16,9 @@ from jaxtyping import Int
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.generation.filters import Logits, Seen
 from kvjax.generation.model import Model
-from kvjax.generation.sampling import Filters, Logits, Sampling, Seen, sample
+from kvjax.generation.sampling import Filters, Sampling, sample
 from kvjax.operations.rows import repeat
 
 _T = TypeVar("_T")

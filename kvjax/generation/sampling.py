@@ -1,13 +1,11 @@
 """Logits to tokens: the filters of Transformers, in its order, and one draw a row.
 
-The order is repetition penalty, ``min_new_tokens``, temperature, top-k, top-p, min-p. Nothing is
-sorted: top-k and top-p keep what lies at or above some threshold, found by bisection over the
-2**32 ordered bit patterns of float32: on a CPU a twentieth of the time of a sort of 49,152 logits.
-So ``k`` and ``p`` are traced numbers, and tokens that tie at the threshold are all kept.
+The order is bias, repetition penalty, ``min_new_tokens``, what is allowed; then, where tokens are
+drawn, temperature, top-k, top-p, min-p.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt
+from jaxtyping import Array, UInt
 
+from kvjax.core.checks import is_traced
 from kvjax.core.trees import state
 from kvjax.core.typing import Rows, SomeRows
+from kvjax.generation.filters import (
+    Allowed,
+    Logits,
+    Seen,
+    biased,
+    keep_allowed,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize,
+)
 
-Logits = Float[Array, "batch vocab"]
-Seen = Bool[Array, "batch vocab"]
-
-_NO_TOKEN = 2**31 - 1
+_NO_TOKEN = np.int32(2**31 - 1)
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES = {
     "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
@@ -32,28 +39,33 @@ _RANGES = {
     "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
     # Beyond this, finite logits might not stay finite.
     "repetition_penalty": ("from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
+    "logit_bias": ("numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     "seed": ("a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
 }
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which steps of ``sample`` are compiled in; hashable, a static argument of ``jit``."""
+    """Which steps of ``sample`` there are: compiled in, hashable, as a static argument of ``jit``;
+    or taken as the program runs, where they are traced (``Sampling.filters``)."""
 
-    greedy: bool = True
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-    repetition_penalty: bool = False
-    min_new_tokens: bool = False
+    greedy: bool | Array = True
+    top_k: bool | Array = False
+    top_p: bool | Array = False
+    min_p: bool | Array = False
+    repetition_penalty: bool | Array = False
+    min_new_tokens: bool | Array = False
+    bias: bool | Array = False
 
 
 @state
 class Sampling:
-    """The numbers of ``sample``, traced, so that a new value compiles nothing.
+    """The numbers of ``sample``, traced, so that a new value compiles nothing: [batch] each, one a
+    row. A row that a filter is not for has a number with which it changes nothing.
 
-    Scalars, but for ``seeds``: uint32[batch, 2], each row's seed as low and high word, and
-    ``eos``: int32[n], padded with a number that is no token's.
+    ``seeds``: uint32[batch, 2], low and high word. ``eos``: int32[batch, n], padded with a number
+    that is no token's. ``biased``, ``bias``: int32 and float32[batch, m], tokens, padded so, and
+    what is added to their logits.
     """
 
     temperature: Array
@@ -64,6 +76,21 @@ class Sampling:
     min_new_tokens: Array
     seeds: Array
     eos: Array
+    biased: Array
+    bias: Array
+
+    @property
+    def filters(self) -> Filters:
+        """Those that some row needs, as truth values."""
+        return Filters(
+            greedy=jnp.all(self.temperature == 0),
+            top_k=jnp.any(self.top_k < _NO_TOKEN),
+            top_p=jnp.any(self.top_p < 1),
+            min_p=jnp.any(self.min_p > 0),
+            repetition_penalty=jnp.any(self.repetition_penalty != 1),
+            min_new_tokens=jnp.any(self.min_new_tokens > 0),
+            bias=jnp.any(self.biased < _NO_TOKEN),
+        )
 
 
 def make_settings(
@@ -76,6 +103,7 @@ def make_settings(
     repetition_penalty: float | None = None,
     min_new_tokens: int = 0,
     eos_token_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
 ) -> tuple[Filters, Sampling]:
     """What ``sample`` needs, from the numbers as a user gives them.
 
@@ -87,15 +115,18 @@ def make_settings(
       min_p: draw among tokens at least this share as likely as the likeliest.
       repetition_penalty: above 1 makes tokens that the row has already less likely.
       min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
+      logit_bias: numbers that are added to the logits of tokens.
 
     Raises:
       ValueError: naming the value that is out of its range, and the range.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given |= {"repetition_penalty": repetition_penalty}
-    for name, value in [*given.items(), *(("seed", seed) for seed in seeds)]:
+    bias = dict(logit_bias or {})
+    every = [*given.items(), *(("seed", seed) for seed in seeds)]
+    for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
         limits, fits = _RANGES[name]
-        optional = name not in ("temperature", "seed")
+        optional = name not in ("temperature", "seed", "logit_bias")
         try:
             fine = (value is None and optional) or fits(value)
         except TypeError:
@@ -104,28 +135,42 @@ def make_settings(
             raise ValueError(f"{name} must be {limits}, got {value!r}")
     # A temperature that processors may round to nothing is the limit: greedy.
     greedy = temperature < _TINY
+    ends = list(eos_token_ids)
+    least = min(min_new_tokens, int(_NO_TOKEN)) if ends else 0
+    if greedy:
+        top_k = top_p = min_p = None
     filters = Filters(
         greedy=greedy,
-        top_k=not greedy and top_k is not None,
-        top_p=not greedy and top_p is not None and top_p < 1,
-        min_p=not greedy and min_p is not None and min_p > 0,
+        top_k=top_k is not None,
+        top_p=top_p is not None and top_p < 1,
+        min_p=min_p is not None and min_p > 0,
         repetition_penalty=repetition_penalty not in (None, 1),
-        min_new_tokens=min_new_tokens > 0 and len(eos_token_ids) > 0,
+        min_new_tokens=least > 0,
+        bias=bool(bias),
     )
-    eos = np.full(max(8, 1 << len(eos_token_ids).bit_length()), _NO_TOKEN, np.int32)
-    eos[: len(eos_token_ids)] = list(eos_token_ids)
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
-    numbers: dict[str, Any] = {  # of the host, until jit takes them
-        "temperature": np.float32(temperature),
-        "top_k": np.int32(min(top_k or 1, _NO_TOKEN)),
-        "top_p": np.float32(1 if top_p is None else max(top_p, _TINY)),
+    numbers: dict[str, Any] = {
+        "temperature": np.float32(0 if greedy else temperature),
+        "top_k": np.int32(min(top_k or _NO_TOKEN, int(_NO_TOKEN))),
+        # Sums of probabilities may come to more than 1.
+        "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
         "min_p": np.float32(min_p or 0),
         "repetition_penalty": np.float32(repetition_penalty or 1),
-        "min_new_tokens": np.int32(min(min_new_tokens, _NO_TOKEN)),
-        "seeds": np.asarray(words, np.uint32).reshape(-1, 2),
-        "eos": eos,
+        "min_new_tokens": np.int32(least),
+        "eos": _padded(ends, 8),
+        "biased": _padded(list(bias), 8 if bias else 0),
+        "bias": _padded(list(bias.values()), 8 if bias else 0, np.float32(0)),
     }
-    return filters, Sampling(**numbers)
+    # Of the host, until jit takes them.
+    rows: Any = {name: np.stack([x] * len(words)) for name, x in numbers.items()}
+    rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
+    return filters, Sampling(**rows)
+
+
+def _padded(numbers: Sequence[Any], least: int, fill: Any = _NO_TOKEN) -> np.ndarray:
+    """As many as a power of two, so that few programs are ever compiled."""
+    more = max(least, 1 << len(numbers).bit_length()) if least else 0
+    return np.array([*numbers, *[fill] * (more - len(numbers))], fill.dtype)
 
 
 def sample(
@@ -135,6 +180,7 @@ def sample(
     *,
     count: Rows,
     seen: Seen | None = None,
+    allowed: Allowed | None = None,
 ) -> tuple[Rows, SomeRows]:
     """Choose each row's next token, and say whether its logits were finite numbers; where they
     were not, the token means nothing.
@@ -143,13 +189,22 @@ def sample(
       logits, filters, settings: the last two as ``make_settings`` gives them.
       count: new tokens of each row so far: with its seed, all its draw depends on.
       seen: tokens that stand in a row; for the repetition penalty.
+      allowed: bits of those that may be chosen; by default all.
     """
     logits = logits.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    logits = filter_logits(logits, filters, settings, count=count, seen=seen)
-    if filters.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
-    return draw(logits, settings.seeds, count), finite
+    logits = _changed(logits, filters, settings, count, seen, allowed)
+
+    def likeliest(logits: Logits) -> Rows:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn(logits: Logits) -> Rows:
+        token = draw(_narrowed(logits, filters, settings), settings.seeds, count)
+        if not is_traced(filters.greedy):
+            return token
+        return jnp.where(settings.temperature > 0, token, likeliest(logits))
+
+    return _either(filters.greedy, likeliest, drawn, logits), finite
 
 
 def filter_logits(
@@ -159,60 +214,60 @@ def filter_logits(
     *,
     count: Rows,
     seen: Seen | None = None,
+    allowed: Allowed | None = None,
 ) -> Logits:
     """The logits that ``sample``, with the same arguments, draws from; where it is greedy, the
     largest of them is its token. What can't be drawn is at minus infinity."""
-    if filters.repetition_penalty:
+    logits = _changed(logits, filters, settings, count, seen, allowed)
+    return _either(filters.greedy, lambda x: x, lambda x: _narrowed(x, filters, settings), logits)
+
+
+def _changed(
+    logits: Logits, filters: Filters, settings: Sampling, count: Rows, seen: Seen | None,
+    allowed: Allowed | None,
+) -> Logits:  # fmt: skip
+    """With what changes the likeliest token too."""
+
+    def bias(logits: Logits) -> Logits:
+        return biased(logits, settings.biased, settings.bias)
+
+    def penalty(logits: Logits) -> Logits:
         assert seen is not None
-        logits = penalize(logits, seen, settings.repetition_penalty)
-    if filters.min_new_tokens:
+        return penalize(logits, seen, settings.repetition_penalty)
+
+    def no_end(logits: Logits) -> Logits:
         early = (count < settings.min_new_tokens)[:, None]
-        masked = logits.at[:, settings.eos].set(-jnp.inf, mode="drop")
-        logits = jnp.where(early, masked, logits)
-    if filters.greedy:
-        return logits
+        rows = jnp.arange(logits.shape[0])[:, None]
+        masked = logits.at[rows, settings.eos].set(-jnp.inf, mode="drop")
+        return jnp.where(early, masked, logits)
+
+    logits = _where(filters.bias, bias, logits)
+    logits = _where(filters.repetition_penalty, penalty, logits)
+    logits = _where(filters.min_new_tokens, no_end, logits)
+    return logits if allowed is None else keep_allowed(logits, allowed)
+
+
+def _narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:
+    """With what else tokens that are drawn are subject to."""
     # The largest is moved to 0 first, so that no temperature can make it overflow.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / settings.temperature
-    if filters.top_k:
-        logits = keep_top_k(logits, settings.top_k)
-    if filters.top_p:
-        logits = keep_top_p(logits, settings.top_p)
-    if filters.min_p:
-        logits = keep_min_p(logits, settings.min_p)
-    return logits
-
-
-def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
-    """Divide the positive logits of ``seen`` tokens by ``penalty``, multiply the negative ones.
-
-    Source: Keskar et al., CTRL, arXiv:1909.05858, in the form of Transformers.
-    """
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def keep_top_k(logits: Logits, k: Array | int) -> Logits:
-    """Keep a row's ``k`` largest, and what ties with the k-th; the rest become minus infinity.
-
-    Source: Fan et al., arXiv:1805.04833.
-    """
-    return _keep_below(logits, jnp.ones_like(logits, jnp.int32), k)
-
-
-def keep_top_p(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens with less than ``p`` of the probability above them, so always the likeliest.
-
-    Source: Holtzman et al., arXiv:1904.09751.
-    """
-    return _keep_below(logits, jax.nn.softmax(logits, axis=-1), p)
-
-
-def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
-    """Keep the tokens that are at least ``min_p`` times as likely as the likeliest.
-
-    Source: Nguyen et al., arXiv:2407.01082.
-    """
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where(logits - largest >= jnp.log(min_p), logits, -jnp.inf)
+    warm = settings.temperature > 0
+    logits = (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
+    logits = _where(filters.top_k, lambda x: keep_top_k(x, settings.top_k), logits)
+    logits = _where(filters.top_p, lambda x: keep_top_p(x, settings.top_p), logits)
+    return _where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), logits)
+
+
+def _where(needed: bool | Array, change: Callable[[Logits], Logits], logits: Logits) -> Logits:
+    """``change``, if it is needed."""
+    return _either(needed, change, lambda x: x, logits)
+
+
+def _either(which: bool | Array, one: Callable[..., Any], other: Callable[..., Any], x: Any) -> Any:
+    """One of two ways to take: as the program is compiled, or as it runs."""
+    if is_traced(which):
+        return lax.cond(which, one, other, x)
+    return one(x) if which else other(x)
 
 
 def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
@@ -227,20 +282,3 @@ def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
         return jax.random.gumbel(jax.random.fold_in(key, count), logits.shape[-1:], jnp.float32)
 
     return jnp.argmax(logits + jax.vmap(noise)(seeds, count), axis=-1).astype(jnp.int32)
-
-
-def _keep_below(logits: Logits, weights: Array, limit: Array | float) -> Logits:
-    """Keep what has weights of less than ``limit``, in sum, strictly above it."""
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
-    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)
-        above = jnp.sum(jnp.where(ordered > middle[:, None], weights, 0), axis=-1)
-        below_limit = above < limit
-        return jnp.where(below_limit, low, middle + 1), jnp.where(below_limit, middle, high)
-
-    low = jnp.full(logits.shape[:1], -(2**31), jnp.int32)
-    _, threshold = lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, 2**31 - 1)))
-    return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)

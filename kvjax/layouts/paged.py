@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.numbers import xp
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -147,7 +148,7 @@ class Paged:
         if self.straight:
             return pages
         around = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
-        return jnp.where(pages < self.sink_pages, pages, around)
+        return xp(pages).where(pages < self.sink_pages, pages, around)
 
     def pages_in(self, written: Rows) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
@@ -164,7 +165,7 @@ class Paged:
     def gone_before(self, written: Any) -> Any:
         """The first page behind the sinks' that queries of a row may see, even when ``rewindable``
         tokens are forgotten; 0 for all."""
-        return jnp.maximum(written - self._seen, 0) // self.page_size
+        return xp(written).maximum(written - self._seen, 0) // self.page_size
 
     def is_kept(self, pages: Any, written: Any) -> Any:
         """Whether queries may see pages, so."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.core.numbers import xp
 from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout
 from kvjax.layouts.part import Share, shared
@@ -48,9 +49,9 @@ class Split:
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
         return whole if self.share is None else shared(whole, self.share)
 
-    def flushed(self, tokens: Cursors) -> Cursors:
+    def flushed(self, tokens: Any) -> Any:
         """Blocks that have left the tail, where the text has so many tokens."""
-        return jnp.maximum((tokens - 1) // self.block - self.recent, 0)
+        return xp(tokens).maximum((tokens - 1) // self.block - self.recent, 0)
 
     def raw_from(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
         """The first position that queries at ``positions`` see raw."""

@@ -3,8 +3,6 @@
 import functools
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
 from kvjax.paging.kinds import Paging
 
 
@@ -45,13 +43,12 @@ class Kind:
 
 @functools.lru_cache(maxsize=65536)
 def _needed(paging: Paging, tokens: int) -> tuple[tuple[int, ...], int | None]:
-    layout, units = paging.layout, paging.units(jnp.array([tokens], jnp.int32))
-    first, units = int(layout.gone_before(units)[0]), int(units[0])
-    full = units // layout.page_size
+    layout, units = paging.layout, int(paging.units(tokens))
+    first, full = int(layout.gone_before(units)), units // layout.page_size
     pages = (q for q in range(full) if q >= first or q < layout.sink_pages)
     return tuple(pages), full if units % layout.page_size else None
 
 
 @functools.lru_cache(maxsize=65536)
 def _column(paging: Paging, page: int) -> int:
-    return int(paging.layout.column_of(jnp.int32(page)))
+    return int(paging.layout.column_of(page))
