@@ -98,6 +98,19 @@ class LayerCache:
         """The layer of rows int[n], the nearest one where there is none; pages stay as they are."""
         return self._of_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
+    def with_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
+        """The layer, in which rows int[n] are those of ``others``; what is behind the last row is
+        none. Pages are as ``others`` have them."""
+
+        def into(mine: Any, new: Any) -> Any:
+            return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), mine, new)
+
+        if self.policy.paging is None:
+            return self.each(lambda x, y: x.at[rows].set(y, mode="drop"), others)
+        tail = self.policy.placement.put_tokens(into(self.tail, others.tail))
+        low = into(self.low, others.low)
+        return replace(self, keys=others.keys, values=others.values, tail=tail, low=low)
+
     def repeated(self, times: int) -> "LayerCache":
         """Every row ``times`` times; pages stay where they are."""
         return self._of_rows(lambda x: jnp.repeat(x, times, axis=0))

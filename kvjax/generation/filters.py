@@ -8,6 +8,7 @@ threshold are all kept.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
@@ -17,6 +18,8 @@ Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
 Allowed = UInt[Array, "batch words"]
 """A bit for each token of a row, 32 in a word, the lowest first; 1 for what may be drawn."""
+EVERY = np.uint32(0xFFFFFFFF)
+"""A word that allows its tokens, all of them."""
 
 
 def biased(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:

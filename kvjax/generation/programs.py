@@ -16,7 +16,7 @@ from jaxtyping import Int
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
-from kvjax.generation.filters import Logits, Seen
+from kvjax.generation.filters import Allowed, Logits, Seen
 from kvjax.generation.model import Model
 from kvjax.generation.sampling import Filters, Sampling, sample
 from kvjax.operations.rows import repeat
@@ -101,7 +101,7 @@ def prefill(
     here; ``logits``: of those whose prompts ended in an earlier chunk.
     """
     new, context = context.feed(model, params, tokens, lengths)
-    return context, _whole(jnp.where(ends[:, None], new, logits), context)
+    return context, whole(jnp.where(ends[:, None], new, logits), context)
 
 
 def sampled(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
@@ -128,7 +128,7 @@ def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[K
         for held, body in zip(cache.layers, shared, strict=True)
     ]
     cache = repeat(replace(cache, layers=tuple(layers)), times)
-    return cache, _whole(jnp.repeat(logits, times, axis=0), Cached(cache))
+    return cache, whole(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
 @functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
@@ -138,7 +138,7 @@ def begin(
     """Choose the first new token of each row, from the logits after its prompt."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    return _choose(progress, seen, logits, filters, settings, limit)
+    return choose(progress, seen, logits, filters, settings, limit)
 
 
 @functools.partial(
@@ -177,15 +177,15 @@ def decode(
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy else _whole(logits, context)
-        progress, seen = _choose(progress, seen, logits, filters, settings, limit)
+        logits = logits if filters.greedy else whole(logits, context)
+        progress, seen = choose(progress, seen, logits, filters, settings, limit)
         out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
         return step + 1, context, progress, seen, out
 
     return lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))[1:]
 
 
-def _whole(logits: Logits, context: Context) -> Logits:
+def whole(logits: Logits, context: Context) -> Logits:
     """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
     at them many times, and programs should not depend on how they were divided."""
     spread = None if context.cache is None else context.cache.spread
@@ -194,16 +194,27 @@ def _whole(logits: Logits, context: Context) -> Logits:
     return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
 
 
-def _choose(
+def choose(
     progress: Progress,
     seen: Seen | None,
     logits: Logits,
     filters: Filters,
     settings: Sampling,
     limit: Array,
+    *,
+    forced: Rows | None = None,
+    allowed: Allowed | None = None,
 ) -> tuple[Progress, Seen | None]:
-    """Choose the next token of the rows that are not done."""
-    token, finite = sample(logits, filters, settings, count=progress.count, seen=seen)
+    """Choose the next token of the rows that are not done.
+
+    ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
+    for none. ``allowed``: see ``sample``.
+    """
+    token, finite = sample(
+        logits, filters, settings, count=progress.count, seen=seen, allowed=allowed
+    )
+    if forced is not None:
+        token = jnp.where(forced >= 0, forced, token)
     broken = progress.broken | (~progress.done & ~finite)
     taken = ~progress.done & finite
     token = jnp.where(taken, token, progress.token)
@@ -211,5 +222,6 @@ def _choose(
     ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
     done = progress.done | broken | ended | (count >= limit)
     if seen is not None:
-        seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+        new = jnp.where(taken, token, seen.shape[1])
+        seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
     return Progress(token, count, done, broken), seen

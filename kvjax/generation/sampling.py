@@ -19,6 +19,7 @@ from kvjax.core.checks import is_traced
 from kvjax.core.trees import state
 from kvjax.core.typing import Rows, SomeRows
 from kvjax.generation.filters import (
+    EVERY,
     Allowed,
     Logits,
     Seen,
@@ -30,7 +31,7 @@ from kvjax.generation.filters import (
     penalize,
 )
 
-_NO_TOKEN = np.int32(2**31 - 1)
+NO_TOKEN = np.int32(2**31 - 1)
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES = {
     "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
@@ -84,12 +85,12 @@ class Sampling:
         """Those that some row needs, as truth values."""
         return Filters(
             greedy=jnp.all(self.temperature == 0),
-            top_k=jnp.any(self.top_k < _NO_TOKEN),
+            top_k=jnp.any(self.top_k < NO_TOKEN),
             top_p=jnp.any(self.top_p < 1),
             min_p=jnp.any(self.min_p > 0),
             repetition_penalty=jnp.any(self.repetition_penalty != 1),
             min_new_tokens=jnp.any(self.min_new_tokens > 0),
-            bias=jnp.any(self.biased < _NO_TOKEN),
+            bias=jnp.any(self.biased < NO_TOKEN),
         )
 
 
@@ -136,7 +137,7 @@ def make_settings(
     # A temperature that processors may round to nothing is the limit: greedy.
     greedy = temperature < _TINY
     ends = list(eos_token_ids)
-    least = min(min_new_tokens, int(_NO_TOKEN)) if ends else 0
+    least = min(min_new_tokens, int(NO_TOKEN)) if ends else 0
     if greedy:
         top_k = top_p = min_p = None
     filters = Filters(
@@ -151,7 +152,7 @@ def make_settings(
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
     numbers: dict[str, Any] = {
         "temperature": np.float32(0 if greedy else temperature),
-        "top_k": np.int32(min(top_k or _NO_TOKEN, int(_NO_TOKEN))),
+        "top_k": np.int32(min(top_k or NO_TOKEN, int(NO_TOKEN))),
         # Sums of probabilities may come to more than 1.
         "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
         "min_p": np.float32(min_p or 0),
@@ -167,7 +168,7 @@ def make_settings(
     return filters, Sampling(**rows)
 
 
-def _padded(numbers: Sequence[Any], least: int, fill: Any = _NO_TOKEN) -> np.ndarray:
+def _padded(numbers: Sequence[Any], least: int, fill: Any = NO_TOKEN) -> np.ndarray:
     """As many as a power of two, so that few programs are ever compiled."""
     more = max(least, 1 << len(numbers).bit_length()) if least else 0
     return np.array([*numbers, *[fill] * (more - len(numbers))], fill.dtype)
@@ -244,7 +245,10 @@ def _changed(
     logits = _where(filters.bias, bias, logits)
     logits = _where(filters.repetition_penalty, penalty, logits)
     logits = _where(filters.min_new_tokens, no_end, logits)
-    return logits if allowed is None else keep_allowed(logits, allowed)
+    if allowed is None:
+        return logits
+    guided = jnp.any(allowed != EVERY)
+    return _where(guided, lambda x: keep_allowed(x, allowed), logits)
 
 
 def _narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:

@@ -1,7 +1,7 @@
 """The pages of a tree between requests: which are free, and what stands in them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,12 +85,27 @@ class Pool:
 
     def contents(self, kind: int, pages: Sequence[int]) -> list[list[np.ndarray]]:
         """What stands in some pages: of each, arrays [...] of all layers, on the host."""
+        return self.reading(kind, pages)()
+
+    def reading(self, kind: int, pages: Sequence[int]) -> Callable[[], list[list[np.ndarray]]]:
+        """``contents``, when they are asked for: on their way from now on, whatever happens to the
+        pages."""
         forms, bodies = self._of(kind)
-        found = []
+        coming = []
         for some in _pieces(pages):
-            leaves = jax.tree.leaves(fetch(_read(bodies, _padded(some), forms=forms)))
-            found += [[np.array(x[n]) for x in leaves] for n in range(len(some))]
-        return found
+            leaves = jax.tree.leaves(_read(bodies, _padded(some), forms=forms))
+            for x in leaves:
+                x.copy_to_host_async()
+            coming.append((len(some), leaves))
+
+        def landed() -> list[list[np.ndarray]]:
+            found = []
+            for count, leaves in coming:
+                arrays = fetch(leaves)
+                found += [[np.array(x[n]) for x in arrays] for n in range(count)]
+            return found
+
+        return landed
 
     def fill(
         self, kind: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]

@@ -1,0 +1,67 @@
+"""What the host tells the device of each row: numbers of sampling, limits, scores."""
+
+from dataclasses import fields
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine.programs import Asked
+from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
+from kvjax.generation.sampling import NO_TOKEN, Sampling, make_settings
+from kvjax.placement.device import Device
+
+
+class Board:
+    """What each row is asked for, as arrays of the host; on the device as long as nobody changes
+    them."""
+
+    def __init__(self, rows: int, placement: Device) -> None:
+        self._placement, self._there = placement, None
+        sampling: Any = make_settings(seeds=[0] * rows)[1]
+        wide = {"eos": MOST_ENDS, "biased": MOST_BIASED, "bias": MOST_BIASED}
+        self._fill = {"eos": NO_TOKEN, "biased": NO_TOKEN, "bias": 0}
+        arrays: dict[str, Any] = {
+            each.name: getattr(sampling, each.name).copy() for each in fields(Sampling)
+        }
+        for name, width in wide.items():
+            arrays[name] = np.full((rows, width), self._fill[name], arrays[name].dtype)
+        zeros = np.zeros(rows, np.int32)
+        self._asked: Any = Asked(Sampling(**arrays), zeros, zeros.copy())  # type: ignore[arg-type]
+
+    def set(self, row: int, request: Request) -> None:
+        """Let a row be this request's."""
+        for each in fields(Sampling):
+            array = getattr(self._asked.sampling, each.name)
+            new = np.asarray(getattr(request.sampling, each.name)[0])
+            if each.name in self._fill:
+                array[row] = self._fill[each.name]
+                count = min(len(new), array.shape[1])
+                array[row, :count] = new[:count]
+            else:
+                array[row] = new
+        self._asked.limit[row] = request.limit
+        self._asked.scores[row] = 0 if request.scores is None else 1 + request.scores
+        self._there = None
+
+    def clear(self, row: int) -> None:
+        """Let a row ask for nothing that makes the others' programs do more."""
+        self._asked.sampling.temperature[row] = 0
+        self._asked.sampling.repetition_penalty[row] = 1
+        self._asked.sampling.min_new_tokens[row] = 0
+        self._asked.sampling.top_k[row], self._asked.sampling.top_p[row] = NO_TOKEN, 2
+        self._asked.sampling.min_p[row] = 0
+        self._asked.sampling.biased[row] = NO_TOKEN
+        self._asked.scores[row] = 0
+        self._there = None
+
+    def all(self) -> Asked:
+        """Of all rows, on the device."""
+        if self._there is None:
+            # A copy: what is put may be read later.
+            self._there = self._placement.put(jax.tree.map(np.array, self._asked))
+        return self._there
+
+    def of(self, rows: Any) -> Asked:
+        """Of some rows, on the host."""
+        return jax.tree.map(lambda x: x[rows], self._asked)

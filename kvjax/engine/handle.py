@@ -1,0 +1,106 @@
+"""A request as it goes: what it has so far, and where it stands."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvjax.core.errors import KvjaxError
+from kvjax.engine.request import Request
+from kvjax.generation.text import RowText
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Of a new token: ``logprob``, its log-probability by the model's own distribution, before
+    filters and temperature; ``likeliest``: as many tokens as were asked for, with theirs."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Times:
+    """When what happened to a request, by ``time.monotonic``; None for what has not."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+    newest_token: float | None = None
+    finished: float | None = None
+
+
+class Handle:
+    """A request that an engine has: its text so far, and why it ended.
+
+    ``request``: what was asked for. ``error``: why it could not go on, else None.
+    ``cached_tokens``: of its prompt, those that were not computed for it. ``preemptions``: how
+    often it gave its memory to others. ``times``: when what happened.
+    """
+
+    def __init__(self, request: Request, number: int, text: RowText) -> None:
+        self.request, self.number = request, number
+        self.error: KvjaxError | None = None
+        self.cached_tokens = self.preemptions = 0
+        self.times = Times()
+        self._text = text
+        self._scores: list[TokenScore] = []
+        self._told = 0
+        # What the engine keeps of it.
+        self.drawn: list[int] = []  # all tokens, those behind a stop string among them
+        self.flying = 0  # programs under way that it is in
+        self.parked: Any = None
+
+    def __repr__(self) -> str:
+        state = self.reason or "running"
+        return f"Handle({self.number}, {len(self.tokens)} of {self.request.limit} tokens, {state})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._text.reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"``, ``"deadline"`` or
+        ``"error"``; None while it has not."""
+        return self._text.reason
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its new tokens."""
+        return self._text.tokens
+
+    @property
+    def text(self) -> str:
+        """Its new text; empty where the model has no tokenizer."""
+        return self._text.text
+
+    @property
+    def logprobs(self) -> list[TokenScore] | None:
+        """Of each of its ``tokens``, where they were asked for."""
+        return None if self.request.scores is None else self._scores[: len(self.tokens)]
+
+    def take(self) -> tuple[str, list[int], list[TokenScore]]:
+        """What nothing can take back any more, since the last call: text, tokens, and what is known
+        of these, where it was asked for."""
+        text, tokens = self._text.take()
+        told, self._told = self._told, self._told + len(tokens)
+        return text, tokens, self._scores[told : self._told]
+
+    def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore], now: float) -> None:
+        """Take in what was chosen."""
+        self._scores += scores
+        for token in tokens:
+            self.drawn.append(token)
+            self._text.push(token)
+        self.times.first_token = self.times.first_token or now
+        self.times.newest_token = now
+
+    def finish(self, reason: str, error: KvjaxError | None = None) -> None:
+        """End it, unless it has ended."""
+        if not self.done:
+            self._text.finish(reason)
+            self.error = error
+        if self.times.finished is None:
+            self.times.finished = time.monotonic()

@@ -1,0 +1,134 @@
+"""Pages of the rows' texts, counted on the host, beside those of a tree of prefixes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.prefixes.nodes import Node
+from kvjax.prefixes.texts import Texts
+
+
+class RowPages:
+    """Which pages each row has. ``tables``: of each kind of layers int32[rows, columns].
+
+    Rows take pages before a program writes in them, and give back those that their windows have
+    left behind all that the program reads.
+    """
+
+    def __init__(self, texts: Texts, rows: int) -> None:
+        self._texts, self._kinds = texts, texts.terms.kinds
+        self.tables = [
+            np.full((rows, kind.paging.layout.columns), -1, np.int32) for kind in self._kinds
+        ]
+        # Of each kind and row, the pages from the first that it has to the last, through its text.
+        self._first = np.zeros((len(self._kinds), rows), int)
+        self._end = np.zeros((len(self._kinds), rows), int)
+
+    def begin(self, row: int, path: Sequence[Node], tokens: int) -> list[int]:
+        """Let an empty row have the full pages of a text that is known, and empty ones in place of
+        those that are not full; these, of each kind, -1 for none."""
+        fresh = []
+        for number, kind in enumerate(self._kinds):
+            layout, counts = kind.paging.layout, self._texts.pool.counts[number]
+            table, (full, part) = self.tables[number], kind.needed(tokens)
+            for page in full:
+                found = self._texts.page(path, number, page).number
+                counts.hold(found)
+                table[row, kind.column(page)] = found
+            if part is not None:
+                table[row, kind.column(part)] = counts.take()
+            fresh.append(-1 if part is None else int(table[row, kind.column(part)]))
+            units = int(kind.paging.units(tokens))
+            self._first[number, row] = int(layout.gone_before(units))
+            self._end[number, row] = int(layout.filled(units))
+        return fresh
+
+    def wanted(self, row: int, tokens: int) -> list[int]:
+        """How many free pages of each kind a row takes to have so many tokens."""
+        found = []
+        for number, kind in enumerate(self._kinds):
+            end, gone = self._reach(number, tokens)
+            counts, table = self._texts.pool.counts[number], self.tables[number]
+            leaving = [table[row, kind.column(page)] for page in self._left(number, row, gone)]
+            spare = sum(page >= 0 and counts.refs[page] == 1 for page in leaving)
+            found.append(max(end - int(self._end[number, row]) - spare, 0))
+        return found
+
+    def extend(self, row: int, tokens: int) -> None:
+        """Let a row have the pages of so many tokens, which are free."""
+        for number, kind in enumerate(self._kinds):
+            end, gone = self._reach(number, tokens)
+            counts, table = self._texts.pool.counts[number], self.tables[number]
+            for page in self._left(number, row, gone):
+                column = kind.column(page)
+                if table[row, column] >= 0:
+                    counts.release(int(table[row, column]))
+                    table[row, column] = -1
+            for page in range(int(self._end[number, row]), end):
+                column = kind.column(page)
+                assert table[row, column] < 0
+                table[row, column] = counts.take()
+            self._first[number, row] = max(self._first[number, row], gone)
+            self._end[number, row] = max(self._end[number, row], end)
+
+    def release(self, row: int) -> None:
+        """Let a row have none."""
+        for counts, table in zip(self._texts.pool.counts, self.tables, strict=True):
+            for page in table[row][table[row] >= 0].tolist():
+                counts.release(page)
+            table[row] = -1
+        self._first[:, row] = self._end[:, row] = 0
+
+    def partly(self, row: int, tokens: int) -> list[int]:
+        """The page of each kind that is not full where a row has so many tokens, 0 for none."""
+        found = []
+        for kind, table in zip(self._kinds, self.tables, strict=True):
+            page = kind.needed(tokens)[1]
+            found.append(0 if page is None else int(table[row, kind.column(page)]))
+        return found
+
+    def retained(self, row: int, tokens: int) -> list[np.ndarray | None]:
+        """Of the kinds whose windows move, the pages that a row's text goes on with behind so many
+        tokens, as a table; None of other kinds."""
+        found: list[np.ndarray | None] = []
+        for number, kind in enumerate(self._kinds):
+            if not kind.moves:
+                found.append(None)
+                continue
+            table = np.full_like(self.tables[number][row], -1)
+            for page in kind.needed(tokens)[0]:
+                column = kind.column(page)
+                table[column] = self.tables[number][row, column]
+            found.append(table)
+        return found
+
+    def of(self, row: int) -> list[list[tuple[int, int]]]:
+        """Of each kind, the columns of a row that have a page, and the pages."""
+        return [
+            [(int(column), int(table[row, column])) for column in np.flatnonzero(table[row] >= 0)]
+            for table in self.tables
+        ]
+
+    def take_up(self, row: int, columns: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """Let an empty row of so many tokens have a free page in some columns of each kind; these
+        pages."""
+        found = []
+        for number, (kind, some) in enumerate(zip(self._kinds, columns, strict=True)):
+            layout, units = kind.paging.layout, int(kind.paging.units(tokens))
+            pages = [self._texts.pool.counts[number].take() for _ in some]
+            self.tables[number][row, list(some)] = pages
+            self._first[number, row] = int(layout.gone_before(units))
+            self._end[number, row] = int(layout.filled(units))
+            found.append(pages)
+        return found
+
+    def _reach(self, number: int, tokens: int) -> tuple[int, int]:
+        """Pages that so many tokens fill, and the first of them that a query may still see."""
+        paging = self._kinds[number].paging
+        units = int(paging.units(tokens))
+        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))
+
+    def _left(self, number: int, row: int, gone: int) -> range:
+        """The pages that windows leave, behind the sinks'."""
+        first = max(int(self._first[number, row]), self._kinds[number].paging.layout.sink_pages)
+        return range(first, gone)

@@ -1,0 +1,270 @@
+"""The programs that an engine runs: chunks of prompts, rounds of decoding, rows put and taken.
+
+The host counts: how long each row is, which pages it has and how many rounds it takes part in are
+given with every program. What a program leaves for the next one is on the device: newest tokens,
+which rows have ended, tails and windows. So the next program can be given before this one is done.
+"""
+
+import functools
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Int
+
+from kvjax.attention.paths import each_row_alone
+from kvjax.cache.state import KVCache
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
+from kvjax.generation.model import Model
+from kvjax.generation.programs import Cached, Progress, choose, whole
+from kvjax.generation.sampling import Sampling
+from kvjax.generation.scores import Scores, scores_of
+from kvjax.paging.given import GivenPages
+from kvjax.placement.pages import pages_at
+from kvjax.prefixes.checkpoints import own, with_own
+
+MOST_SCORES = 20
+"""The likeliest tokens that are told with one, at most."""
+
+
+@state
+class Held:
+    """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
+    program; ``progress``, where each row stands; ``seen``: tokens of each row, for its penalty."""
+
+    cache: KVCache
+    progress: Progress
+    seen: Seen
+
+
+@state
+class Asked:
+    """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
+    tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
+    the likeliest tokens that are told."""
+
+    sampling: Sampling
+    limit: Rows
+    scores: Rows
+
+
+@state
+class Piece:
+    """A chunk of the prompts of some rows.
+
+    ``rows``: int32[n], which; ``tokens``: int32[n, new], ``lengths`` of them real, behind the
+    ``starts`` that they have; ``tables``: of each kind of layers, int32[n, columns]. ``fresh``:
+    bool[n], rows that begin, and have nothing but pages; ``ends``: bool[n], prompts that end here;
+    ``forced``: int32[n], their first tokens, where these are known, or -1; ``allowed``: bits of
+    what these may be.
+    """
+
+    rows: Rows
+    tokens: Tokens
+    lengths: Rows
+    starts: Rows
+    tables: tuple[Array, ...]
+    fresh: SomeRows
+    ends: SomeRows
+    forced: Rows
+    allowed: Allowed
+    asked: Asked
+
+
+@state
+class Rounds:
+    """Some rounds of decoding, of all rows.
+
+    ``lengths``: int32[batch], tokens that each row has in the cache; ``rounds``: int32[batch], how
+    many it takes part in; ``tables``: as of ``Piece``; ``forced``: int32[batch, most], tokens that
+    are known already, or -1. ``allowed``: bits of the tokens that the first of them may be.
+    """
+
+    lengths: Rows
+    rounds: Rows
+    tables: tuple[Array, ...]
+    forced: Int[Array, "batch most"]
+    allowed: Allowed
+    asked: Asked
+
+
+@state
+class Report:
+    """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
+    as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
+    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache."""
+
+    tokens: Int[Array, "rows most"]
+    scores: Scores
+    count: Rows
+    done: SomeRows
+    broken: SomeRows
+    status: Rows
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
+def feed(model: Model, params: Any, held: Held, piece: Piece) -> tuple[Held, Report]:
+    """Feed a chunk of prompts, and choose the first token of those that end in it."""
+    cache, at = held.cache, piece.rows
+    some = replace(
+        cache,
+        layers=tuple(layer.taken(at) for layer in cache.layers),
+        length=piece.starts,
+        written=jnp.where(
+            piece.fresh[:, None], piece.starts[:, None], jnp.take(cache.written, at, 0, mode="clip")
+        ),
+        status=jnp.zeros_like(at),
+        pools=_pools(cache, piece.tables),
+    )
+    context: Any = Cached(some)
+    logits, context = context.feed(model, params, piece.tokens, piece.lengths)
+    logits, after = whole(logits, context), context.cache
+    asked, zeros = piece.asked, jnp.zeros_like(at)
+    before = Progress(zeros, zeros, ~piece.ends, zeros > 0)
+    seen = jnp.take(held.seen, at, axis=0, mode="clip")
+    progress, _, scores = _chosen(before, seen, logits, asked, piece.forced, piece.allowed)
+    there = jnp.where(piece.ends, at, held.seen.shape[0])
+    everything = jax.tree.map(
+        lambda x, new: x.at[there].set(new, mode="drop"), held.progress, progress
+    )
+    marked = held.seen.at[there, progress.token].set(True, mode="drop")
+    layers = tuple(
+        layer.with_rows(at, new) for layer, new in zip(cache.layers, after.layers, strict=True)
+    )
+    written = cache.written.at[at].set(after.written, mode="drop")
+    report = Report(
+        progress.token[:, None], jax.tree.map(lambda x: x[:, None], scores), progress.count,
+        progress.done, progress.broken, after.status,
+    )  # fmt: skip
+    return Held(replace(cache, layers=layers, written=written), everything, marked), report
+
+
+@functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
+def decode(
+    model: Model, params: Any, held: Held, call: Rounds, *, exact: bool
+) -> tuple[Held, Report]:
+    """Decode, until each row has taken part in its rounds, or is done. ``exact``: no row's numbers
+    depend on the others."""
+    asked, batch, most = call.asked, *call.forced.shape
+    begins = (call.rounds > 0) & ~held.progress.done
+    cache = replace(
+        held.cache, length=jnp.where(begins, call.lengths, 0),
+        status=jnp.zeros_like(call.lengths), pools=_pools(held.cache, call.tables),
+    )  # fmt: skip
+    out = jnp.zeros((batch, most), jnp.int32), Scores.zeros((batch, most), MOST_SCORES)
+
+    def active(step: Array, progress: Progress) -> SomeRows:
+        return begins & (step < call.rounds) & ~progress.done
+
+    def go_on(carry: Any) -> Array:
+        step, _, progress, *_ = carry
+        return jnp.any(active(step, progress))
+
+    def one(carry: Any) -> Any:
+        step, context, progress, seen, (tokens, scores) = carry
+        now = active(step, progress)
+        with each_row_alone() if exact else nullcontext():
+            logits, context = context.feed(
+                model, params, progress.token[:, None], now.astype(jnp.int32)
+            )
+        logits = whole(logits, context)
+        waiting = replace(progress, done=progress.done | ~now)
+        forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
+        allowed = jnp.where(step == 0, call.allowed, EVERY)
+        chosen, seen, found = _chosen(waiting, seen, logits, asked, forced, allowed)
+        progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
+        tokens, scores = jax.tree.map(
+            lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
+            (tokens, scores), (progress.token, found),
+        )  # fmt: skip
+        return step + 1, context, progress, seen, (tokens, scores)
+
+    begin = jnp.int32(0), Cached(cache), held.progress, held.seen, out
+    _, context, progress, seen, (tokens, scores) = lax.while_loop(go_on, one, begin)
+    report = Report(
+        tokens, scores, progress.count, progress.done, progress.broken, context.cache.status
+    )
+    return Held(replace(held.cache, layers=context.cache.layers, written=context.cache.written),
+                progress, seen), report  # fmt: skip
+
+
+@functools.partial(jax.jit, donate_argnames="held")
+def mark(held: Held, row: Array, tokens: Int[Array, " n"]) -> Held:
+    """Let a row's ``seen`` tokens be these, padded with numbers that are none's."""
+    mine = jnp.zeros(held.seen.shape[1], bool).at[tokens].set(True, mode="drop")
+    return replace(held, seen=held.seen.at[row].set(mine))
+
+
+@functools.partial(jax.jit, static_argnames="splits")
+def take(held: Held, row: Array, parts: list[Array], *, splits: Any) -> Any:
+    """What a row has beside full pages, and where it stands.
+
+    ``parts``: of each kind of layers whose pages are of blocks int32[1], the page that is not full;
+    ``splits``: the numbers of these layers, of each.
+    """
+    cache = held.cache
+
+    def mine(tree: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), tree)
+
+    rows = [mine(own(layer.near())) for layer in cache.layers], mine(cache.written)
+    found = []
+    for page, entries in zip(parts, splits, strict=True):
+        for layer in (cache.layers[n] for n in entries):
+            body, placement = (layer.keys, layer.values), layer.policy.placement
+            pages = pages_at(body, layer.orders, placement, page)
+            found.append(jax.tree.map(lambda x: x[0], pages))
+    return (rows, found), mine((held.progress, held.seen))
+
+
+@functools.partial(jax.jit, donate_argnames="held")
+def put(held: Held, row: Array, rows: Any, stands: Any) -> Held:
+    """A row with what ``take`` gave of its layers, and where it stands."""
+    cache = held.cache
+
+    def into(tree: Any, mine: Any) -> Any:
+        return jax.tree.map(lambda x, new: x.at[row].set(new), tree, mine)
+
+    owns, written = rows
+    layers = tuple(
+        with_own(layer, into(own(layer), mine))
+        for layer, mine in zip(cache.layers, owns, strict=True)
+    )
+    cache = replace(cache, layers=layers, written=into(cache.written, written))
+    return Held(cache, *into((held.progress, held.seen), stands))
+
+
+def _pools(cache: KVCache, tables: tuple[Array, ...]) -> Any:
+    return tuple(
+        GivenPages(table, paging.layout.pool)  # type: ignore[arg-type]
+        for table, paging in zip(tables, cache.pagings, strict=True)
+    )
+
+
+def _chosen(
+    progress: Progress, seen: Seen, logits: Logits, asked: Asked, forced: Rows,
+    allowed: Allowed,
+) -> tuple[Progress, Seen, Scores]:  # fmt: skip
+    """The next token of the rows that are not done, and its scores where some row asks for them."""
+    settings = asked.sampling
+    after, marked = choose(
+        progress, seen, logits, settings.filters, settings, asked.limit,
+        forced=forced, allowed=allowed,
+    )  # fmt: skip
+    batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
+
+    def scored(logits: Logits) -> Scores:
+        found = scores_of(logits, after.token, most)
+        more = ((0, 0), (0, MOST_SCORES - most))
+        return Scores(found.chosen, jnp.pad(found.ids, more), jnp.pad(found.likeliest, more))
+
+    def none(logits: Logits) -> Scores:
+        return Scores.zeros((batch,), MOST_SCORES)
+
+    assert marked is not None
+    return after, marked, lax.cond(jnp.any(asked.scores > 0), scored, none, logits)

@@ -1,0 +1,113 @@
+"""What an engine is asked for, checked before it waits for its turn."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvjax.core.checks import whole_number
+from kvjax.engine.programs import MOST_SCORES
+from kvjax.generation.model import LanguageModel
+from kvjax.generation.sampling import Sampling, make_settings
+from kvjax.generation.words import check_ids, stop_strings, token_ids
+from kvjax.prefixes.keys import named
+from kvjax.prefixes.terms import Terms
+
+MOST_ENDS = 16
+"""End-of-text tokens that a request can have."""
+MOST_BIASED = 304
+"""Tokens whose logits a request can change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request that can run.
+
+    ``tokens``: of its prompt; ``limit``: new tokens after which it ends; ``eos``: tokens that end
+    it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
+    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
+    ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
+    after which it ends as it is, None for never; ``penalized``: whether tokens of its prompt count.
+    """
+
+    tokens: list[int]
+    limit: int
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    sampling: Sampling
+    scores: int | None
+    tenant: Hashable
+    priority: int
+    deadline: float | None
+    penalized: bool
+
+
+def asked(
+    lm: LanguageModel,
+    terms: Terms,
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    seed: int = 0,
+    stop: str | Sequence[str] | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
+    logprobs: int | None = None,
+    tenant: Hashable = None,
+    priority: int = 0,
+    deadline: float | None = None,
+) -> Request:
+    """A request, from what a user gives; see ``Engine.submit``.
+
+    Raises:
+      ValueError: naming what can't be, and its limit.
+    """
+    (tokens,) = token_ids(lm, [prompt], [])  # type: ignore[list-item]
+    limit = whole_number("max_new_tokens", max_new_tokens, 1)
+    least = whole_number("min_new_tokens", min_new_tokens, 0)
+    if least > limit:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
+    if len(tokens) + limit > terms.max_len:
+        raise ValueError(
+            f"{len(tokens)} tokens of prompt and max_new_tokens={limit} make "
+            f"{len(tokens) + limit}, but the engine's max_seq_len is {terms.max_len}"
+        )
+    for number, kind in enumerate(terms.kinds):
+        pages, pool = kind.most(len(tokens) + limit), kind.paging.layout.pool
+        if pages > (pool or 0):
+            raise ValueError(
+                f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
+                f"{pool}"
+            )
+    eos = lm.generation.eos_token_ids if eos_token_ids is None else eos_token_ids
+    eos = (eos,) if isinstance(eos, int) else tuple(eos)
+    if eos_token_ids is not None:
+        check_ids(lm.config, eos, "eos_token_ids")
+    bias = dict(logit_bias or {})
+    check_ids(lm.config, list(bias), "logit_bias")
+    for name, count, most in (
+        ("eos_token_ids", len(eos), MOST_ENDS), ("logit_bias", len(bias), MOST_BIASED),
+    ):  # fmt: skip
+        if count > most:
+            raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
+    if logprobs is not None and whole_number("logprobs", logprobs, 0) > MOST_SCORES:
+        raise ValueError(f"logprobs is {logprobs}, and must be at most {MOST_SCORES}")
+    if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
+        raise ValueError(f"deadline is {deadline!r}: give seconds, more than 0")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority is {priority!r}: give a whole number, lower goes first")
+    filters, sampling = make_settings(
+        seeds=[seed], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, min_new_tokens=least, eos_token_ids=eos,
+        logit_bias=bias,
+    )  # fmt: skip
+    return Request(
+        tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
+        sampling=sampling, scores=logprobs, tenant=named("tenant", tenant), priority=priority,
+        deadline=deadline, penalized=bool(filters.repetition_penalty),
+    )  # fmt: skip

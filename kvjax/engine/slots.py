@@ -1,0 +1,82 @@
+"""Requests that have a row, and those that wait for one."""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvjax.engine.handle import Handle
+from kvjax.prefixes.nodes import Key, Node
+
+
+def rank(handle: Handle) -> tuple[int, int]:
+    """Whose turn comes first: the smallest."""
+    return handle.request.priority, handle.number
+
+
+@dataclass
+class Slot:
+    """A request in a row.
+
+    ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
+    ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
+    ``path``: nodes of a tree that it goes on from; ``stops``: where its state is to be kept;
+    ``key``: among whose texts.
+    """
+
+    handle: Handle
+    row: int
+    key: Key
+    path: list[Node] = field(default_factory=list)
+    stops: set[int] = field(default_factory=set)
+    filled: int = 0
+    count: int = 0
+    fresh: bool = True
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of its prompt."""
+        return self.handle.request.tokens
+
+    @property
+    def reading(self) -> bool:
+        """Whether its prompt has not been sent whole."""
+        return self.filled < len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """New tokens that may yet be asked for."""
+        return self.handle.request.limit - self.count
+
+    def forced(self, rounds: int) -> list[int]:
+        """The next tokens, where they are known from before, else -1."""
+        known = self.handle.drawn[self.count : self.count + rounds]
+        return [*known, *[-1] * (rounds - len(known))]
+
+
+class Waiting:
+    """Requests without a row, the next one first."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[tuple[int, int], Handle]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Any:
+        return (handle for _, handle in list(self._order))
+
+    def add(self, handle: Handle) -> None:
+        insort(self._order, (rank(handle), handle), key=lambda each: each[0])
+
+    def remove(self, handle: Handle) -> None:
+        self._order = [each for each in self._order if each[1] is not handle]
+
+    def first(self) -> Handle | None:
+        """The next that may run: of one that gave its row away all that was sent must be back."""
+        return next((handle for _, handle in self._order if not handle.flying), None)
+
+
+def youngest(slots: Sequence[Slot]) -> Slot:
+    """The one that the others would rather do without."""
+    return max(slots, key=lambda slot: rank(slot.handle))
