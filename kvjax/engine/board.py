@@ -63,5 +63,5 @@ class Board:
         return self._there
 
     def of(self, rows: Any) -> Asked:
-        """Of some rows, on the host."""
-        return jax.tree.map(lambda x: x[rows], self._asked)
+        """Of some rows, on the host; copies, for a program may read them later."""
+        return jax.tree.map(lambda x: x[rows].copy(), self._asked)

@@ -317,7 +317,7 @@ class Engine:
         if handle.request.penalized:
             ids = np.full(self.terms.max_len, self._held.seen.shape[1], np.int32)
             ids[: len(prompt)] = prompt
-            self._held = programs.mark(self._held, np.int32(slot.row), ids)
+            self._run(programs.mark, np.int32(slot.row), ids)
         return True
 
     def _resume(self, slot: Slot) -> bool:
@@ -329,10 +329,7 @@ class Engine:
         found = self._pages.take_up(slot.row, parked.columns, parked.filled)
         for number, (pages, contents) in enumerate(zip(found, parked.contents, strict=True)):
             self._texts.pool.fill(number, pages, contents())
-        self._held = programs.put(
-            self._with_pages(), np.int32(slot.row), parked.rows, parked.stands
-        )
-        self._texts.pool.take_up(self._held.cache.layers)
+        self._run(programs.put, np.int32(slot.row), parked.rows, parked.stands)
         slot.filled, slot.count, slot.fresh = parked.filled, parked.count, False
         self._parked -= parked.nbytes
         slot.handle.parked = None
@@ -352,10 +349,7 @@ class Engine:
             np.array([slot.fresh]), np.array([ends]), np.array(slot.forced(1), np.int32),
             self._every(1), self._board.of(one),
         )  # type: ignore[arg-type]  # fmt: skip
-        self._held, report = programs.feed(
-            self._lm.architecture, self._lm.params, self._with_pages(), piece
-        )
-        self._texts.pool.take_up(self._held.cache.layers)
+        report = self._run(programs.feed, self._lm.architecture, self._lm.params, piece)
         slot.filled, slot.fresh = end, False
         entries = []
         if ends:
@@ -387,6 +381,11 @@ class Engine:
         self._texts.keep_pages(
             slot.key, slot.prompt[:whole], [table[slot.row] for table in self._pages.tables]
         )
+        # What a row reads can't leave for others.
+        path = self._texts.nodes.walk(slot.key, slot.prompt[:whole])
+        for node in path[len(slot.path) :]:
+            node.locked += 1
+            slot.path.append(node)
 
     def _decode(self, flight: _Flight, budget: int) -> None:
         """Send rounds of decoding of all rows that have read their prompts."""
@@ -422,10 +421,9 @@ class Engine:
             lengths, number, tuple(table.copy() for table in self._pages.tables), forced,
             self._every(self._count), self._board.all(),
         )  # type: ignore[arg-type]  # fmt: skip
-        self._held, report = programs.decode(
-            self._lm.architecture, self._lm.params, self._with_pages(), call, exact=self._exact
+        report = self._run(
+            programs.decode, self._lm.architecture, self._lm.params, call, exact=self._exact
         )
-        self._texts.pool.take_up(self._held.cache.layers)
         self._sent(flight, report, entries)
         for slot, _ in taking:
             if slot.left == 0:
@@ -441,6 +439,12 @@ class Engine:
     def _every(self, rows: int) -> np.ndarray:
         words = -(-self._lm.config.vocab_size // 32)
         return np.full((rows, words), EVERY, np.uint32)
+
+    def _run(self, program: Any, *args: Any, **settings: Any) -> Any:
+        """Send a program that uses up what the device has, and gives it back first."""
+        self._held, report = program(self._with_pages(), *args, **settings)
+        self._texts.pool.take_up(self._held.cache.layers)
+        return report
 
     def _with_pages(self) -> Held:
         """What the device has, with the pool's pages as they are now."""
@@ -478,8 +482,7 @@ class Engine:
             at += count
         no, zero = np.bool_(False), np.int32(0)
         stands = Progress(zero, zero, no, no), np.zeros(held.seen.shape[1], bool)  # type: ignore[arg-type]
-        self._held = programs.put(self._with_pages(), np.int32(row), rows, stands)
-        self._texts.pool.take_up(self._held.cache.layers)
+        self._run(programs.put, np.int32(row), rows, stands)
 
     # What comes back.
 

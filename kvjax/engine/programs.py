@@ -108,7 +108,7 @@ class Report:
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
-def feed(model: Model, params: Any, held: Held, piece: Piece) -> tuple[Held, Report]:
+def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Report]:
     """Feed a chunk of prompts, and choose the first token of those that end in it."""
     cache, at = held.cache, piece.rows
     some = replace(
@@ -146,7 +146,7 @@ def feed(model: Model, params: Any, held: Held, piece: Piece) -> tuple[Held, Rep
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
 def decode(
-    model: Model, params: Any, held: Held, call: Rounds, *, exact: bool
+    held: Held, model: Model, params: Any, call: Rounds, *, exact: bool
 ) -> tuple[Held, Report]:
     """Decode, until each row has taken part in its rounds, or is done. ``exact``: no row's numbers
     depend on the others."""
@@ -194,10 +194,10 @@ def decode(
 
 
 @functools.partial(jax.jit, donate_argnames="held")
-def mark(held: Held, row: Array, tokens: Int[Array, " n"]) -> Held:
+def mark(held: Held, row: Array, tokens: Int[Array, " n"]) -> tuple[Held, None]:
     """Let a row's ``seen`` tokens be these, padded with numbers that are none's."""
     mine = jnp.zeros(held.seen.shape[1], bool).at[tokens].set(True, mode="drop")
-    return replace(held, seen=held.seen.at[row].set(mine))
+    return replace(held, seen=held.seen.at[row].set(mine)), None
 
 
 @functools.partial(jax.jit, static_argnames="splits")
@@ -223,7 +223,7 @@ def take(held: Held, row: Array, parts: list[Array], *, splits: Any) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnames="held")
-def put(held: Held, row: Array, rows: Any, stands: Any) -> Held:
+def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
     """A row with what ``take`` gave of its layers, and where it stands."""
     cache = held.cache
 
@@ -236,7 +236,7 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> Held:
         for layer, mine in zip(cache.layers, owns, strict=True)
     )
     cache = replace(cache, layers=layers, written=into(cache.written, written))
-    return Held(cache, *into((held.progress, held.seen), stands))
+    return Held(cache, *into((held.progress, held.seen), stands)), None
 
 
 def _pools(cache: KVCache, tables: tuple[Array, ...]) -> Any:
