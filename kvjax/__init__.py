@@ -30,6 +30,10 @@ from kvjax.codecs import (
 from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv
 from kvjax.core.errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
 from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
+from kvjax.engine.engine import Engine
+from kvjax.engine.handle import Handle
+from kvjax.engine.service import Service
+from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
@@ -66,11 +70,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError", "Compiled",
-    "Dense", "Device", "DevicePlan", "Edges", "Float8", "GenerationResult", "Growing",
-    "HalfQuadratic", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8",
+    "Dense", "Device", "DevicePlan", "Edges", "Engine", "EngineStats", "Float8", "GenerationResult", "Growing",
+    "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8",
     "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError", "PageAllocator", "PageMap",
     "Paged", "Plan", "PrefixStats", "PrefixTree", "Quantized", "Raw", "Ring", "RotaryTable",
-    "Rotated", "SavedCache", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
+    "Rotated", "SavedCache", "Service", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
     "cache_nbytes", "check", "clear_status", "compile", "concatenate", "convert", "dequantize_kv",
     "evaluate", "fork", "generate", "generate_batches", "grow", "init_cache", "load_cache",
     "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",

@@ -1,9 +1,9 @@
 """A request as it goes: what it has so far, and where it stands."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvjax.core.errors import KvjaxError
 from kvjax.engine.request import Request
@@ -30,6 +30,15 @@ class Times:
     finished: float | None = None
 
 
+class Piece(NamedTuple):
+    """What a request has come to since it was last asked: text, tokens, and what is known of these,
+    where that was asked for."""
+
+    text: str
+    tokens: list[int]
+    scores: list[TokenScore]
+
+
 class Handle:
     """A request that an engine has: its text so far, and why it ended.
 
@@ -38,21 +47,28 @@ class Handle:
     often it gave its memory to others. ``times``: when what happened.
     """
 
-    def __init__(self, request: Request, number: int, text: RowText) -> None:
+    def __init__(
+        self,
+        request: Request,
+        number: int,
+        text: RowText,
+        listener: "Callable[[Handle], None] | None" = None,
+    ) -> None:
         self.request, self.number = request, number
         self.error: KvjaxError | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
-        self._text = text
+        self._text, self._listener = text, listener
         self._scores: list[TokenScore] = []
         self._told = 0
-        # What the engine keeps of it.
-        self.drawn: list[int] = []  # all tokens, those behind a stop string among them
-        self.flying = 0  # programs under way that it is in
+        # The engine's own: all tokens that were chosen, those behind a stop string among them;
+        # programs under way that it is in; what it has on the host while it waits.
+        self.drawn: list[int] = []
+        self.flying = 0
         self.parked: Any = None
 
     def __repr__(self) -> str:
-        state = self.reason or "running"
+        state = self.reason or "not done"
         return f"Handle({self.number}, {len(self.tokens)} of {self.request.limit} tokens, {state})"
 
     @property
@@ -81,26 +97,32 @@ class Handle:
         """Of each of its ``tokens``, where they were asked for."""
         return None if self.request.scores is None else self._scores[: len(self.tokens)]
 
-    def take(self) -> tuple[str, list[int], list[TokenScore]]:
-        """What nothing can take back any more, since the last call: text, tokens, and what is known
-        of these, where it was asked for."""
+    def take(self) -> Piece:
+        """What nothing can take back any more, since the last call."""
         text, tokens = self._text.take()
         told, self._told = self._told, self._told + len(tokens)
-        return text, tokens, self._scores[told : self._told]
+        return Piece(text, tokens, self._scores[told : self._told])
 
-    def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore], now: float) -> None:
+    def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
         """Take in what was chosen."""
         self._scores += scores
         for token in tokens:
             self.drawn.append(token)
             self._text.push(token)
-        self.times.first_token = self.times.first_token or now
-        self.times.newest_token = now
+            if self.request.guide is not None:
+                self.request.guide.accept(token)
+        if tokens:
+            now = time.monotonic()
+            self.times.first_token = self.times.first_token or now
+            self.times.newest_token = now
 
-    def finish(self, reason: str, error: KvjaxError | None = None) -> None:
+    def finish(self, reason: str) -> None:
         """End it, unless it has ended."""
-        if not self.done:
-            self._text.finish(reason)
-            self.error = error
+        self._text.finish(reason)
         if self.times.finished is None:
             self.times.finished = time.monotonic()
+
+    def tell(self) -> None:
+        """Tell whoever listens that there is something new."""
+        if self._listener is not None:
+            self._listener(self)

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+import numpy as np
 
 from kvjax.core.checks import whole_number
 from kvjax.engine.programs import MOST_SCORES
@@ -18,6 +21,40 @@ MOST_BIASED = 304
 """Tokens whose logits a request can change."""
 
 
+class Guide(Protocol):
+    """Which tokens may come next: a grammar, a list of choices. It has a request of its own."""
+
+    def allowed(self) -> np.ndarray:
+        """uint32[words]: a bit for each token, 32 in a word, the lowest first; 1 for what may
+        come behind the tokens that were accepted."""
+        ...
+
+    def accept(self, token: int, /) -> None:
+        """A token has come."""
+        ...
+
+
+class Asking(TypedDict, total=False):
+    """The keywords of ``Engine.submit``."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    min_new_tokens: int
+    seed: int
+    stop: str | Sequence[str] | None
+    eos_token_ids: int | Sequence[int] | None
+    logprobs: int | None
+    guide: Guide | None
+    tenant: Hashable
+    priority: int
+    deadline: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A request that can run.
@@ -26,7 +63,8 @@ class Request:
     it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
-    after which it ends as it is, None for never; ``penalized``: whether tokens of its prompt count.
+    after which it ends as it is, None for never; ``penalized``: whether tokens of its prompt count;
+    ``guide``: which tokens may come next, None for all.
     """
 
     tokens: list[int]
@@ -39,6 +77,7 @@ class Request:
     priority: int
     deadline: float | None
     penalized: bool
+    guide: Guide | None
 
 
 def asked(
@@ -58,6 +97,7 @@ def asked(
     stop: str | Sequence[str] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
     logprobs: int | None = None,
+    guide: Guide | None = None,
     tenant: Hashable = None,
     priority: int = 0,
     deadline: float | None = None,
@@ -109,5 +149,5 @@ def asked(
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=logprobs, tenant=named("tenant", tenant), priority=priority,
-        deadline=deadline, penalized=bool(filters.repetition_penalty),
+        deadline=deadline, penalized=bool(filters.repetition_penalty), guide=guide,
     )  # fmt: skip

@@ -48,6 +48,15 @@ class Slot:
         """New tokens that may yet be asked for."""
         return self.handle.request.limit - self.count
 
+    def rounds(self, most: int) -> int:
+        """How many rounds it takes part in: one that is guided waits for each of its tokens, but
+        for those that are known from before."""
+        most = min(most, self.left)
+        if self.handle.request.guide is None:
+            return most
+        known = len(self.handle.drawn) - self.count
+        return min(most, known if known > 0 else int(not self.handle.flying))
+
     def forced(self, rounds: int) -> list[int]:
         """The next tokens, where they are known from before, else -1."""
         known = self.handle.drawn[self.count : self.count + rounds]

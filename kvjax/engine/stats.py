@@ -1,14 +1,56 @@
-"""What an engine has done, as numbers."""
+"""What an engine has done, and has, as numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass
-class EngineStats:
-    preemptions: int = 0
-    parked: int = 0
+class Counters:
+    """What an engine has done so far.
+
+    ``steps``; ``requests``: that were given a row; ``prompt_tokens``, ``cached_tokens``: of these,
+    and those of them that others had computed; ``prefill_tokens``, ``padding_tokens``: of prompts,
+    that were computed, and what they were filled up with; ``new_tokens``: that were chosen, those
+    behind a stop string among them; ``preemptions``: requests that gave their memory to others,
+    ``parked`` of them with all that they had on the host. ``host_seconds``: in ``step``, without
+    ``waiting_seconds``, in which it waited for the device.
+    """
+
+    steps: int = 0
+    requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    prefilled: int = 0
-    padded: int = 0
-    decoded: int = 0
+    prefill_tokens: int = 0
+    padding_tokens: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+    parked: int = 0
+    host_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+@dataclass
+class EngineStats(Counters):
+    """``Counters``, and what there is now.
+
+    ``running``, ``waiting``: requests with a row and without; ``pages``, ``used``, ``cached``: of
+    each pool, all, those that rows have, and those that are kept for others to begin with;
+    ``parked_bytes``: on the host, of requests that wait.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    parked_bytes: int = 0
+
+    @property
+    def usage(self) -> float:
+        """The largest share of a pool that rows have, from 0 to 1."""
+        return max((n / of for n, of in zip(self.used, self.pages, strict=True)), default=0.0)
+
+
+def counted(counters: Counters) -> dict[str, Any]:
+    """Counters by name."""
+    return {each.name: getattr(counters, each.name) for each in fields(Counters)}

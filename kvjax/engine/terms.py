@@ -4,27 +4,49 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvjax.core.checks import whole_number
 from kvjax.generation.model import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice, per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 
+DEFAULT_ROWS = 8
+"""Where limits name none."""
+
 
 def engine_terms(
     lm: LanguageModel, policy: PolicyChoice, limits: InferenceLimits, pages: int | None,
     memory: int | str | None, prefill_chunk: int, rounds: int, exact: bool, checkpoint_every: int,
 ) -> Terms:  # fmt: skip
-    policies = _with_slack(per_layer(policy, lm.config), max(prefill_chunk, rounds) - 1)
-    rows = limits.max_batch_size or 8
-    if pages is None and memory is None:
-        found = terms_for(
-            lm, policies, 1, None, limits.max_seq_len, prefill_chunk, exact, checkpoint_every
+    """The terms of an engine, by its arguments; see ``Engine``.
+
+    Raises:
+      ValueError: as it says.
+    """
+    chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    policies = _with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
+
+    def terms(pages: int | None, memory: int | str | None) -> Terms:
+        return terms_for(
+            lm, policies, pages, memory, limits.max_seq_len, chunk, exact, checkpoint_every
         )
-        pages = rows * max(kind.paging.layout.columns for kind in found.kinds)
-    return terms_for(
-        lm, policies, pages, memory, limits.max_seq_len, prefill_chunk, exact, checkpoint_every
-    )
+
+    rows = limits.max_batch_size or DEFAULT_ROWS
+    named = any(layout.pages for each in policies if (layout := paged(each.layout)) is not None)
+    if pages is not None or memory is not None or named:
+        return terms(pages, memory)
+    least = terms(1, None)
+    if limits.cache_memory_ratio is None:
+        return terms(rows * max(kind.paging.layout.columns for kind in least.kinds), None)
+    allowed = limits.allowed(lm, batch=rows, capacity=least.max_len)
+    own = rows * least.state_bytes
+    if allowed is None or allowed <= own:
+        raise ValueError(
+            f"cache_memory_ratio={limits.cache_memory_ratio} leaves {allowed} bytes, and {rows} "
+            f"rows take {own} beside their pages"
+        )
+    return terms(None, allowed - own)
 
 
 def _with_slack(policies: Sequence[Any], slack: int) -> list[Any]:

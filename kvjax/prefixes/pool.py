@@ -107,6 +107,14 @@ class Pool:
 
         return landed
 
+    def warm(self, kind: int) -> None:
+        """Compile what reads and fills pages of a kind, whatever their number."""
+        size = 1
+        while size <= _PIECE:
+            contents = self.contents(kind, [0] * size)
+            self.fill(kind, [-1] * size, contents)
+            size *= 2
+
     def fill(
         self, kind: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]
     ) -> None:

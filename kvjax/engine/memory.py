@@ -1,0 +1,164 @@
+"""Pages of an engine's requests: found, taken, shared, and given to those who come first."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine.parking import Parked, begin_landing
+from kvjax.engine.rows import Rows
+from kvjax.engine.slots import Slot
+from kvjax.prefixes.checkpoints import State
+from kvjax.prefixes.found import found_of
+from kvjax.prefixes.tiers import without_the_gone
+
+SPARE = 16
+"""When texts must leave, more of them do than are wanted, such a part of the pool, so that they
+are seldom looked through."""
+
+
+class Memory:
+    """Who has which pages.
+
+    ``host``: bytes of the host's that requests without a row, and texts, may take; ``sharing``:
+    whether requests share what they begin with; ``parked``: bytes of the host that they take;
+    ``weights``: which parameters are sent.
+    """
+
+    def __init__(self, rows: Rows, host: int, sharing: bool) -> None:
+        self._rows, self._texts, self._terms = rows, rows.texts, rows.terms
+        self._pages, self._host, self._sharing = rows.pages, host, sharing
+        self.parked = self.weights = 0
+        self._landing: list[list[Any]] = []
+
+    def has_room(self, wanted: list[int]) -> bool:
+        """Whether so many pages of each kind are free, or were made so: texts that no request has
+        leave for it."""
+        counts = self._texts.pool.counts
+        if all(len(each.free) >= n for each, n in zip(counts, wanted, strict=True)):
+            return True
+        more = [n + len(each.refs) // SPARE for each, n in zip(counts, wanted, strict=True)]
+        found: bool = self._texts.tiers.make_room(wanted, more)
+        return found
+
+    def begin(self, slot: Slot, spare: int) -> bool:
+        """Let a request have its row, and the pages of what is known of its prompt; whether there
+        were pages for all of that, and ``spare`` more of each kind."""
+        prompt, texts, terms = slot.prompt, self._texts, self._terms
+        path, hit, away, state = [], 0, [], None
+        if self._sharing:
+            (found,), away, (state,) = without_the_gone(lambda: found_of(texts, slot.key, [prompt]))
+            path, hit = found.path, found.hit
+            slot.stops = terms.stops(hit, found.known, len(prompt))
+        wanted, most = [], len(prompt) + min(self._rows.rounds, slot.handle.request.limit)
+        for number, kind in enumerate(terms.kinds):
+            coming = sum(each.kind == number for each in away)
+            more = max(kind.most(most) - len(kind.needed(hit)[0]), 0)
+            wanted.append(more + coming + spare)
+        self._lock(slot, path)
+        if not self.has_room(wanted):
+            self._unlock(slot)
+            return False
+        texts.tiers.come_back(away)
+        fresh = self._pages.begin(slot.row, path, hit)
+        if state is not None:
+            self._rows.put_state(slot.row, state, fresh)
+        slot.filled, slot.fresh = hit, state is None
+        if slot.handle.request.penalized:
+            self._rows.mark(slot.row, prompt)
+        return True
+
+    def release(self, slot: Slot) -> None:
+        """Take a request's row and pages from it."""
+        self._pages.release(slot.row)
+        self._rows.board.clear(slot.row)
+        self._unlock(slot)
+
+    def keep(self, slot: Slot) -> None:
+        """Let others share what a row's prompt has come to."""
+        if not self._sharing or slot.key.weights != self.weights:
+            return
+        key, prompt, filled, chunk = slot.key, slot.prompt, slot.filled, self._terms.prefill_chunk
+        if filled in slot.stops:
+            (rows, parts), _ = self._rows.take(slot.row, filled)
+            arrays = jax.tree.leaves((rows, parts))
+            begin_landing(arrays)
+            state = State(filled, arrays, self._pages.retained(slot.row, filled))
+            self._texts.keep_state(key, prompt[:filled], state)
+            self._landing.append(arrays)
+        whole = filled // chunk * chunk if self._rows.exact else filled
+        tables = [table[slot.row] for table in self._pages.tables]
+        self._texts.keep_pages(key, prompt[:whole], tables)
+        # What a row reads must not leave for others.
+        self._lock(slot, self._texts.nodes.walk(key, prompt[:whole]))
+
+    def land(self) -> None:
+        """Take what was kept of rows off the device; it has come by now."""
+        for arrays in self._landing:
+            arrays[:] = [np.asarray(x) for x in arrays]
+        if self._landing:
+            self._texts.tiers.keep_limits()
+        self._landing = []
+
+    def park(self, slot: Slot) -> bool:
+        """Have all that a request has on the host, if it fits; it keeps its row."""
+        pages = self._pages.of(slot.row)
+        sizes = zip(pages, self._terms.kinds, strict=True)
+        nbytes = self._terms.state_bytes + sum(len(some) * kind.page_bytes for some, kind in sizes)
+        if self.parked + nbytes > self._host:
+            return False
+        (rows, _), stands = self._rows.take(slot.row, slot.filled)
+        begin_landing((rows, stands))
+        contents = [
+            self._texts.pool.reading(number, [page for _, page in some])
+            for number, some in enumerate(pages)
+        ]
+        columns = [[column for column, _ in some] for some in pages]
+        slot.handle.parked = Parked(
+            slot.filled, slot.count, rows, stands, columns, contents, nbytes
+        )
+        self._count(nbytes)
+        return True
+
+    def resume(self, slot: Slot, spare: int) -> bool:
+        """Let a request that was parked have its row and pages again; whether there were pages, and
+        ``spare`` more of each kind."""
+        parked: Parked = slot.handle.parked
+        if not self.has_room([len(columns) + 1 + spare for columns in parked.columns]):
+            return False
+        parked.land()
+        found = self._pages.take_up(slot.row, parked.columns, parked.filled)
+        for number, (pages, contents) in enumerate(zip(found, parked.contents, strict=True)):
+            self._texts.pool.fill(number, pages, contents())
+        self._rows.put(slot.row, parked.rows, parked.stands)
+        slot.filled, slot.count, slot.fresh = parked.filled, parked.count, False
+        self.forget(slot.handle)
+        return True
+
+    def forget(self, handle: Any) -> None:
+        """Let go what a request had parked."""
+        if handle.parked is not None:
+            self._count(-handle.parked.nbytes)
+            handle.parked = None
+
+    def swapped(self) -> None:
+        """Other parameters are sent from now on: what was computed by those before is forgotten."""
+        self._texts.forget_weights(self.weights)
+        self.weights += 1
+
+    def _count(self, nbytes: int) -> None:
+        """So many bytes more of the host are requests', and none of texts."""
+        self.parked += nbytes
+        self._texts.tiers.limits["host"] = max(self._host - self.parked, 0)
+        self._texts.tiers.keep_limits()
+
+    def _lock(self, slot: Slot, path: list[Any]) -> None:
+        """Let a request go on from a path, which begins with that which it went on from before."""
+        for node in path[len(slot.path) :]:
+            node.locked += 1
+            slot.path.append(node)
+
+    def _unlock(self, slot: Slot) -> None:
+        for node in slot.path:
+            node.locked -= 1
+        slot.path = []

@@ -1,0 +1,211 @@
+"""The rows of an engine: what the device has of them, and what it is sent."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.cache.creation import allocate
+from kvjax.engine import programs
+from kvjax.engine.board import Board
+from kvjax.engine.pages import RowPages
+from kvjax.engine.programs import Held, Piece, Report, Rounds
+from kvjax.engine.slots import Slot
+from kvjax.generation.filters import EVERY
+from kvjax.generation.model import LanguageModel
+from kvjax.generation.programs import Progress
+from kvjax.prefixes.checkpoints import own
+from kvjax.prefixes.terms import Terms
+from kvjax.prefixes.texts import Texts
+
+LEAST_WIDTH = 16
+"""Tokens of the narrowest chunk of a prompt, at least."""
+WIDTHS = 3
+"""Widths of chunks, at most: each is a program of its own."""
+FINER = 4
+"""Of a chunk's width, each narrower one is such a part."""
+
+
+class Rows:
+    """So many rows, whose pages are those of ``texts``.
+
+    ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
+    prompts, rising; ``rounds``: of decoding that can be sent at once; ``exact``: no row's numbers
+    depend on the others. ``pages``: of the rows; ``board``: what each asks for.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
+    ) -> None:
+        self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
+        self.params, self.rounds, self.exact = lm.params, rounds, exact
+        self.widths = [terms.prefill_chunk]
+        while (finer := self.widths[0] // FINER) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
+            self.widths.insert(0, finer)
+        cache = allocate(
+            lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
+        )
+        placement = cache.layers[0].policy.placement
+        zeros = np.zeros(count, np.int32)
+        seen: Any = np.zeros((count, lm.config.vocab_size), bool)
+        numbers: Any = zeros, zeros, zeros == 0, zeros > 0
+        self._held = Held(replace(cache, pools=()), *placement.put((Progress(*numbers), seen)))
+        texts.pool.take_up(cache.layers)
+        self.pages, self.board = RowPages(texts, count), Board(count, placement)
+
+    def width(self, tokens: int) -> int:
+        """What a chunk of so many tokens is padded to."""
+        return next(width for width in self.widths if width >= tokens)
+
+    def feed(self, slot: Slot, length: int) -> Report:
+        """Send the next tokens of a prompt; their pages are the row's already."""
+        row, start = slot.row, slot.filled
+        one, end = slice(row, row + 1), start + length
+        tokens: Any = np.zeros((1, self.width(length)), np.int32)
+        tokens[0, :length] = slot.prompt[start:end]
+        ends = end == len(slot.prompt)
+        guide = slot.handle.request.guide
+        allowed = self._every(1)
+        if ends and guide is not None:
+            allowed[0] = guide.allowed()
+        piece = Piece(
+            _ints(row), tokens, _ints(length), _ints(start), self._tables(one),
+            _flag(slot.fresh), _flag(ends), _ints(*slot.forced(1)), allowed, self.board.of(one),
+        )  # fmt: skip
+        return self._run(programs.feed, self.lm.architecture, self.params, piece)
+
+    def decode(self, taking: Sequence[tuple[Slot, int]]) -> Report:
+        """Send so many rounds of some rows; their pages are theirs already."""
+        lengths: Any = np.zeros(self.count, np.int32)
+        number: Any = np.zeros(self.count, np.int32)
+        forced: Any = np.full((self.count, self.rounds), -1, np.int32)
+        allowed = self._every(self.count)
+        for slot, rounds in taking:
+            lengths[slot.row], number[slot.row] = slot.filled, rounds
+            forced[slot.row, :rounds] = slot.forced(rounds)
+            guide = slot.handle.request.guide
+            if guide is not None and forced[slot.row, 0] < 0:
+                allowed[slot.row] = guide.allowed()
+        tables = self._tables(slice(None))
+        call = Rounds(lengths, number, tables, forced, allowed, self.board.all())
+        return self._run(programs.decode, self.lm.architecture, self.params, call, exact=self.exact)
+
+    def take(self, row: int, tokens: int) -> Any:
+        """What a row of so many tokens has beside full pages, and where it stands: see
+        ``programs.take``."""
+        pages = self.pages.partly(row, tokens)
+        some = [
+            (kind, page)
+            for kind, page in zip(self.terms.kinds, pages, strict=True)
+            if kind.paging.split is not None
+        ]
+        return programs.take(
+            self._with_pages(), np.int32(row), [_ints(page) for _, page in some],
+            splits=tuple(kind.entries for kind, _ in some),
+        )  # fmt: skip
+
+    def put(self, row: int, rows: Any, stands: Any) -> None:
+        """Let a row have what ``take`` gave, and stand there."""
+        self._run(programs.put, np.int32(row), rows, stands)
+
+    def put_state(self, row: int, state: Sequence[Any], fresh: Sequence[int]) -> None:
+        """Let a row begin with what a text had beside full pages; ``fresh``: of each kind of
+        layers, its page that is not full, or -1."""
+        like = [own(layer) for layer in self._held.cache.layers], self._held.cache.written
+        leaves, form = jax.tree.flatten(like)
+        rows = jax.tree.unflatten(form, [np.asarray(x) for x in state[: len(leaves)]])
+        at = len(leaves)
+        for number, kind in enumerate(self.terms.kinds):
+            if kind.paging.split is None:
+                continue
+            count = len(jax.tree.leaves([self.texts.pool.bodies[n] for n in kind.entries]))
+            if fresh[number] >= 0:
+                part = [np.asarray(x) for x in state[at : at + count]]
+                self.texts.pool.fill(number, [fresh[number]], [part])
+            at += count
+        self.put(row, rows, self._nowhere())
+
+    def mark(self, row: int, tokens: Sequence[int]) -> None:
+        """Let these be the tokens that a row's penalty counts."""
+        ids = np.full(self.terms.max_len, self._held.seen.shape[1], np.int32)
+        ids[: len(tokens)] = tokens
+        self._run(programs.mark, np.int32(row), ids)
+
+    def swap(self, params: Any) -> None:
+        """Send other parameters from now on.
+
+        Raises:
+          ValueError: if they are not of the same shapes, dtypes and devices.
+        """
+        if _forms(params) != _forms(self.params):
+            raise ValueError(
+                "the parameters are not those of the engine's model: the same names, shapes, "
+                "dtypes and devices are needed"
+            )
+        self.params = params
+
+    def compile(self) -> int:
+        """Run every program once, of rows that are empty; how many there are of the model."""
+        for width in self.widths:
+            self._feed_nothing(width)
+        self.decode([])
+        (rows, _), stands = self.take(0, 0)
+        self.put(0, *jax.device_get((rows, stands)))
+        self.mark(0, [])
+        for number in range(len(self.terms.kinds)):
+            self.texts.pool.warm(number)
+        jax.block_until_ready(self._held)
+        return len(self.widths) + 1
+
+    def _feed_nothing(self, width: int) -> None:
+        tokens: Any = np.zeros((1, width), np.int32)
+        one = slice(0, 1)
+        piece = Piece(
+            _ints(0), tokens, _ints(0), _ints(0), self._tables(one), _flag(True), _flag(False),
+            _ints(-1), self._every(1), self.board.of(one),
+        )  # fmt: skip
+        self._run(programs.feed, self.lm.architecture, self.params, piece)
+
+    def _tables(self, rows: slice) -> Any:
+        """Copies: what is sent may be read later."""
+        return tuple(table[rows].copy() for table in self.pages.tables)
+
+    def _nowhere(self) -> Any:
+        """Where a row stands that has no new tokens."""
+        numbers: Any = np.int32(0), np.int32(0), np.bool_(False), np.bool_(False)
+        return Progress(*numbers), np.zeros(self._held.seen.shape[1], bool)
+
+    def _every(self, rows: int) -> Any:
+        """What allows all tokens."""
+        words = -(-self.lm.config.vocab_size // 32)
+        return np.full((rows, words), EVERY, np.uint32)
+
+    def _run(self, program: Any, *args: Any, **settings: Any) -> Any:
+        """Send a program that uses up what the device has, and gives it back first."""
+        self._held, report = program(self._with_pages(), *args, **settings)
+        self.texts.pool.take_up(self._held.cache.layers)
+        return report
+
+    def _with_pages(self) -> Held:
+        """What the device has, with the pool's pages as they are now."""
+        held = self._held
+        layers = [
+            layer if body is None else replace(layer, keys=body[0], values=body[1])
+            for layer, body in zip(held.cache.layers, self.texts.pool.bodies, strict=True)
+        ]
+        return replace(held, cache=replace(held.cache, layers=tuple(layers)))
+
+
+def _ints(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def _flag(truth: bool) -> Any:
+    return np.array([truth])
+
+
+def _forms(params: Any) -> Any:
+    leaves, form = jax.tree.flatten(params)
+    return form, [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves]

@@ -1,0 +1,174 @@
+"""Who is sent next: chunks of prompts between rounds of decoding, within a number of tokens."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+
+from kvjax.engine.handle import Handle
+from kvjax.engine.memory import Memory
+from kvjax.engine.programs import Report
+from kvjax.engine.rows import Rows
+from kvjax.engine.slots import Slot, Waiting, rank, youngest
+from kvjax.engine.stats import Counters
+from kvjax.prefixes.nodes import Key
+
+
+@dataclass
+class Flight:
+    """Programs that were sent together: of each its report, and, of entries of that, whose they
+    are, with the new tokens that these had been sent for before."""
+
+    sent: list[tuple[Report, list[tuple[int, Handle, int]]]] = field(default_factory=list)
+
+    def add(self, report: Report, entries: list[tuple[int, Handle, int]]) -> None:
+        """One more."""
+        for x in jax.tree.leaves(report):
+            x.copy_to_host_async()
+        for _, handle, _ in entries:
+            handle.flying += 1
+        self.sent.append((report, entries))
+
+
+class Scheduler:
+    """Requests with a row and without. A step sends, of the requests in their order, chunks of
+    prompts, each the whole or up to the end, and as many rounds of decoding of all the others as
+    ``step_tokens`` leave, one at least.
+
+    Nothing is known here of what the device has chosen: a row counts as if it went on, until
+    ``end`` is told. Whoever has asked for all that its request may have gives its row back at once.
+    """
+
+    def __init__(self, rows: Rows, memory: Memory, step_tokens: int, counters: Counters) -> None:
+        self._rows, self._memory, self._tokens = rows, memory, step_tokens
+        self._counters = counters
+        self._slots: list[Slot | None] = [None] * rows.count
+        self.waiting = Waiting()
+
+    @property
+    def running(self) -> list[Slot]:
+        """Requests that have a row."""
+        return [slot for slot in self._slots if slot is not None]
+
+    def end(self, handle: Handle) -> None:
+        """Take all that a request has from it."""
+        self.waiting.remove(handle)
+        self._memory.forget(handle)
+        for slot in self.running:
+            if slot.handle is handle:
+                self._leave(slot)
+
+    def send(self) -> Flight:
+        """A step's programs, on their way; none where there is nothing to do."""
+        flight = Flight()
+        decoding = sum(not slot.reading for slot in self.running)
+        left = self._tokens - decoding
+        while (slot := self._next_to_read()) is not None:
+            length = min(len(slot.prompt) - slot.filled, self._rows.terms.prefill_chunk)
+            width = self._rows.width(length)
+            if width > left:
+                break
+            if not self._room_for(slot, length):
+                break
+            self._feed(flight, slot, length)
+            left -= width
+        self._decode(flight, left + decoding)
+        return flight
+
+    def _next_to_read(self) -> Slot | None:
+        """The next whose prompt is to be read, with a row."""
+        reading = [slot for slot in self.running if slot.reading]
+        while not reading:
+            slot = self._admit()
+            if slot is None:
+                return None
+            reading = [slot] if slot.reading else []
+        return min(reading, key=lambda slot: rank(slot.handle))
+
+    def _admit(self) -> Slot | None:
+        """Give the next request that waits a row, and the pages that it goes on from; None if there
+        is no such row, or too few pages for it."""
+        handle = self.waiting.first()
+        row = next((row for row, slot in enumerate(self._slots) if slot is None), None)
+        if handle is None or row is None:
+            return None
+        rows = 1 if self._rows.exact else None
+        slot = Slot(handle, row, Key(handle.request.tenant, self._memory.weights, rows))
+        begin: Callable[[Slot, int], bool] = (
+            self._memory.begin if handle.parked is None else self._memory.resume
+        )
+        # A page for each of the others, or they would take it back at once.
+        if not begin(slot, len(self.running)):
+            return None
+        self.waiting.remove(handle)
+        self._slots[row] = slot
+        self._rows.board.set(row, handle.request)
+        if handle.times.admitted is None:
+            handle.times.admitted = time.monotonic()
+            handle.cached_tokens = slot.filled
+            self._counters.requests += 1
+            self._counters.prompt_tokens += len(slot.prompt)
+            self._counters.cached_tokens += slot.filled
+        return slot
+
+    def _room_for(self, slot: Slot, tokens: int) -> bool:
+        """Let a row have the pages of so many tokens more: of texts that nobody has, or else of
+        requests that come after it; where there are none, it gives its own to others."""
+        wanted = self._rows.pages.wanted(slot.row, slot.filled + tokens)
+        while not self._memory.has_room(wanted):
+            others = [x for x in self.running if rank(x.handle) > rank(slot.handle)]
+            self._preempt(youngest(others) if others else slot)
+            if not others:
+                return False
+        self._rows.pages.extend(slot.row, slot.filled + tokens)
+        return True
+
+    def _preempt(self, slot: Slot) -> None:
+        """Let a request wait, with what it has on the host, or to be computed again."""
+        slot.handle.preemptions += 1
+        self._counters.preemptions += 1
+        # A prompt is read again as fast.
+        self._counters.parked += not slot.reading and self._memory.park(slot)
+        self._leave(slot)
+        self.waiting.add(slot.handle)
+
+    def _leave(self, slot: Slot) -> None:
+        self._memory.release(slot)
+        self._slots[slot.row] = None
+
+    def _feed(self, flight: Flight, slot: Slot, length: int) -> None:
+        """Send a chunk of a prompt, whose pages the row has."""
+        report = self._rows.feed(slot, length)
+        slot.filled, slot.fresh = slot.filled + length, False
+        self._counters.prefill_tokens += length
+        self._counters.padding_tokens += self._rows.width(length) - length
+        self._memory.keep(slot)
+        if slot.reading:
+            flight.add(report, [])
+            return
+        flight.add(report, [(0, slot.handle, 0)])
+        slot.count = 1
+        if not slot.left:
+            self._leave(slot)
+
+    def _decode(self, flight: Flight, tokens: int) -> None:
+        """Send rounds of decoding of all rows that have read their prompts."""
+        some = [slot for slot in self.running if not slot.reading]
+        rounds = min(self._rows.rounds, max(tokens // max(len(some), 1), 1))
+        taking: list[tuple[Slot, int]] = []
+        for slot in sorted(some, key=lambda slot: rank(slot.handle)):
+            mine = slot.rounds(rounds)
+            # One that comes later may have lost its row to another of these.
+            if mine and self._slots[slot.row] is slot and self._room_for(slot, mine):
+                taking.append((slot, mine))
+        taking = [each for each in taking if self._slots[each[0].row] is each[0]]
+        if not taking:
+            return
+        report = self._rows.decode(taking)
+        flight.add(report, [(slot.row, slot.handle, slot.count) for slot, _ in taking])
+        for slot, mine in taking:
+            slot.filled += mine
+            slot.count += mine
+            if not slot.left:
+                self._leave(slot)
