@@ -156,7 +156,7 @@ class Rows:
         self.mark(0, [])
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)
-        jax.block_until_ready(self._held)
+        jax.block_until_ready(self._with_pages())
         return len(self.widths) + 1
 
     def _feed_nothing(self, width: int) -> None:
