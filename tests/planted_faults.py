@@ -325,6 +325,16 @@ FAULTS = (
         "return max(int(policy.stored.occupied(units)), 1)",
         "return max(int(policy.stored.occupied(units)) - 1, 1)", ("saving",),
     ),
+    Fault(
+        "a line that has a result is done again", "cli/batch_running.py",
+        "self.counts.there += 1",
+        "self.counts.there += 1; self._bad(number, key, None, ValueError())", ("batch_command",),
+    ),
+    Fault(
+        "a torn line is taken for a whole one", "cli/batch_results.py",
+        'found: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
+        "found: Any = json.loads(raw)", ("batch_command",),
+    ),
 )  # fmt: skip
 
 

@@ -225,7 +225,8 @@ def test_models_are_imported_by_one_name(path):
 
 
 def test_only_declared_packages_are_imported():
-    declared = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["plots"]
+    extras = PROJECT["optional-dependencies"]
+    declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"]
     distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}
     modules |= {"orbax"} if "orbax-checkpoint" in distributions else set()
@@ -236,7 +237,8 @@ def test_only_declared_packages_are_imported():
 
 
 def test_kvjax_alone_imports_nothing_of_training_plots_or_the_command_line():
-    late = {"flax", "huggingface_hub", "jinja2", "matplotlib", "optax", "orbax", "rich", "typer"}
+    late = {"flax", "huggingface_hub", "jinja2", "llguidance", "matplotlib", "optax", "orbax"}
+    late |= {"prometheus_client", "rich", "starlette", "typer", "uvicorn"}
     program = f"import sys, kvjax; print({late} & set(sys.modules))"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True

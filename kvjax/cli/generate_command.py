@@ -38,13 +38,9 @@ def generate(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
-    ] = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
-    ] = None,
+    stop: options.Stop = None,
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,

@@ -48,6 +48,12 @@ TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tha
 MinP = Annotated[
     float | None, typer.Option(help="Sample among those of at least p times the likeliest.")
 ]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
+]
 Mesh = Annotated[
     str,
     typer.Option(

@@ -1,4 +1,5 @@
-"""The command line: ``kvjax generate``, ``info``, ``eval``, ``plan`` and ``bench``.
+"""The command line: ``kvjax generate``, ``batch``, ``serve``, ``info``, ``eval``, ``plan`` and
+``bench``.
 
 Results go to standard output, everything else to standard error. What the user can mend (a file, an
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
@@ -12,12 +13,14 @@ import jax
 import typer
 
 from kvjax import __version__
+from kvjax.cli.batch_command import batch
 from kvjax.cli.bench_command import bench
 from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
 from kvjax.cli.processes import NO_MEMORY
+from kvjax.cli.serve_command import serve
 from kvjax.cli.waiting import INTERRUPTED, interruptible
 from kvjax.core.errors import KvjaxError
 
@@ -46,7 +49,8 @@ def _root(
 
 
 for name, command in {
-    "generate": generate, "info": info, "eval": evaluate, "plan": plan, "bench": bench,
+    "generate": generate, "batch": batch, "info": info, "eval": evaluate, "plan": plan,
+    "bench": bench, "serve": serve,
 }.items():  # fmt: skip
     app.command(name)(command)
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -17,16 +17,20 @@ QUIET = 1.5
 INTERRUPTED = 130
 """The exit code of what was interrupted, as shells have it."""
 
+_PARTING: list[Callable[[], str]] = []
+_LEAVING = threading.RLock()
+"""Of two threads that hear of an interrupt, one ends the process."""
+
 CLEAN = "\r\x1b[2K\x1b[?25h"
 """Clears a terminal's line and shows the cursor, which a display that is cut off has hidden."""
 
 
 @contextmanager
-def shown(what: str) -> Iterator[None]:
+def shown(what: str) -> Iterator[Callable[[str], None]]:
     """Show on standard error how far the work inside is, if it takes long, and that is a terminal.
-    Nothing else may be written to a terminal meanwhile."""
+    Nothing else may be written to a terminal meanwhile, but lines there, by what this gives."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda line: print(line, file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.progress import (
@@ -58,12 +62,24 @@ def shown(what: str) -> Iterator[None]:
     begin.start()
     try:
         with heard_by(listener):
-            yield
+            yield lambda line: display.console.print(
+                line, markup=False, emoji=False, highlight=False, soft_wrap=True
+            )
     finally:
         begin.cancel()
         begin.join()
         if display.live.is_started:
             display.stop()
+
+
+@contextmanager
+def parting(words: Callable[[], str]) -> Iterator[None]:
+    """Say ``words`` on standard error, if an interrupt ends the work inside."""
+    _PARTING.append(words)
+    try:
+        yield
+    finally:
+        _PARTING.remove(words)
 
 
 @contextmanager
@@ -102,8 +118,11 @@ def _end_after(signals: socket.socket) -> None:
 
 def leave(code: int) -> NoReturn:
     """End the process here and now, with what was written so far."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        if os.isatty(2):
-            os.write(2, CLEAN.encode())
-    os._exit(code)
+    with _LEAVING:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            if os.isatty(2):
+                os.write(2, CLEAN.encode())
+            for words in _PARTING if code == INTERRUPTED else ():
+                os.write(2, f"{words()}\n".encode())
+        os._exit(code)

@@ -218,15 +218,16 @@ class Engine:
         self._memory.swapped()
 
     def stats(self) -> EngineStats:
-        """What it has done, and has."""
+        """What it has done, and has; from any thread."""
         scheduler, counts = self._scheduler, self._texts.pool.counts
-        cached = self._texts.count()[2]
-        tables = [np.unique(table[table >= 0]).size for table in self._rows.pages.tables]
+        tables = self._rows.pages.tables
+        pages, free = [len(each.refs) for each in counts], [len(each.free) for each in counts]
+        used = [np.unique(table[table >= 0]).size for table in tables]
         return EngineStats(
             **counted(self._counters), running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages=tuple(len(each.refs) for each in counts), used=tuple(tables),
-            cached=tuple(cached), parked_bytes=self._memory.parked,
+            waiting=len(scheduler.waiting) + len(self._inbox), rows=self._rows.count,
+            pages=tuple(pages), free=tuple(free), used=tuple(used),
+            parked_bytes=self._memory.parked,
         )  # fmt: skip
 
     def _take_in(self) -> None:
@@ -242,7 +243,7 @@ class Engine:
 
     def _end(self, handle: Handle, reason: str) -> None:
         """End a request, wherever it is."""
-        handle.finish(reason)
+        handle.finish("error" if handle.error is not None else reason)
         self._scheduler.end(handle)
         handle.tell()
 
@@ -259,7 +260,7 @@ class Engine:
                     continue
                 count, reason = taken_in(found, at, handle, before)
                 self._counters.new_tokens += count
-                if reason is not None:
-                    self._end(handle, reason)
-                elif count:
+                if reason is None and count:
                     handle.tell()
+                if reason is not None or handle.error is not None:
+                    self._end(handle, reason or "error")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvjax.core.errors import KvjaxError
 from kvjax.engine.request import Request
 from kvjax.generation.text import RowText
 
@@ -55,7 +54,7 @@ class Handle:
         listener: "Callable[[Handle], None] | None" = None,
     ) -> None:
         self.request, self.number = request, number
-        self.error: KvjaxError | None = None
+        self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
         self._text, self._listener = text, listener
@@ -109,8 +108,8 @@ class Handle:
         for token in tokens:
             self.drawn.append(token)
             self._text.push(token)
-            if self.request.guide is not None:
-                self.request.guide.accept(token)
+            if self.request.guide is not None and self.error is None:
+                self._tried(self.request.guide.accept, token)
         if tokens:
             now = time.monotonic()
             self.times.first_token = self.times.first_token or now
@@ -125,4 +124,17 @@ class Handle:
     def tell(self) -> None:
         """Tell whoever listens that there is something new."""
         if self._listener is not None:
-            self._listener(self)
+            self._tried(self._listener, self)
+
+    def allowed(self) -> Any:
+        """Bits of the tokens that may come next, where it is guided; None for all."""
+        guide = self.request.guide
+        return None if guide is None or self.error is not None else self._tried(guide.allowed)
+
+    def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a user's function gives; one that raises ends its own request, and no other."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self.error = self.error or error
+            return None

@@ -22,10 +22,8 @@ from kvjax.prefixes.texts import Texts
 
 LEAST_WIDTH = 16
 """Tokens of the narrowest chunk of a prompt, at least."""
-WIDTHS = 3
-"""Widths of chunks, at most: each is a program of its own."""
-FINER = 4
-"""Of a chunk's width, each narrower one is such a part."""
+WIDTHS = 5
+"""Widths of chunks, at most, each half the next: each is a program of its own."""
 
 
 class Rows:
@@ -42,7 +40,7 @@ class Rows:
         self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
         self.params, self.rounds, self.exact = lm.params, rounds, exact
         self.widths = [terms.prefill_chunk]
-        while (finer := self.widths[0] // FINER) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
+        while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
         cache = allocate(
             lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
@@ -66,10 +64,9 @@ class Rows:
         tokens: Any = np.zeros((1, self.width(length)), np.int32)
         tokens[0, :length] = slot.prompt[start:end]
         ends = end == len(slot.prompt)
-        guide = slot.handle.request.guide
         allowed = self._every(1)
-        if ends and guide is not None:
-            allowed[0] = guide.allowed()
+        if ends and (words := slot.handle.allowed()) is not None:
+            allowed[0] = words
         piece = Piece(
             _ints(row), tokens, _ints(length), _ints(start), self._tables(one),
             _flag(slot.fresh), _flag(ends), _ints(*slot.forced(1)), allowed, self.board.of(one),
@@ -85,9 +82,8 @@ class Rows:
         for slot, rounds in taking:
             lengths[slot.row], number[slot.row] = slot.filled, rounds
             forced[slot.row, :rounds] = slot.forced(rounds)
-            guide = slot.handle.request.guide
-            if guide is not None and forced[slot.row, 0] < 0:
-                allowed[slot.row] = guide.allowed()
+            if forced[slot.row, 0] < 0 and (words := slot.handle.allowed()) is not None:
+                allowed[slot.row] = words
         tables = self._tables(slice(None))
         call = Rounds(lengths, number, tables, forced, allowed, self.board.all())
         return self._run(programs.decode, self.lm.architecture, self.params, call, exact=self.exact)

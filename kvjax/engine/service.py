@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Unpack
 
@@ -77,7 +77,13 @@ class Service:
         self.engine.cancel(handle)
         self._work.set()
 
-    async def pieces(self, handle: Handle) -> AsyncIterator[Piece]:
+    def forget(self, handle: Handle) -> None:
+        """Let a request go that nobody reads: it is cancelled, if it has not ended."""
+        self._news.pop(handle, None)
+        if not handle.done:
+            self.cancel(handle)
+
+    async def pieces(self, handle: Handle) -> AsyncGenerator[Piece, None]:
         """A request's text as it comes, to one reader.
 
         Raises:
@@ -89,9 +95,7 @@ class Service:
             while (piece := await news.get()) is not None:
                 yield piece
         finally:
-            self._news.pop(handle, None)
-            if not handle.done:
-                self.cancel(handle)
+            self.forget(handle)
         if handle.error is not None:
             raise handle.error
         if not handle.done:

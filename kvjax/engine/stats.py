@@ -33,21 +33,28 @@ class Counters:
 class EngineStats(Counters):
     """``Counters``, and what there is now.
 
-    ``running``, ``waiting``: requests with a row and without; ``pages``, ``used``, ``cached``: of
-    each pool, all, those that rows have, and those that are kept for others to begin with;
+    ``rows``: that there are; ``running``, ``waiting``: requests with a row and without; ``pages``,
+    ``free``, ``used``: of each pool, all, those that nobody has, and those that requests have;
     ``parked_bytes``: on the host, of requests that wait.
     """
 
+    rows: int = 0
     running: int = 0
     waiting: int = 0
     pages: tuple[int, ...] = ()
+    free: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()
     parked_bytes: int = 0
 
     @property
+    def cached(self) -> tuple[int, ...]:
+        """Pages of each pool that no request has, and that are kept for others to begin with."""
+        each = zip(self.pages, self.free, self.used, strict=True)
+        return tuple(max(pages - free - used, 0) for pages, free, used in each)
+
+    @property
     def usage(self) -> float:
-        """The largest share of a pool that rows have, from 0 to 1."""
+        """The largest share of a pool that requests have, from 0 to 1."""
         return max((n / of for n, of in zip(self.used, self.pages, strict=True)), default=0.0)
 
 

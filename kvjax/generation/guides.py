@@ -1,0 +1,132 @@
+"""Guides: texts that keep to a grammar, by llguidance, where it is installed."""
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.generation.model import LanguageModel
+
+
+class Guides:
+    """Makes guides for a model; what all share is made once.
+
+    ::
+
+        guides = Guides(lm)
+        engine.submit("A point: ", guide=guides.json_schema({"type": "object", ...}))
+
+    A guide goes along one request, and is made for it. Where its grammar is at an end, only tokens
+    that end a text are left.
+
+    Raises:
+      ValueError: if llguidance is not installed, or the model has no tokenizer of its kind, or no
+        token that ends a text.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError('a guide needs llguidance: pip install "kvjax[serve]" installs it')
+        import llguidance
+
+        backend: Any = getattr(lm.tokenizer, "backend", None)
+        if not hasattr(backend, "to_str"):
+            raise ValueError("a guide needs a model with a tokenizer.json")
+        self._ends = sorted(set(lm.generation.eos_token_ids))
+        if not self._ends:
+            raise ValueError("a guide needs a model with a token that ends a text, this has none")
+        self._matcher, self._vocabulary = llguidance.LLMatcher, lm.config.vocab_size
+        self._tokenizer = llguidance.LLTokenizer(
+            backend.to_str(), n_vocab=lm.config.vocab_size, eos_token=self._ends
+        )
+
+    def json(self) -> "GrammarGuide":
+        """Any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def json_schema(self, schema: Any) -> "GrammarGuide":
+        """JSON as a schema says, a dict or its text, without any space between its parts.
+
+        Raises:
+          ValueError: if it is no schema, or says what can't be kept to.
+        """
+
+        def grammar() -> str:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            spaces: Any = {"whitespace_flexible": False}
+            return self._matcher.grammar_from_json_schema(text, defaults=spaces)
+
+        return self._guide("schema", grammar)
+
+    def regex(self, pattern: str) -> "GrammarGuide":
+        """What a regular expression of Rust's matches, from end to end.
+
+        Raises:
+          ValueError: if it is none.
+        """
+        return self._guide("regex", lambda: self._matcher.grammar_from_regex(pattern))
+
+    def grammar(self, lark: str) -> "GrammarGuide":
+        """A context-free grammar as of Lark, from ``start`` on.
+
+        Raises:
+          ValueError: if it is none.
+        """
+        return self._guide("grammar", lambda: self._matcher.grammar_from_lark(lark))
+
+    def choices(self, texts: Sequence[str]) -> "GrammarGuide":
+        """One of some texts.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"choices must be texts, one at least, got {texts!r:.80}")
+        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return self.grammar(f"start: {rule}")
+
+    def _guide(self, what: str, grammar: Callable[[], str]) -> "GrammarGuide":
+        try:
+            matcher = self._matcher(self._tokenizer, grammar(), log_level=0)
+            problem = matcher.get_error()
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        if problem:
+            raise ValueError(f"the {what} can't be kept to: {' '.join(problem.split())}")
+        return GrammarGuide(matcher, self._ends, self._vocabulary)
+
+
+class GrammarGuide:
+    """A ``Guide`` (see ``kvjax.engine``) along a grammar; ``error``: why it could not go on, in
+    which case only ends are allowed."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int], vocabulary: int) -> None:
+        self.error: str | None = None
+        self._matcher, self._ended, self._ends = matcher, False, frozenset(ends)
+        words = np.zeros(-(-vocabulary // 32), np.uint32)
+        for end in ends:
+            words[end // 32] |= np.uint32(1) << np.uint32(end % 32)
+        self._only_ends, self._beyond = words, -vocabulary % 32
+
+    def allowed(self) -> np.ndarray:
+        """uint32[words]: see ``kvjax.engine.request.Guide``."""
+        if self._ended or self.error:
+            return self._only_ends
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        words = mask[: self._only_ends.size].copy()
+        # Bits behind the last token are none's.
+        words[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(self._beyond)
+        # Where nothing may come, and where the text may end, all ends are alike.
+        if self._matcher.is_error() or not words.any():
+            self.error = " ".join(self._matcher.get_error().split()) or "no token may come next"
+            return self._only_ends
+        return words | self._only_ends if (words & self._only_ends).any() else words
+
+    def accept(self, token: int) -> None:
+        """A token has come."""
+        if token in self._ends:
+            self._ended = True
+        elif not self._ended and not self.error and not self._matcher.consume_token(token):
+            self.error = " ".join(self._matcher.get_error().split())

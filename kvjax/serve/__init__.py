@@ -1,0 +1,1 @@
+"""An engine behind HTTP, as OpenAI's clients ask for it."""

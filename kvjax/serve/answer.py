@@ -1,0 +1,123 @@
+"""The answer to a request: whole, or piece by piece as server-sent events."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from kvjax.core.errors import KvjaxError
+from kvjax.engine.handle import Handle
+from kvjax.engine.service import Service, StoppedError
+from kvjax.serve.asked import Asked
+from kvjax.serve.choices import pieces_of
+from kvjax.serve.form import Form, with_scores
+from kvjax.serve.refused import Refused, to_json
+from kvjax.serve.token_texts import TokenTexts
+
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Answer:
+    """What a request is answered, by its handles, one a choice."""
+
+    def __init__(
+        self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str,
+        texts: TokenTexts | None,
+    ) -> None:  # fmt: skip
+        self._service, self._form, self._asked, self._handles = service, form, asked, handles
+        self._texts = texts
+        self._head = {
+            "id": form.prefix + secrets.token_hex(12), "object": form.whole,
+            "created": int(time.time()), "model": model,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """At the end of all choices.
+
+        Raises:
+          Refused: if one of them could not be brought to its end.
+        """
+        async with aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        choices = [
+            self._form.choice(
+                at, handle.text, with_scores(handle.tokens, handle.logprobs, handle),
+                self._reason(at),
+            )
+            for at, handle in enumerate(self._handles)
+        ]  # fmt: skip
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Piece by piece; an error is the last."""
+        try:
+            openings = (self._form.opening(at) for at in range(len(self._handles)))
+            for each in openings:
+                if each is not None:
+                    yield self._event(each)
+            starts = [0] * len(self._handles)
+            async with aclosing(self._pieces()) as pieces:
+                async for at, piece in pieces:
+                    for found in self._parts(at, piece, starts):
+                        yield self._event(found)
+            if self._asked.usage:
+                yield self._event(None)
+        except Refused as error:
+            yield b"data: " + to_json(error.body()) + b"\n\n"
+            return
+        yield b"data: [DONE]\n\n"
+
+    def _parts(self, at: int, piece: Any, starts: list[int]) -> Iterator[dict[str, Any]]:
+        form, handle = self._form, self._handles[at]
+        if piece is None:
+            scored = None if handle.request.scores is None else []
+            yield form.piece(at, "", scored, starts[at], self._reason(at))
+            return
+        scored = with_scores(piece.tokens, piece.scores, handle)
+        if piece.text or scored:
+            yield form.piece(at, piece.text, scored, starts[at], None)
+        if scored and self._texts is not None:
+            starts[at] += sum(len(self._texts.of(token)[0]) for token, _ in scored)
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Any], None]:
+        try:
+            async with aclosing(pieces_of(self._service, self._handles)) as pieces:
+                async for each in pieces:
+                    yield each
+        except StoppedError:
+            raise Refused(503, "the server has stopped") from None
+        except KvjaxError as error:
+            raise Refused(500, str(error)) from None
+
+    def _reason(self, at: int) -> str:
+        """Why a choice has ended.
+
+        Raises:
+          Refused: if it is no end of a text.
+        """
+        handle = self._handles[at]
+        problem = getattr(handle.request.guide, "error", None)
+        if problem is not None:
+            raise Refused(500, f"the grammar could not be kept to: {problem}")
+        if handle.reason not in _REASONS:
+            raise Refused(503, "the server stops, and this request took too long")
+        return _REASONS[handle.reason]
+
+    def _event(self, choice: dict[str, Any] | None) -> bytes:
+        found = {**self._head, "object": self._form.part, "choices": [choice] if choice else []}
+        if self._asked.usage:
+            found["usage"] = None if choice else self._usage()
+        return b"data: " + to_json(found) + b"\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        # A prompt counts once, and as what its first choice has found of it.
+        firsts = self._handles[:: self._asked.n]
+        prompt = sum(len(handle.request.tokens) for handle in firsts)
+        new = sum(len(handle.tokens) for handle in self._handles)
+        cached = sum(handle.cached_tokens for handle in firsts)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip

@@ -1,0 +1,83 @@
+"""``/v1/completions``: texts that go on."""
+
+from typing import Any
+
+from kvjax.serve.asked import MOST_SCORES, Asked
+from kvjax.serve.fields import Fields
+from kvjax.serve.form import Scored, in_json
+from kvjax.serve.limits import Limits
+from kvjax.serve.refused import Refused
+from kvjax.serve.token_texts import TokenTexts
+
+DEFAULT_TOKENS = 16
+"""New tokens, as OpenAI has it."""
+
+
+class Completions:
+    """See ``Form``."""
+
+    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, lm: Any, limits: Limits, texts: TokenTexts | None) -> None:
+        self._lm, self._limits, self._texts = lm, limits, texts
+
+    def read(self, fields: Fields) -> Asked:
+        fields.neutral("echo", False)
+        fields.neutral("suffix", "")
+        fields.neutral("best_of", 1)
+        prompts = self._prompts(fields)
+        limit = fields.whole("max_tokens", 1)
+        asked = Asked(
+            prompts=prompts, limit=self._limits.new_tokens(prompts, limit, DEFAULT_TOKENS)
+        )
+        if (count := fields.whole("logprobs", 0, MOST_SCORES)) is not None:
+            asked.settings["logprobs"] = count
+        return asked
+
+    def _prompts(self, fields: Fields) -> list[list[int]]:
+        value = fields.raw("prompt")
+        wanted = "a text, token ids, or a list of such"
+        if value is None:
+            raise Refused(400, f"prompt must be {wanted}", param="prompt")
+        some = [value] if isinstance(value, str) or _ids(value) else value
+        if not isinstance(some, list) or not some:
+            raise fields.wrong("prompt", wanted, value)
+        self._limits.check_prompts(len(some))
+        for each in some:
+            if not isinstance(each, str) and not _ids(each):
+                raise fields.wrong("prompt", wanted, each)
+        return [self._limits.encoded(each) if isinstance(each, str) else each for each in some]
+
+    def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
+        return self.piece(index, text, scored, 0, reason)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def piece(
+        self, index: int, text: str, scored: Scored | None, start: int, reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if scored is None else self._logprobs(scored, start)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, scored: Scored, start: int) -> dict[str, Any]:
+        assert self._texts is not None
+        texts, offsets = [], []
+        for token, _ in scored:
+            texts.append(self._texts.of(token)[0])
+            offsets.append(start)
+            start += len(texts[-1])
+        return {
+            "tokens": texts,
+            "token_logprobs": [in_json(score.logprob) for _, score in scored],
+            "top_logprobs": [
+                {self._texts.of(other)[0]: in_json(x) for other, x in reversed(score.likeliest)}
+                for _, score in scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _ids(value: Any) -> bool:
+    """Whether it is a list of token ids."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)

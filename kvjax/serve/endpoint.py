@@ -1,0 +1,93 @@
+"""An endpoint that generates: from a body to an answer."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from kvjax.engine.handle import Handle
+from kvjax.engine.service import StoppedError
+from kvjax.serve.answer import Answer
+from kvjax.serve.asked import Asked, read_common
+from kvjax.serve.bodies import read_body
+from kvjax.serve.fields import Fields, read_object
+from kvjax.serve.form import Form
+from kvjax.serve.leaving import while_there
+from kvjax.serve.refused import Refused, json_response
+from kvjax.serve.shared import Shared
+
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Endpoint:
+    """An application of ASGI."""
+
+    def __init__(self, shared: Shared, form: Form) -> None:
+        self._shared, self._form = shared, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shared, settings = self._shared, self._shared.settings
+        request = Request(scope, receive)
+        with shared.queue.place() as place:
+            body = await read_body(request, settings.max_body, settings.patience)
+            if body is None:
+                return
+            # Long prompts take their time.
+            asked = await asyncio.to_thread(self._read, body)
+            place.grow(asked.choices)
+            await while_there(receive, self._answer(asked, scope, receive, send))
+
+    def _read(self, body: bytes) -> Asked:
+        fields = Fields(read_object(body))
+        if fields.text("model") not in (None, name := self._shared.settings.name):
+            message = f"there is no such model here: this server has {name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
+        asked = self._form.read(fields)
+        read_common(fields, self._shared.guides, asked, self._shared.limits.most)
+        return asked
+
+    async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        shared, handles = self._shared, self._submitted(asked, scope["state"]["tenant"])
+        answer = Answer(
+            shared.service, self._form, asked, handles, shared.settings.name, shared.texts
+        )
+        try:
+            if not asked.stream:
+                await json_response(await answer.whole())(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            async with aclosing(answer.events()) as events:
+                async for event in events:
+                    await _body(send, event, more=True)
+            await _body(send, b"", more=False)
+        finally:
+            shared.handles.difference_update(handles)
+            for handle in handles:
+                if not handle.done:
+                    shared.service.cancel(handle)
+                shared.figures.ended(handle)
+
+    def _submitted(self, asked: Asked, tenant: str | None) -> list[Handle]:
+        service, handles = self._shared.service, []
+        try:
+            for prompt, settings in asked.each(tenant):
+                handles.append(service.submit(prompt, **settings))
+        except (ValueError, StoppedError) as error:
+            for handle in handles:
+                service.cancel(handle)
+            if isinstance(error, StoppedError):
+                raise Refused(503, "the engine does not run") from None
+            word = str(error).split()[0]
+            raise Refused(400, str(error), param=word if word in asked.settings else None) from None
+        self._shared.handles.update(handles)
+        return handles
+
+
+async def _body(send: Any, body: bytes, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

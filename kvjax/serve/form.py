@@ -1,0 +1,53 @@
+"""What an endpoint answers for itself; the rest is the same for all."""
+
+from typing import Any, Protocol
+
+from kvjax.engine.handle import Handle, TokenScore
+from kvjax.serve.asked import Asked
+from kvjax.serve.fields import Fields
+
+Scored = list[tuple[int, TokenScore]]
+"""Tokens, with what is known of them."""
+
+
+class Form(Protocol):
+    """``prefix``: of ids; ``whole``, ``part``: what OpenAI calls an answer, and a piece of one."""
+
+    prefix: str
+    whole: str
+    part: str
+
+    def read(self, fields: Fields) -> Asked:
+        """Take the fields that only this endpoint has."""
+        ...
+
+    def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
+        """A choice that has ended."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What comes before the first piece of a choice, None for nothing."""
+        ...
+
+    def piece(
+        self, index: int, text: str, scored: Scored | None, start: int, reason: str | None
+    ) -> dict[str, Any]:
+        """A piece of a choice; ``start``: characters of tokens before; ``reason``: why it ends
+        here, None where it goes on."""
+        ...
+
+
+def with_scores(
+    tokens: list[int], scores: list[TokenScore] | None, handle: Handle
+) -> Scored | None:
+    """Tokens beside their scores, without the one that ends a text and is none of it."""
+    if handle.request.scores is None:
+        return None
+    ends = handle.request.eos
+    pairs = zip(tokens, scores or [], strict=True)
+    return [pair for pair in pairs if pair[0] not in ends]
+
+
+def in_json(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,487 @@
+"""``kvjax batch``: every line once, wherever it was stopped; bad lines; whose results they are."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import kvjax
+from kvjax import cli
+from kvjax.cli import batch_results, waiting
+from kvjax.cli.batch_lines import key_of, numbered
+from kvjax.cli.batch_results import Results
+from kvjax.cli.batch_running import TOLD, Batch
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+SETTINGS = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3}
+PROMPTS = [b'{"prompt": "one", "id": 1}', b"", b"[", b'{"prompt": "f\xc3\xbcr", "seed": 5}',
+           b'{"prompt": "speed", "speed": 2}', b'{"tokens": [3, 4, 5]}',
+           b'{"prompt": "a longer one than the others are", "logprobs": 1}']  # fmt: skip
+DONE = [1, 3, 4, 5, 6, 7]
+"""All but the empty one have a result."""
+
+
+class Asked(SimpleNamespace):
+    """What stands for a handle: each is itself."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Made:
+    """An engine whose answers depend on their requests alone, and come in any order."""
+
+    def __init__(self, seed=0):
+        self.order, self.waiting, self.most = random.Random(seed), [], 0
+
+    def submit(self, prompt, *, listener, **settings):
+        given = json.dumps([prompt, settings], sort_keys=True)
+        text = hashlib.sha256(given.encode()).hexdigest()[:4] + "ü\u2028"
+        handle = Asked(
+            done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
+            request=SimpleNamespace(tokens=[0]),
+        )  # fmt: skip
+        self.waiting.append((handle, listener))
+        self.most = max(self.most, len(self.waiting))
+        return handle
+
+    def step(self):
+        handle, listener = self.waiting.pop(self.order.randrange(len(self.waiting)))
+        handle.done = True
+        listener(handle)
+
+
+def through(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=lambda _: None):
+    """A run over lines, with a check before it as the command makes it."""
+    settings = SETTINGS if settings is None else settings
+    run = Batch(
+        engine, lm, results, settings, key=json.dumps(settings), chat=False, most=most, say=say
+    )
+    try:
+        total = run.check(numbered(lines))
+        results.begin()
+        return run.run(numbered(lines), total)
+    finally:
+        results.close()
+
+
+def whole(path):
+    """The lines of a file of results, in their order; all of them are whole."""
+    data = path.read_bytes()
+    assert data.endswith(b"\n")
+    return sorted(data.split(b"\n")[:-1], key=lambda line: json.loads(line)["line"])
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run a command in this process: exit code, standard output, standard error."""
+
+    def run_command(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["kvjax", "batch", *map(str, arguments)])
+        if stdin is not None:
+            read, write = os.pipe()
+            os.write(write, stdin)
+            os.close(write)
+            monkeypatch.setattr(sys, "stdin", os.fdopen(read))
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        out, err = capfd.readouterr()
+        return leaving.value.code, out, err
+
+    return run_command
+
+
+def test_wherever_the_file_is_cut_every_line_is_there_once(tmp_path, monkeypatch):
+    """At each of its bytes, with each kind of line before and behind."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    path = tmp_path / "results.jsonl"
+    through(Results(path), Made())
+    wanted, data = whole(path), path.read_bytes()
+    assert [json.loads(line)["line"] for line in wanted] == DONE
+    for end in range(len(data) + 1):
+        path.write_bytes(data[:end])
+        counts = through(Results(path), Made(end))
+        assert whole(path) == wanted
+        assert counts.there == data[:end].count(b"\n")
+        assert counts.there + counts.done + counts.bad == len(DONE)
+
+
+def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
+    """A disk is full after so many bytes, again and again."""
+    path, write = tmp_path / "results.jsonl", os.write
+    through(Results(path), Made())
+    wanted = whole(path)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+    def until(most):
+        def full(file, data):
+            if not (free := most - os.fstat(file).st_size):
+                raise OSError(errno.ENOSPC, "full")
+            return write(file, data[:free])
+
+        return full
+
+    for room in range(1, 120):
+        path.unlink()
+        for attempt in range(100):
+            results = Results(path)
+            monkeypatch.setattr(os, "write", until(path.stat().st_size + room + 17 * attempt))
+            try:
+                through(results, Made(attempt))
+                break
+            except OSError:
+                pass
+            finally:
+                monkeypatch.setattr(os, "write", write)
+        assert whole(path) == wanted
+
+
+def test_what_a_power_failure_leaves_is_cut_off(tmp_path):
+    path = tmp_path / "results.jsonl"
+    through(Results(path), Made())
+    wanted, data = whole(path), path.read_bytes()
+    last = data.rindex(b"\n", 0, -1) + 1
+    for tail in (b"\0" * 40, data[last:-9] + b"\0" * 9, data[last:-9] + b"\n", data[last:-1]):
+        path.write_bytes(data[:last] + tail)
+        through(Results(path), Made(5))
+        assert whole(path) == wanted
+
+
+def test_files_of_something_else_stay_as_they_are(tmp_path):
+    path = tmp_path / "notes.txt"
+    good = b'{"line": 1, "input": "00000000000000aa", "id": null, "error": "x"}\n'
+    for data, words in (
+        (b"notes", "something else than results of kvjax batch, on its line 1"),
+        (b"notes\n", "on its line 1"), (b"{}\n", "on its line 1"), (b"\n", "on its line 1"),
+        (good + b"[1]\n", "on its line 2"), (b'{"line": \n' + good, "on its line 1"),
+        (b'{"line": 0, "input": "aa"}\n' + good, "on its line 1"),
+        (good.replace(b"aa", b"zz") + good, "on its line 1"),
+        (good.replace(b"1", b"99999999999999999999", 1) + good, "on its line 1"),
+        (good + good, "holds line 1 twice"),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            Results(path)
+        assert path.read_bytes() == data
+    with pytest.raises(ValueError, match="is not a file"):
+        Results(tmp_path)
+
+
+def test_results_of_other_lines_or_settings_are_named(tmp_path):
+    path, other = tmp_path / "results.jsonl", [*PROMPTS]
+    through(Results(path), Made())
+    data = path.read_bytes()
+    other[3] = b'{"prompt": "another", "seed": 5}'
+    for lines, settings, number in (
+        (other, SETTINGS, 4), ([b"", *PROMPTS], SETTINGS, 1), (PROMPTS[:5], SETTINGS, 7),
+        (PROMPTS, SETTINGS | {"seed": 4}, 1), (PROMPTS, SETTINGS | {"top_k": 2}, 1),
+    ):  # fmt: skip
+        engine = Made()
+        with pytest.raises(ValueError, match=f"of other settings: line {number}; give another"):
+            through(Results(path), engine, lines=lines, settings=settings)
+        assert path.read_bytes() == data and not engine.most
+    # White space around a line, and lines behind, are nothing else.
+    counts = through(Results(path), Made(), lines=[b" " + each + b"\r\n" for each in PROMPTS])
+    assert counts.there == len(DONE) and path.read_bytes() == data
+    assert through(Results(path), Made(), lines=[*PROMPTS, b'{"tokens": [1]}']).done == 1
+
+
+def test_two_at_once_are_refused(tmp_path):
+    path = tmp_path / "results.jsonl"
+    first = Results(path)
+    with pytest.raises(ValueError, match="another process writes its results there"):
+        Results(path)
+    through(first, Made())
+    again = Results(path, again=True)
+    again.begin()  # another file now stands there, which is locked too
+    with pytest.raises(ValueError, match="another process writes its results there"):
+        Results(path)
+    again.close()
+    assert len(Results(path)) == 4
+
+
+def test_bad_lines_are_tried_again_when_that_is_asked_for(tmp_path, monkeypatch):
+    path, mended = tmp_path / "results.jsonl", [*PROMPTS]
+    through(Results(path), Made())
+    before = path.read_bytes()
+    assert through(Results(path, again=True), Made()).bad == 2
+    assert whole(path) == sorted(before.split(b"\n")[:-1], key=lambda x: json.loads(x)["line"])
+    mended[2] = b'{"prompt": "mended"}'
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            through(Results(path, again=True), Made(), lines=mended)
+    assert path.read_bytes() == before
+    counts = through(Results(path, again=True), Made(), lines=mended)
+    assert (counts.there, counts.done, counts.bad) == (4, 1, 1)
+    assert [json.loads(line)["line"] for line in whole(path)] == DONE
+    assert list(tmp_path.iterdir()) == [path]
+    # Who is killed in between has lost the errors alone.
+    path.write_bytes(b"".join(x + b"\n" for x in before.split(b"\n")[:-1] if b'"error"' not in x))
+    assert through(Results(path), Made()).bad == 2
+
+
+def test_of_many_lines_a_few_are_held(tmp_path):
+    """An engine has so many requests, and lines are not read before it has room."""
+    engine, ahead = Made(), []
+
+    def lines():
+        for number in range(300):
+            ahead.append(number - (path.read_bytes().count(b"\n") if path.exists() else 0))
+            yield b'{"tokens": [%d]}' % number
+
+    path = tmp_path / "results.jsonl"
+    results = Results(path)
+    run = Batch(
+        engine, None, results, SETTINGS, key="", chat=False, most=5, say=lambda _: None
+    )  # fmt: skip
+    assert run.run(numbered(lines())).done == 300
+    assert engine.most == 5 and max(ahead) <= 5
+    results.close()
+
+
+def test_of_many_bad_lines_a_few_are_told(tmp_path):
+    told = []
+    lines = [b"[1]"] * 40
+    counts = through(Results(tmp_path / "results.jsonl"), Made(), lines=lines, say=told.append)
+    assert counts.bad == 40 and len(told) == TOLD + 1
+    assert told[0] == "kvjax: line 1: it is not a JSON object"
+    assert told[-1] == "kvjax: more lines are bad; their results say why"
+
+
+def test_a_result_that_is_not_finite_is_an_error(tmp_path):
+    engine, path = Made(), tmp_path / "results.jsonl"
+    submit = engine.submit
+
+    def failing(prompt, **more):
+        handle = submit(prompt, **more)
+        handle.error = kvjax.NonFiniteError("the logits are\nnot finite")
+        return handle
+
+    engine.submit = failing
+    assert through(Results(path), engine, lines=PROMPTS[:1]).bad == 1
+    assert json.loads(path.read_bytes())["error"] == "the logits are not finite"
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for code, words in ((waiting.INTERRUPTED, "go on so\n"), (2, "")):
+        with pytest.raises(SystemExit), waiting.parting(lambda: "go on so"):
+            waiting.leave(code)
+        assert capfd.readouterr().err == words
+    with pytest.raises(SystemExit):
+        waiting.leave(waiting.INTERRUPTED)
+    assert capfd.readouterr().err == ""
+
+
+LINES = [
+    {"id": "text", "prompt": "Once"},
+    {"id": 7, "tokens": [65, 66, 67], "temperature": 0, "logprobs": 2},
+    {"messages": [{"role": "user", "content": "hi"}], "max_new_tokens": 3, "priority": -1},
+    {"prompt": "für", "seed": 11, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "stop": ["x", "y"],
+     "repetition_penalty": 1.2, "min_new_tokens": 2, "logit_bias": {"70": 3.5}, "id": None},
+    {"prompt": "Once", "max_new_tokens": 9},
+]  # fmt: skip
+BAD = {
+    "": None,
+    '{"prompt": "a"': "it is not JSON, at character 15: Expecting ',' delimiter",
+    "[1, 2]": "it is not a JSON object",
+    "[" * 10**4: "it is too deep",
+    "{}": "it has no prompt: give one of prompt, tokens, messages",
+    '{"prompt": null}': "it has no prompt",
+    '{"prompt": "a", "tokens": [1]}': "it has prompt and tokens: give one of",
+    '{"prompt": "a", "speed": 1, "id": "s"}': "it has 'speed': there are id, prompt, tokens",
+    '{"prompt": "a", "id": [1]}': "id must be a text or a whole number",
+    '{"prompt": 5}': "prompt must be a text",
+    '{"prompt": ""}': "is empty",
+    '{"tokens": "abc"}': "tokens must be a list of token ids",
+    '{"tokens": []}': "is empty",
+    '{"tokens": [300]}': "token id 300 is out of range",
+    '{"tokens": [1.5]}': "must be a text or a list of token ids",
+    '{"messages": "hi"}': "messages must be a list of messages",
+    '{"messages": []}': "messages must be a list of at least one message",
+    '{"messages": ["hi"]}': "a message must be a dict with a role",
+    '{"prompt": "a\\ud800"}': "it has half a character: '\\ud800'",
+    '{"prompt": "a", "temperature": "hot"}': "temperature must be a finite number",
+    '{"prompt": "a", "temperature": NaN}': "temperature must be a finite number",
+    '{"prompt": "a", "max_new_tokens": 2.5}': "max_new_tokens must be a whole number",
+    '{"prompt": "a", "max_new_tokens": 500}': "but the engine's max_seq_len is 128",
+    '{"prompt": "a", "stop": 5}': "stop must be a text, or a list of texts",
+    '{"prompt": "a", "stop": [5]}': "a stop string must have at least one character",
+    '{"prompt": "a", "logit_bias": [1]}': "logit_bias must be an object",
+    '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has 'x', which is no token id",
+    '{"prompt": "a", "logit_bias": {"1": "x"}}': "logit_bias must be numbers",
+    '{"prompt": "a", "logprobs": 500}': "logprobs is 500, and must be at most",
+    '{"prompt": "a", "seed": -1}': "seed must be a whole number from 0",
+    '{"prompt": "a", "priority": 0.5}': "priority is 0.5",
+}
+"""Lines and what is said of them."""
+
+
+@pytest.fixture
+def common(tiny_llama_dir):
+    """Options of a small engine."""
+    return ("--model", tiny_llama_dir, "--dtype", "float32", "--max-seq-len", 128,
+            "--max-batch-size", 2, "--prefill-chunk", 16, "--max-new-tokens", 5,
+            "--temperature", 0.9, "--seed", 100)  # fmt: skip
+
+
+def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
+    """Whatever the order, and what runs beside; bad ones are told of, and are no failure."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    lines = [json.dumps(each, ensure_ascii=False) for each in LINES]
+    prompts.write_text("\n".join([*lines, *BAD]), encoding="utf-8")
+    code, printed, err = run(prompts, "--out", out, *common)
+    assert (code, printed) == (0, "")
+    bad = [words for words in BAD.values() if words is not None]
+    *told, more, last = err.splitlines()
+    assert len(told) == TOLD and more.endswith("their results say why")
+    assert last.startswith(f"{len(LINES)} lines done · {len(bad)} bad, see error in {out} · ")
+    results = [json.loads(line) for line in whole(out)]
+    assert [each["line"] for each in results[: len(LINES)]] == [1, 2, 3, 4, 5]
+    errors = {each["line"]: each for each in results[len(LINES) :]}
+    assert [each["id"] for each in errors.values()].count("s") == 1
+    for number, (_, words) in enumerate(BAD.items(), len(LINES) + 1):
+        if words is None:
+            assert number not in errors
+        else:
+            assert words in errors.pop(number)["error"]
+    assert not errors
+    limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=128)
+    engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16)
+    for number, (line, found) in enumerate(zip(LINES, results, strict=False), 1):
+        settings = {
+            k: v for k, v in line.items() if k not in ("id", "prompt", "tokens", "messages")
+        }
+        if "logit_bias" in settings:
+            settings["logit_bias"] = {70: 3.5}
+        settings = {"max_new_tokens": 5, "temperature": 0.9, "seed": 100 + number} | settings
+        messages = line.get("messages")
+        prompt = tiny_llama.chat(messages) if messages else line.get("prompt", line.get("tokens"))
+        (alone,) = engine.run([prompt], **settings)
+        assert found.get("id") == line.get("id")
+        assert (found["text"], found["tokens"]) == (alone.text, alone.tokens)
+        assert found["reason"] == alone.reason
+        used = {"prompt_tokens": len(alone.request.tokens), "new_tokens": len(alone.tokens)}
+        assert found["usage"] == used
+        scores = alone.logprobs and [each.logprob for each in alone.logprobs]
+        assert [each["logprob"] for each in found.get("logprobs", [])] == (scores or [])
+    assert len(results[1]["logprobs"][0]["likeliest"]) == 2
+    # Stopped behind its second line, in the middle of the third, with other rows and from a pipe.
+    data = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(data[:2]) + data[2][:30])
+    code, printed, _ = run(prompts, "--out", out, *common, "--max-batch-size", 3, "--json")
+    assert code == 0 and whole(out) == sorted(
+        (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
+    )
+    figures = json.loads(printed)
+    assert (figures["there"], figures["done"] + figures["bad"]) == (2, len(data) - 2)
+    before = out.read_bytes()
+    refused = run("-", "--out", out, *common, stdin=prompts.read_bytes())
+    assert refused[0] == 2 and "only lines of a file can be gone on with" in refused[2]
+    assert out.read_bytes() == before
+    out.unlink()
+    assert run("-", "--out", out, *common, stdin=prompts.read_bytes())[0] == 0
+    assert whole(out) == sorted(
+        (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
+    )
+
+
+def test_what_can_not_be_is_one_line(run, common, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    for arguments, words in (
+        ((prompts, "--out", prompts), "is to be read, and can't be --out too"),
+        ((prompts,), "--out"),
+        ((tmp_path / "none.jsonl", "--out", out), "none.jsonl"),
+        ((tmp_path, "--out", out), str(tmp_path)),
+        ((prompts, "--out", tmp_path), "is not a file"),
+        ((prompts, "--out", tmp_path / "no" / "results"), "results"),
+        ((prompts, "--out", out, "--temperature", -1), "temperature must be a finite number"),
+        ((prompts, "--out", out, "--max-new-tokens", 500), "the engine's max_seq_len is 128"),
+        ((prompts, "--out", out, "--cache", "static"), "in pages"),
+        ((prompts, "--out", out, "--cache-memory", "much"), "'much' is no size"),
+        ((prompts, "--out", out, "--max-batch-size", 0), "max_batch_size must be a whole number"),
+    ):  # fmt: skip
+        code, printed, err = run(*arguments[:1], *common, *arguments[1:])
+        assert (code, printed) == (2, "") and words in err, err
+        assert err.startswith("kvjax: error: ") and err.count("\n") == 1
+        assert prompts.read_text() == '{"prompt": "a"}\n'
+        assert not out.exists() or not out.read_bytes()
+
+
+def command(prompts, out):
+    """A real process, by the embedded model; interrupts reach it, whoever started the tests."""
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvjax.cli import main; main()"
+    )
+    return [sys.executable, "-c", program, "batch", str(prompts), "--out", str(out),
+            "--max-batch-size", "4", "--prefill-chunk", "16", "--max-seq-len", "64",
+            "--max-new-tokens", "24", "--temperature", "0.8"]  # fmt: skip
+
+
+@pytest.mark.rare
+def test_killed_ten_times_no_line_is_lost_or_doubled(tmp_path):
+    """At random moments: while it loads, between results and in the middle of them."""
+    prompts, out, once = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "once.jsonl"))
+    lines = [{"prompt": f"The module number {n}", "id": n, "logprobs": 20} for n in range(120)]
+    text = "".join(json.dumps(each) + "\n" for each in lines) + '{"prompt": 3}\n'
+    prompts.write_text(text)
+    subprocess.run(command(prompts, once), check=True, capture_output=True)
+    wanted = whole(once)
+    assert len(wanted) == 121
+    size, moments = once.stat().st_size, random.Random()
+
+    def written():
+        return out.stat().st_size if out.exists() else 0
+
+    for kill in range(10):
+        enough = written() + moments.randrange(1, size // 16)
+        running = subprocess.Popen(command(prompts, out), stderr=subprocess.DEVNULL)
+        if kill % 5:
+            while running.poll() is None and written() < enough:
+                time.sleep(0.001)
+            time.sleep(0.05 * moments.random())
+        else:  # while it loads, or a little later
+            time.sleep(2 * moments.random())
+        running.kill()
+        assert running.wait() == -signal.SIGKILL, "it came to its end first"
+        data = out.read_bytes() if out.exists() else b""
+        found = [json.loads(line)["line"] for line in data.split(b"\n")[:-1]]
+        assert len(set(found)) == len(found)
+    ended = subprocess.run(command(prompts, out), check=True, capture_output=True, text=True)
+    assert whole(out) == wanted and "were there" in ended.stderr
+
+
+@pytest.mark.rare
+def test_an_interrupt_is_a_clean_end(tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "The module"}\n' * 2000)
+    running = subprocess.Popen(command(prompts, out), stderr=subprocess.PIPE, text=True)
+    while not out.exists() or not out.stat().st_size:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate()
+    assert running.returncode == 130
+    assert err.startswith("kvjax: stopped with ") and err.endswith("the same command goes on\n")
+    assert len(whole(out)) == int(err.split()[3].replace(",", ""))
+
+
+def test_a_key_tells_lines_and_settings():
+    keys = {key_of(line, settings) for line in (b"a", b"b") for settings in ("", "a", "b")}
+    assert len(keys) == 6 and all(len(key) == 16 for key in keys)
+    assert json.dumps({"line": 1}).encode().startswith(batch_results.HEAD)

@@ -1,0 +1,816 @@
+"""The server: what OpenAI's clients ask it, what it refuses, and who gets its pages back."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import jax
+import numpy as np
+import openai
+import pytest
+
+import kvjax
+from kvjax import cli
+from kvjax.generation.guides import Guides
+from kvjax.serve.needed import check_installed
+from kvjax.serve.server import Server, address_of, bound
+from kvjax.serve.settings import Settings
+from kvjax.serve.token_texts import TokenTexts
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS, LONGEST = 4, 512
+LONG = {"prompt": "once", "max_tokens": 480, "ignore_eos": True}
+"""A request of many steps."""
+POINT = {
+    "type": "object",
+    "properties": {"x": {"enum": [0, 1]}, "name": {"enum": ["a", "bé"]}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+MODEL = "tiny"
+
+
+class Running:
+    """A server in a thread: its ``url``, and an engine whose steps can be counted out."""
+
+    def __init__(self, lm, buffer=None, **settings):
+        self.lm, self.steps, self.buffer = lm, None, buffer
+        self.engine = kvjax.Engine(
+            lm, kvjax.policy("paged", page_size=16),
+            kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
+        )  # fmt: skip
+        self._step, self.engine.step = self.engine.step, self._counted
+        self.server = Server(self.engine, lm, Settings(name=MODEL, **settings))
+        self._ready = threading.Event()
+
+    def __enter__(self):
+        self.listener = bound("127.0.0.1", 0)
+        if self.buffer is not None:
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer)
+        self.url = address_of(self.listener)
+        self.address = self.listener.getsockname()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(30)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        return self
+
+    def __exit__(self, *_):
+        self.let(10**6)
+        self.http.close()
+        self.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    async def _run(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.run(self.listener, self._ready.set)
+
+    def stop(self):
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.server.stop)
+
+    def _counted(self):
+        if self.steps is not None:
+            self.steps.acquire()
+        return self._step()
+
+    def hold(self):
+        """No step is done, but those that ``let`` counts."""
+        self.steps = threading.Semaphore(0)
+
+    def let(self, count):
+        if self.steps is not None:
+            self.steps.release(count)
+
+    def go_on(self):
+        self.let(10**6)
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, path="completions", /, headers=None, **body):
+        return self.http.post(f"/v1/{path}", json=body, headers=headers)
+
+    def until(self, condition):
+        """Wait until something holds, for as long as a test may take."""
+        for _ in range(3000):
+            if condition():
+                return
+            time.sleep(0.01)
+        raise AssertionError("it never holds")
+
+    def idle(self):
+        self.until(lambda: not self.engine.busy and not self.server.shared.active)
+        assert sum(self.engine.stats().used) == 0
+        assert self.server.shared.queue.taken == 0
+        assert not self.server.shared.handles
+
+    def ended(self, reason):
+        """How many choices have ended so."""
+        name = f'request_success_total{{finished_reason="{reason}"}} '
+        text = self.server.shared.figures.text().decode()
+        return sum(int(float(x.removeprefix(name))) for x in text.splitlines() if name in x)
+
+
+@pytest.fixture(scope="module")
+def running(tiny_llama):
+    with Running(tiny_llama) as running:
+        yield running
+
+
+@pytest.fixture
+def own(tiny_llama):
+    """Servers of a test's own, with settings of its own."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(Running(tiny_llama, **settings))
+
+
+def alone(running, prompt, **settings):
+    """What an engine gives that nobody else asks."""
+    engine = kvjax.Engine(
+        running.lm, kvjax.policy("paged", page_size=16),
+        kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
+    )  # fmt: skip
+    return engine.run([prompt], **settings)[0]
+
+
+def events(text):
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert found[-1] == "[DONE]"
+    return [json.loads(each) for each in found[:-1]]
+
+
+def test_a_completion_is_what_the_engine_gives(running):
+    wanted = alone(running, "import", max_new_tokens=12, temperature=0.9, seed=5)
+    settings = {"model": MODEL, "prompt": "import", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+    whole = running.client().completions.create(**settings)
+    assert whole.choices[0].text == wanted.text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.object == "text_completion" and whole.model == MODEL
+    assert whole.usage.prompt_tokens == 6 and whole.usage.completion_tokens == 12
+    pieces = list(
+        running.client().completions.create(
+            **settings, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(x.choices[0].text for x in pieces[:-1]) == wanted.text
+    assert pieces[-2].choices[0].finish_reason == "length"
+    assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
+    assert len({x.id for x in pieces}) == 1
+
+
+def test_a_chat_is_what_the_engine_gives(running):
+    messages = [{"role": "developer", "content": "short"}, {"role": "user", "content": "hé"}]
+    tokens = running.lm.chat([{"role": "system", "content": "short"}, messages[1]])
+    wanted = alone(running, tokens, max_new_tokens=9, temperature=1.0, seed=3)
+    settings = {"model": MODEL, "messages": messages, "max_completion_tokens": 9, "seed": 3}
+    whole = running.client().chat.completions.create(**settings)
+    assert whole.choices[0].message.content == wanted.text
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.prompt_tokens == len(tokens)
+    pieces = list(running.client().chat.completions.create(**settings, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(x.choices[0].delta.content or "" for x in pieces) == wanted.text
+    assert pieces[-1].choices[0].finish_reason == "length"
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "é"}]
+    settings["messages"] = [messages[0], {"role": "user", "content": parts}]
+    again = running.client().chat.completions.create(**settings)
+    assert again.choices[0].message.content == wanted.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_draw_with_seeds_one_after_the_other(running, stream):
+    prompts = ["ab", [100, 101]]
+    body = {"prompt": prompts, "n": 2, "seed": 2**64 - 1, "max_tokens": 8, "stream": stream}
+    answer = running.post(**body)
+    texts = [""] * 4
+    for part in events(answer.text) if stream else [answer.json()]:
+        for choice in part["choices"]:
+            texts[choice["index"]] += choice["text"]
+    for at, text in enumerate(texts):
+        seed = (2**64 - 1 + at % 2) % 2**64
+        wanted = alone(running, prompts[at // 2], max_new_tokens=8, temperature=1.0, seed=seed)
+        assert text == wanted.text
+
+
+def test_seeds_are_random_where_none_is_given(running):
+    texts = {running.post(prompt="x", max_tokens=24).text for _ in range(2)}
+    assert len({json.loads(text)["choices"][0]["text"] for text in texts}) == 2
+
+
+def test_a_text_ends_before_a_stop_string(running):
+    whole = alone(running, "x", max_new_tokens=30, seed=0).text
+    stop = next(whole[at : at + 2] for at in range(6, 28) if whole[at : at + 2].isprintable())
+    found = running.post(prompt="x", max_tokens=30, temperature=0, stop=["never!", stop]).json()
+    assert found["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_bias_chooses(running):
+    found = running.post(prompt="x", max_tokens=3, logit_bias={"65": 100}, temperature=0).json()
+    letter = running.lm.decode([65])
+    assert found["choices"][0]["text"] == 3 * letter
+
+
+def test_logprobs_are_the_models_own(running):
+    lm = running.lm
+    settings = {"max_tokens": 8, "temperature": 0.7, "seed": 1, "min_tokens": 8}
+    whole = running.post(prompt="hello", **settings, logprobs=3).json()["choices"][0]["logprobs"]
+    tokens = alone(
+        running, "hello", max_new_tokens=8, min_new_tokens=8, temperature=0.7, seed=1
+    ).tokens
+    ids = [*lm.tokenizer.encode("hello"), *tokens]
+    logits = lm.apply(lm.params, np.array([ids], np.int32))[0, 4:-1]
+    wanted = np.asarray(jax.nn.log_softmax(logits))
+    chosen = wanted[np.arange(8), tokens]
+    np.testing.assert_allclose(whole["token_logprobs"], chosen, atol=1e-4)
+    texts = TokenTexts(lm.tokenizer)
+    assert whole["tokens"] == [texts.of(token)[0] for token in tokens]
+    ends = np.cumsum([0, *map(len, whole["tokens"])])
+    assert whole["text_offset"] == ends[:-1].tolist()
+    for row, likeliest in zip(wanted, whole["top_logprobs"], strict=True):
+        # Tokens that are parts of characters may have the same text.
+        assert max(likeliest.values()) == pytest.approx(row.max(), abs=1e-4)
+        assert 1 <= len(likeliest) <= 3
+    pieces = events(running.post(prompt="hello", **settings, logprobs=3, stream=True).text)
+    streamed = [x["choices"][0]["logprobs"] for x in pieces]
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        assert [each for part in streamed for each in part[name]] == whole[name]
+
+
+def test_logprobs_of_a_chat(running):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "temperature": 0}
+    found = running.post("chat/completions", **body, logprobs=True, top_logprobs=2).json()
+    content = found["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5 or found["choices"][0]["finish_reason"] == "stop"
+    for each in content:
+        assert each["top_logprobs"][0]["logprob"] == each["logprob"]
+        assert len(each["top_logprobs"]) == 2 and len(each["bytes"]) == 1
+
+
+def test_bytes_of_tokens_make_the_text(running):
+    texts = TokenTexts(running.lm.tokenizer)
+    for text in ("é €", "plain", "a\n\t\0\x7f­"):
+        ids = running.lm.tokenizer.encode(text)
+        assert bytes(byte for i in ids for byte in texts.of(i)[1] or ()).decode() == text
+    assert texts.of(257) == ("</s>", list(b"</s>"))
+
+
+def test_usage_counts_what_was_cached(running):
+    prompt = list(range(1, 81))
+    body = {"prompt": prompt, "max_tokens": 2}
+    first, second = (running.post(**body).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == 64
+    assert second["prompt_tokens"] == 80 and second["total_tokens"] == 82
+
+
+def test_a_schema_is_kept_to(running):
+    for seed in range(4):
+        found = running.client().chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "a point"}], seed=seed,
+            response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}},
+        ).choices[0]  # fmt: skip
+        assert found.finish_reason == "stop"
+        value = json.loads(found.message.content)
+        assert set(value) == {"x", "name"} and value["x"] in (0, 1)
+        assert value["name"] in ("a", "bé")
+
+
+def test_a_schema_is_kept_to_piece_by_piece_beside_others(running):
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        plain = [pool.submit(running.post, prompt="a", max_tokens=64, seed=n) for n in range(3)]
+        body = {"prompt": "p", "max_tokens": 64, "response_format": form, "stream": True, "n": 2}
+        texts = ["", ""]
+        for part in events(running.post(**body).text):
+            texts[part["choices"][0]["index"]] += part["choices"][0]["text"]
+        for number, each in enumerate(plain):
+            wanted = alone(running, "a", max_new_tokens=64, temperature=1.0, seed=number)
+            assert each.result().json()["choices"][0]["text"] == wanted.text
+    assert all(json.loads(text)["x"] in (0, 1) for text in texts)
+
+
+def test_other_guides(running):
+    for kind, value, pattern in (
+        ("regex", "[ab]{3}c", "[ab]{3}c"),
+        ("choice", ['yes "x"', "no|\\"], r'yes "x"|no\|\\'),
+        ("grammar", 'start: "q" /[0-9]/ "w"', "q[0-9]w"),
+        ("json", POINT, r"\{.*\}"),
+    ):
+        body = {"prompt": "a", "max_tokens": 64, "structured_outputs": {kind: value}}
+        choice = running.post(**body).json()["choices"][0]
+        assert re.fullmatch(pattern, choice["text"]), choice
+        assert choice["finish_reason"] == "stop"
+    found = running.post(
+        prompt="a", max_tokens=400, response_format={"type": "json_object"}, temperature=0.2
+    ).json()["choices"][0]
+    assert found["text"].startswith("{")
+    assert found["finish_reason"] == "length" or isinstance(json.loads(found["text"]), dict)
+
+
+def test_a_guide_that_has_ended_allows_ends_alone(tiny_llama):
+    guide = Guides(tiny_llama).choices(["ab"])
+    words = -(-tiny_llama.config.vocab_size // 32)
+
+    def allowed():
+        bits = np.unpackbits(guide.allowed().view(np.uint8), bitorder="little")
+        assert bits.size == 32 * words
+        return np.flatnonzero(bits).tolist()
+
+    a, b = tiny_llama.tokenizer.encode("ab")
+    assert allowed() == [a]
+    guide.accept(a)
+    assert allowed() == [b]
+    guide.accept(b)
+    assert allowed() == [257]
+    guide.accept(257)
+    assert allowed() == [257] and guide.error is None
+    lost = Guides(tiny_llama).choices(["ab"])
+    lost.accept(b)
+    assert lost.error and lost.allowed().tolist() == guide.allowed().tolist()
+
+
+MESSAGE = [{"role": "user", "content": "a"}]
+WRONG = [
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_k": 2.5}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"9999": 1}}, None),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "stop": [""]}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "stop": 0}, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "stream": 1}, "stream"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+    ({"prompt": "a", "structured_outputs": {"choice": ["a"]}, "ignore_eos": True},
+     "structured_outputs"),
+    ({"prompt": "a", "wibble": 1}, "wibble"),
+    ({"prompt": ""}, None),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [["a"]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [99999]}, None),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": "a"}, "messages"),
+    ({"messages": ["a"]}, "messages[0]"),
+    ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": MESSAGE, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGE, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": MESSAGE, "logprobs": 2}, "logprobs"),
+    ({"messages": MESSAGE, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+    ({"messages": MESSAGE, "reasoning_effort": "high"}, "reasoning_effort"),
+    ({"messages": MESSAGE, "chat_template_kwargs": {"name": "x"}}, "chat_template_kwargs"),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_refused_by_its_name(running):
+    for body, param in WRONG:
+        path = "chat/completions" if "messages" in body else "completions"
+        answer = running.http.post(f"/v1/{path}", content=json.dumps(body))
+        assert answer.status_code == 400, (body, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == param, (body, error)
+        assert error["type"] == "invalid_request_error" and error["message"]
+    for raw in (b"", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b"[" * 100_000):
+        answer = running.http.post("/v1/completions", content=raw)
+        assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+    running.idle()
+
+
+def test_what_asks_for_nothing_is_passed_over(running):
+    body = {
+        "model": MODEL, "messages": MESSAGE, "max_tokens": 2, "user": "me", "metadata": {"a": "b"},
+        "presence_penalty": 0, "frequency_penalty": 0.0, "tools": [], "tool_choice": "none",
+        "logit_bias": None, "stop": None, "response_format": {"type": "text"}, "store": False,
+        "top_k": -1, "top_p": 1, "chat_template_kwargs": {"mood": "fine"},
+    }  # fmt: skip
+    assert running.post("chat/completions", **body).status_code == 200
+    body = {"prompt": "a", "echo": False, "suffix": None, "best_of": 1, "max_tokens": 2}
+    assert running.post(**body).status_code == 200
+
+
+def test_limits_have_their_statuses(own):
+    running = own(places=ROWS + 1, max_body=4096)
+    client = running.client()
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.APIStatusError, match="larger than 4096") as found:
+        client.completions.create(model=MODEL, prompt="a" * 5000)
+    assert found.value.status_code == 413
+
+    def endless():
+        for _ in range(1000):
+            yield b" " * 1000
+
+    assert running.http.post("/v1/completions", content=endless()).status_code == 413
+    for body in (
+        {"prompt": [1] * LONGEST, "max_tokens": 1},
+        {"prompt": "a", "max_tokens": LONGEST},
+        {"prompt": "a", "n": ROWS + 2},
+        {"prompt": ["a"] * (ROWS + 2)},
+    ):
+        with pytest.raises(openai.UnprocessableEntityError):
+            client.completions.create(model=MODEL, **body)
+    running.hold()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        some = [pool.submit(running.post, prompt="a", max_tokens=2) for _ in range(ROWS)]
+        running.until(lambda: len(running.server.shared.handles) == ROWS)
+        with pytest.raises(openai.RateLimitError) as found:
+            client.completions.create(model=MODEL, prompt="a", n=2)
+        assert int(found.value.response.headers["retry-after"]) >= 1
+        some.append(pool.submit(running.post, prompt="a", max_tokens=2))
+        running.until(lambda: len(running.server.shared.handles) == ROWS + 1)
+        assert running.post(prompt="a").status_code == 429
+        running.go_on()
+        assert [each.result().status_code for each in some] == [200] * (ROWS + 1)
+    running.idle()
+
+
+def test_keys_and_tenants(own):
+    running = own(keys=("first", "second"))
+    for key in ("", "wrong", "first second", "fi"):
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            running.client(key or "x").completions.create(model=MODEL, prompt="a")
+    assert running.post(prompt="a").status_code == 401
+    assert running.post(prompt="a", headers={"Authorization": "Basic first"}).status_code == 401
+    assert running.http.get("/health").status_code == running.http.get("/").status_code == 200
+    for path in ("/metrics", "/stats", "/v1/models", "/nothing"):
+        assert running.http.get(path).status_code == 401
+
+    def cached(running, key):
+        found = running.client(key).completions.create(
+            model=MODEL, prompt=list(range(1, 81)), max_tokens=1
+        )
+        return found.usage.prompt_tokens_details.cached_tokens
+
+    keys = ("first", "second", "first", "second")
+    assert [cached(running, key) for key in keys] == [0, 0, 64, 64]
+    shared = own(keys=("first", "second"), share_prefixes=True)
+    assert [cached(shared, key) for key in keys] == [0, 64, 64, 64]
+
+
+def test_pages_of_other_sites_are_refused(running):
+    for origin, status in ((running.url, 200), ("http://other.example", 403), ("null", 403)):
+        headers = {"Origin": origin}
+        assert running.post(prompt="a", max_tokens=1, headers=headers).status_code == status
+    assert running.http.get("/stats", headers={"Origin": "http://["}).status_code == 403
+
+
+def test_a_client_that_leaves_frees_its_pages(own):
+    running = own()
+    running.hold()
+    with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 3}) as x:
+        running.let(3)
+        assert next(x.iter_lines()).startswith("data: ")
+    running.until(lambda: not running.server.shared.active)
+    running.go_on()
+    running.until(lambda: running.ended("cancelled") == 3)
+    running.idle()
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_pages(own):
+    running = own()
+    running.hold()
+    body = json.dumps(LONG).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    some = [socket.create_connection(running.address) for _ in range(ROWS + 2)]
+    for each in some:
+        each.sendall(head + body)
+    running.until(lambda: len(running.server.shared.handles) == ROWS + 2)
+    running.let(2)
+    for each in some:
+        each.close()
+    running.until(lambda: not running.server.shared.active)
+    assert running.ended("length") == 0
+    running.go_on()
+    running.until(lambda: running.ended("cancelled") == ROWS + 2)
+    running.idle()
+
+
+def test_clients_that_come_and_go(own):
+    running = own()
+    rng = np.random.default_rng(0)
+
+    def one(seed, patience):
+        body = {"prompt": [int(seed)] * 20, "max_tokens": 64, "stream": True, "n": 1 + seed % 2}
+        with (
+            httpx.Client(base_url=running.url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=body) as found,
+        ):
+            for number, _ in enumerate(found.iter_raw()):
+                if number == patience:
+                    return
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        all_of_them = pool.map(one, range(1, 25), rng.integers(0, 12, 24))
+        for path in 10 * ["/stats", "/metrics"]:
+            assert running.http.get(path).status_code == 200
+        list(all_of_them)
+    running.idle()
+
+
+def test_half_open_and_slow_clients_are_cut_off(own):
+    running = own(patience=0.5)
+    silent, half = (socket.create_connection(running.address) for _ in range(2))
+    slow = socket.create_connection(running.address)
+    half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost")
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+    assert running.post(prompt="a", max_tokens=2).status_code == 200
+    for each in (silent, half):
+        each.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            assert each.recv(100) == b""
+    slow.settimeout(60)
+    assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+    for each in (silent, half, slow):
+        each.close()
+    running.idle()
+
+
+def test_who_reads_slowly_holds_up_nobody(own):
+    running = own(patience=1.0, buffer=4096)
+    body = json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 8}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(running.address)
+    slow.sendall(head + body)
+    running.until(lambda: running.ended("length") or running.engine.stats().running)
+    assert running.post(prompt="b", max_tokens=4).status_code == 200
+    # There is more to read than what lies between can hold, and nobody reads it.
+    running.until(lambda: not running.server.shared.active)
+    running.idle()
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := slow.recv(65536):
+            found += part
+    assert b"data: " in found and b"[DONE]" not in found
+    slow.close()
+
+
+def test_an_engine_that_fails_says_so(tiny_llama):
+    running = Running(tiny_llama)
+
+    def fails():
+        raise RuntimeError("planted")
+
+    running.engine.step = fails
+    found = []
+
+    async def run():
+        running.loop = asyncio.get_running_loop()
+        try:
+            await running.server.run(running.listener, running._ready.set)
+        except RuntimeError as error:
+            found.append(error)
+
+    running._run = run
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        with running, contextlib.suppress(httpx.HTTPError):
+            assert running.post(prompt="a").status_code == 503
+            running._thread.join(60)
+    finally:
+        threading.excepthook = hook
+    assert "planted" in str(found[0])
+
+
+def test_those_who_were_accepted_are_answered_at_the_end(own):
+    running = own()
+    running.hold()
+    keep = httpx.Client(base_url=running.url, timeout=60)
+    assert keep.get("/health").json() == {"status": "ok"}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        some = [pool.submit(running.post, prompt="a", max_tokens=40, seed=n) for n in range(6)]
+        running.until(lambda: len(running.server.shared.handles) == 6)
+        running.stop()
+        running.until(lambda: running.server.shared.draining)
+        assert keep.get("/health").status_code == 503
+        answer = keep.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
+        running.go_on()
+        assert [each.result().status_code for each in some] == [200] * 6
+    running._thread.join(60)
+    assert not running._thread.is_alive()
+
+
+def test_those_who_take_too_long_at_the_end_are_told(own):
+    running, told = own(grace=0.1), threading.Event()
+    shared = running.server.shared
+    give_up, shared.give_up = shared.give_up, lambda: (give_up(), told.set())
+    running.hold()
+    with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+        running.let(3)
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        running.stop()
+        assert told.wait(60)
+        running.go_on()
+        rest = [line for line in lines if line]
+    assert "too long" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+    running._thread.join(60)
+    assert not running._thread.is_alive()
+
+
+def test_what_is_known_of_the_server(running):
+    models = running.client().models.list().data
+    assert [each.id for each in models] == [MODEL]
+    assert running.client().models.retrieve(MODEL).id == MODEL
+    assert running.http.get("/v1/models/other").status_code == 404
+    assert running.http.get("/nothing").json()["error"]["message"] == "there is no /nothing here"
+    assert running.http.get("/v1/completions").status_code == 405
+    running.post(prompt="a", max_tokens=4)
+    text = running.http.get("/metrics").text
+    samples = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line[0] != "#"}
+    assert samples >= {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "time_to_first_token_seconds_count", "inter_token_latency_seconds_bucket",
+    }  # fmt: skip
+    rows = re.findall(r"^\| (`.*?) \|", _section("Metrics"), re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(documented) >= 10
+    ends = ("", "_bucket")
+    assert all(any(name + end in samples for end in ends) for name in documented), documented
+    stats = running.http.get("/stats").json()
+    assert stats["pages"] == [ROWS * LONGEST // 16] and stats["model"] == MODEL
+    assert {"used", "cached", "running", "waiting", "usage", "tokens_per_second"} <= set(stats)
+
+
+def test_the_page_stands_alone(running):
+    answer = running.http.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    addresses = re.findall(r"https?://[^\s'\"]+", answer.text)
+    assert set(addresses) == {"http://www.w3.org/2000/svg"}
+    for path in re.findall(r'"(/[a-z][a-z0-9/]*)"', answer.text):
+        assert running.http.get(path).status_code in (200, 405), path
+
+
+def _section(title):
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_pages_examples_run(running):
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^curl .*$", text, re.MULTILINE)
+    assert len(lines) >= 9
+    for line in lines:
+        command = line.replace("http://127.0.0.1:8000", running.url)
+        found = subprocess.run(
+            ["bash", "-c", command.replace("curl", "curl -sS --fail-with-body", 1)],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert found.returncode == 0, (line, found.stdout, found.stderr)
+    code = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    code = code.replace("http://127.0.0.1:8000", running.url).replace("kvjax-tiny", MODEL)
+    exec(compile(code, "serving.md", "exec"), {})
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
+    )
+    with pytest.raises(ValueError, match=r"needs uvicorn: pip install \"kvjax\[serve\]\""):
+        check_installed()
+
+
+def test_settings_are_checked():
+    for wrong in ({"keys": ("",)}, {"keys": ("a b",)}, {"places": 0}, {"grace": 0.0}):
+        with pytest.raises(ValueError):
+            Settings(name="a", **wrong)
+
+
+class Process:
+    """``kvjax serve`` as a process of its own."""
+
+    def __init__(self, folder, *options):
+        command = [sys.executable, "-m", "kvjax", "serve", "--model", folder, "--port", "0"]
+        command += ["--max-seq-len", LONGEST, "--max-batch-size", ROWS, "--prefill-chunk", "16"]
+        command += ["--cache", "paged,page_size=16", *options]
+        self.process = subprocess.Popen(
+            [str(each) for each in command], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+
+    def __enter__(self):
+        line = self.process.stderr.readline()
+        assert line.startswith("kvjax: serving "), line + self.process.stderr.read()
+        self.url = line.split()[-1]
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+
+def asked(url, seed, body):
+    """The status of an answer that is whole; None where there was no connection."""
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=body | {"seed": seed}, timeout=60)
+    except (httpx.ConnectError, httpx.ConnectTimeout):
+        return None
+    if answer.status_code == 200 and body.get("stream"):
+        usage = events(answer.text)[-1]["usage"]
+        assert usage["completion_tokens"] == body["max_tokens"]
+    elif answer.status_code == 200:
+        assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
+    return answer.status_code
+
+
+def test_a_signal_under_load_loses_nothing(tiny_llama_dir):
+    body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
+    with Process(tiny_llama_dir) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        some = [pool.submit(asked, server.url, n, body) for n in range(8)]
+        while not httpx.get(f"{server.url}/stats").json()["running"]:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        more = [pool.submit(asked, server.url, n, body) for n in range(8)]
+        assert server.process.wait(60) == 0
+        found = [each.result() for each in some]
+        assert 200 in found and set(found) <= {200, 503, None}
+        assert {each.result() for each in more} <= {200, 503, None}
+        assert server.process.stderr.read() == ""
+
+
+def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, word in ((["--port", port], port), (["--api-key", "a b"], "API key")):
+            monkeypatch.setattr(sys, "argv", ["kvjax", "serve", *options])
+            with pytest.raises(SystemExit) as leaving:
+                cli.main()
+            words = capfd.readouterr().err
+            assert leaving.value.code == 2 and words.count("\n") == 1 and word in words
+
+
+@pytest.mark.rare
+def test_two_hundred_at_once(tiny_llama_dir):
+    body = {"prompt": "hello", "max_tokens": 32, "ignore_eos": True}
+    options = ("--max-queue", 400, "--api-key", "k")
+    with Process(tiny_llama_dir, *options) as server:
+
+        async def all_at_once():
+            limits = httpx.Limits(max_connections=None)
+            headers = {"Authorization": "Bearer k"}
+            async with httpx.AsyncClient(timeout=300, limits=limits, headers=headers) as http:
+                sent = [
+                    http.post(f"{server.url}/v1/completions", json=body | {"seed": n % 10})
+                    for n in range(200)
+                ]
+                return [
+                    answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*sent)
+                ]
+
+        texts = asyncio.run(all_at_once())
+        assert all(text == texts[n % 10] for n, text in enumerate(texts))
+        assert len(set(texts)) == 10
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
