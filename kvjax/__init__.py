@@ -37,7 +37,7 @@ from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.streaming import GenerationResult
+from kvjax.generation.results import GenerationResult
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.memory.devices import DevicePlan, plan_on
 from kvjax.memory.fitting import what_fits

@@ -25,6 +25,8 @@ def engine_terms(
       ValueError: as it says.
     """
     chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    if limits.max_seq_len is None and lm.config.position_limit is None:
+        raise ValueError("this model's positions have no end: give max_seq_len of limits=")
     policies = _with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:

@@ -16,8 +16,9 @@ from kvjax.core.context import outside
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Prompts, Request, prepare
+from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Options, Settings, spelled_out
-from kvjax.generation.streaming import GenerationResult, Stream
+from kvjax.generation.streaming import Stream
 from kvjax.operations.migration import let_go, migrate, moved
 from kvjax.placement.device import Device, check_placement
 

@@ -17,6 +17,7 @@ from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
 from kvjax.generation.model import Model
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
+from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
 from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
@@ -150,27 +151,32 @@ class _Programs:
 
     def begin(self) -> jax.stages.Compiled:
         """Of the first token."""
-        filters = self._request.filters
+        filters, scores = self._request.filters, self._request.scores
 
         def call(logits: Any, settings: Any, limit: Any, seen: Any) -> Any:
-            return unwrap(programs.begin)(logits, filters, settings, limit, seen)
+            return unwrap(programs.begin)(logits, filters, settings, limit, seen, scores)
 
         given = self._logits, self._request.settings, self._limit, self._seen
-        return self._compiled(call, (3,), given, (self._progress, self._seen))
+        return self._compiled(call, (3,), given, (self._progress, self._seen, self._scores(1)))
 
     def decode(self) -> jax.stages.Compiled:
         """Of the decode loop."""
         call = functools.partial(
-            unwrap(programs.decode), self._model.architecture, self._request.filters
-        )
+            unwrap(programs.decode), self._model.architecture, self._request.filters,
+            scores=self._request.scores,
+        )  # fmt: skip
         given = (
             self._model.params, self._context, self._progress, self._seen,
             self._of_rows(jnp.bool_), self._request.settings, self._limit, self._limit,
         )  # fmt: skip
-        chosen = self._of_rows(jnp.int32, programs.CHUNK)
+        chosen = self._of_rows(jnp.int32, programs.CHUNK), self._scores(programs.CHUNK)
         return self._compiled(
-            call, (1, 3), given, (self._context, self._progress, self._seen, chosen)
+            call, (1, 3), given, (self._context, self._progress, self._seen, *chosen)
         )
+
+    def _scores(self, tokens: int) -> Scores | None:
+        most, shape = self._request.scores, (self._rows, tokens)
+        return None if most is None else jax.eval_shape(lambda: Scores.zeros(shape, most))
 
     def _of_rows(self, dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((self._rows, *shape), dtype)

@@ -19,6 +19,7 @@ from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.filters import Allowed, Logits, Seen
 from kvjax.generation.model import Model
 from kvjax.generation.sampling import Filters, Sampling, sample
+from kvjax.generation.scores import Scores, scores_of
 from kvjax.operations.rows import repeat
 
 _T = TypeVar("_T")
@@ -131,18 +132,26 @@ def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[K
     return cache, whole(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
-@functools.partial(jax.jit, static_argnames="filters", donate_argnames="seen")
+@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="seen")
 def begin(
-    logits: Logits, filters: Filters, settings: Sampling, limit: Array, seen: Seen | None
-) -> tuple[Progress, Seen | None]:
-    """Choose the first new token of each row, from the logits after its prompt."""
+    logits: Logits,
+    filters: Filters,
+    settings: Sampling,
+    limit: Array,
+    seen: Seen | None,
+    scores: int | None = None,
+) -> tuple[Progress, Seen | None, Scores | None]:
+    """Choose the first new token of each row, from the logits after its prompt; ``scores`` as of
+    ``decode``, of [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    return choose(progress, seen, logits, filters, settings, limit)
+    progress, seen = choose(progress, seen, logits, filters, settings, limit)
+    found = None if scores is None else scores_of(logits, progress.token, scores)
+    return progress, seen, jax.tree.map(lambda x: x[:, None], found)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "filters"), donate_argnames=("context", "seen")
+    jax.jit, static_argnames=("model", "filters", "scores"), donate_argnames=("context", "seen")
 )
 def decode(
     model: Model,
@@ -155,18 +164,21 @@ def decode(
     settings: Sampling,
     limit: Array,
     steps: Array,
-) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"]]:
+    scores: int | None = None,
+) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"], Scores | None]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
     ``seen``: tokens of each row, where their penalty asks for them; ``halt``: rows to end now;
-    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``.
+    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``;
+    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities.
 
     Returns:
       Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
-      as its ``count`` has grown by.
+      as its ``count`` has grown by; their scores, of [batch, CHUNK].
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
-    out = jnp.zeros((progress.token.shape[0], CHUNK), jnp.int32)
+    shape = progress.token.shape[0], CHUNK
+    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
 
     def go_on(carry: Any) -> Array:
         step, _, progress, *_ = carry
@@ -177,12 +189,18 @@ def decode(
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy else whole(logits, context)
+        logits = logits if filters.greedy and scores is None else whole(logits, context)
         progress, seen = choose(progress, seen, logits, filters, settings, limit)
-        out = lax.dynamic_update_slice_in_dim(out, progress.token[:, None], step, axis=1)
+        found = None if scores is None else scores_of(logits, progress.token, scores)
+        out = jax.tree.map(
+            lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
+            out, (progress.token, found),
+        )  # fmt: skip
         return step + 1, context, progress, seen, out
 
-    return lax.while_loop(go_on, one, (jnp.int32(0), context, progress, seen, out))[1:]
+    carry = jnp.int32(0), context, progress, seen, out
+    _, context, progress, seen, out = lax.while_loop(go_on, one, carry)
+    return context, progress, seen, *out
 
 
 def whole(logits: Logits, context: Context) -> Logits:

@@ -14,7 +14,15 @@ from kvjax.generation.model import LanguageModel, check_model
 from kvjax.generation.sampling import Filters, Sampling, make_settings
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
-from kvjax.generation.words import Prompts, check_ids, row_seeds, stop_strings, token_ids
+from kvjax.generation.words import (
+    Prompts,
+    biases,
+    check_ids,
+    row_seeds,
+    stop_strings,
+    token_ids,
+    told_scores,
+)
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.sizes import abstract_cache
@@ -38,7 +46,8 @@ class Request:
     ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
-    ``prefixes``: where their beginnings may be known.
+    ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
+    told with each new one, None for no log-probabilities.
     """
 
     prompts: list[list[int]]
@@ -58,6 +67,7 @@ class Request:
     settings: Sampling
     samples: int = 1
     prefixes: Tenant | None = None
+    scores: int | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -137,7 +147,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     filters, settings = make_settings(
         seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
         min_p=options.min_p, repetition_penalty=options.repetition_penalty,
-        min_new_tokens=least, eos_token_ids=eos,
+        min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
     )  # fmt: skip
     return Request(
         prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
@@ -148,6 +158,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
+        scores=told_scores(lm.config, options.logprobs),
     )  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """Log-probabilities of tokens that were chosen, and the likeliest beside them."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,6 +11,18 @@ from jaxtyping import Float, Int
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows
 from kvjax.generation.filters import Logits
+
+MOST_SCORES = 20
+"""The likeliest tokens that are told with one, at most."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Of a new token: ``logprob``, its log-probability by the model's own distribution, before
+    filters and temperature; ``likeliest``: as many tokens as were asked for, with theirs."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @state
@@ -23,7 +38,8 @@ class Scores:
     def zeros(cls, shape: tuple[int, ...], most: int) -> "Scores":
         """For arrays of tokens of this shape."""
         wide = (*shape, most)
-        return cls(jnp.zeros(shape), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
+        chosen, likeliest = jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.float32)
+        return cls(chosen, jnp.zeros(wide, jnp.int32), likeliest)
 
 
 def scores_of(logits: Logits, token: Rows, most: int) -> Scores:
@@ -34,3 +50,14 @@ def scores_of(logits: Logits, token: Rows, most: int) -> Scores:
         return Scores(chosen, *(jnp.zeros((len(token), 0), x) for x in (jnp.int32, jnp.float32)))
     likeliest, ids = lax.top_k(known, most)
     return Scores(chosen, ids.astype(jnp.int32), likeliest)
+
+
+def token_scores(scores: Any, row: int, first: int, end: int, most: int) -> list[TokenScore]:
+    """Of a row's tokens from one to another, from ``Scores`` of [batch, tokens] on the host."""
+    chosen = scores.chosen[row, first:end].tolist()
+    ids = scores.ids[row, first:end, :most].tolist()
+    likeliest = scores.likeliest[row, first:end, :most].tolist()
+    return [
+        TokenScore(own, tuple(zip(*others, strict=True)))
+        for own, *others in zip(chosen, ids, likeliest, strict=True)
+    ]

@@ -16,13 +16,15 @@ from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
+from kvjax.generation.scores import Scores
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
 
-Report = tuple[jax.Array, programs.Progress]
-"""Of a dispatch: the tokens it chose, int32[batch, chunk], and where the rows stand after it."""
+Report = tuple[jax.Array, programs.Progress, Scores | None]
+"""Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, and the
+tokens' scores, where they were asked for."""
 
 
 class Session:
@@ -86,19 +88,19 @@ class Session:
             for row, ids in enumerate(request.texts):
                 mask[row, ids] = True
             seen = self.put(mask)
-        self._progress, self._seen = programs.begin(
-            self.logits, request.filters, self._settings, self._limit, seen
+        self._progress, self._seen, scores = programs.begin(
+            self.logits, request.filters, self._settings, self._limit, seen, request.scores
         )
         del self.logits
-        return self._progress.token[:, None], self._progress
+        return self._progress.token[:, None], self._progress, scores
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
         (bool[batch])."""
-        self.context, self._progress, self._seen, out = programs.decode(
+        self.context, self._progress, self._seen, out, scores = programs.decode(
             *self._decoding(steps, halt)
         )
-        return out, self._progress
+        return out, self._progress, scores
 
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
@@ -148,7 +150,7 @@ class Session:
         lm = self._lm
         return (
             lm.architecture, self._request.filters, lm.params, self.context, self._progress,
-            self._seen, halt, self._settings, self._limit, steps,
+            self._seen, halt, self._settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
     def _new_context(self) -> programs.Context:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypedDict, TypeVar
 
@@ -33,9 +33,11 @@ class Compiling(Drawing, total=False):
     """What chooses programs."""
 
     repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     min_new_tokens: int
     eos_token_ids: int | Sequence[int] | None
     prefill_chunk: int
+    logprobs: int | None
 
 
 class Settings(Compiling, total=False):
@@ -66,6 +68,7 @@ class Options:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
     min_new_tokens: int = 0
     stop: str | Sequence[str] | None = None
     eos_token_ids: int | Sequence[int] | None = None
@@ -74,6 +77,7 @@ class Options:
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
     n: int = 1
+    logprobs: int | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:

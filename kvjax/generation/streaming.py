@@ -2,13 +2,11 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.cache.state import KVCache
 from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
@@ -17,6 +15,8 @@ from kvjax.generation.model import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
+from kvjax.generation.results import GenerationResult, Piece
+from kvjax.generation.scores import TokenScore, token_scores
 from kvjax.generation.session import Report, Session
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
@@ -28,44 +28,6 @@ _TOGETHER_STEPS = 8
 """The same, where many processes run together."""
 _PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
 """A streamed dispatch that takes less grows, one that takes more shrinks."""
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """What ``generate`` gives.
-
-    ``text``: the new text of each row, without special tokens and without the prompt; None where
-    the model has no tokenizer.
-    ``tokens``: the new tokens of each row, the end-of-text token included.
-    ``stats``: what it cost, and why each row ended.
-    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache, and
-    with a ``prefix_cache``, which has them.
-    A row with a stop string that is longer than its ring's slack may be left behind it:
-    ``kvjax.check`` says so, and ``kvjax.select`` has the other rows.
-    ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
-    or none where a stop string took back later ones. A continuation's prompts begin with them.
-
-    A row that met a stop string has the text before it, and the longest run of tokens whose text
-    does not reach into it. Where a stop string begins inside a token, ``text`` has the first
-    characters of that token, and ``tokens`` and ``cache`` end before it.
-    """
-
-    # The annotations leave None out: who has a tokenizer and a cache need not assert it.
-    text: list[str]
-    tokens: list[list[int]]
-    stats: GenerationStats
-    cache: KVCache
-    unfed: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one step of a ``stream`` adds: the new text (None without a tokenizer) and tokens of
-    each row, empty where there are none, and the figures so far."""
-
-    text: list[str]
-    tokens: list[list[int]]
-    stats: GenerationStats
 
 
 class Stream(Iterator[Piece]):
@@ -85,6 +47,7 @@ class Stream(Iterator[Piece]):
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.texts]
         for row in self._rows[request.rows :]:
             row.finish("padding")
+        self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
         # Processes that run together do the same steps, whatever time each takes.
         alone = jax.process_count() == 1
@@ -159,7 +122,10 @@ class Stream(Iterator[Piece]):
         cache: Any = self._session.cache if self._request.prefixes is None else None
         both = zip(self._request.texts, self._rows, strict=True)
         self._session.end([prompt + row.tokens for prompt, row in both])
-        self._result = GenerationResult(texts, tokens, self._stats(), cache, unfed[: len(asked)])
+        self._result = GenerationResult(
+            texts, tokens, self._stats(), cache, unfed[: len(asked)],
+            self._logprobs([(0, len(row.tokens)) for row in asked]),
+        )  # fmt: skip
         yield self._piece()
 
     def _revocable(self) -> int:
@@ -175,7 +141,7 @@ class Stream(Iterator[Piece]):
         Raises:
           NonFiniteError: if a row's logits were not finite numbers.
         """
-        out, progress = fetch(report)
+        out, progress, scores = fetch(report)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -183,8 +149,11 @@ class Stream(Iterator[Piece]):
                 f"{int(progress.count[progress.broken][0])} new tokens; nothing was drawn from them"
             )
         for i, row in enumerate(self._rows):
-            for token in out[i, : progress.count[i] - self._counts[i]].tolist():
+            new = int(progress.count[i] - self._counts[i])
+            for token in out[i, :new].tolist():
                 row.push(token)
+            if self._request.scores is not None:
+                self._scores[i] += token_scores(scores, i, 0, new, self._request.scores)
             if progress.done[i] and row.reason is None:
                 row.finish("eos" if row.tokens[-1] in self._request.eos else "length")
         self._counts = progress.count
@@ -204,9 +173,17 @@ class Stream(Iterator[Piece]):
         return unfed
 
     def _piece(self) -> Piece:
-        taken = [row.take() for row in self._rows[: self._request.rows]]
-        text = self._texts([text for text, _ in taken])
-        return Piece(text, [tokens for _, tokens in taken], self._stats())
+        asked = self._rows[: self._request.rows]
+        before, taken = [row.given for row in asked], [row.take() for row in asked]
+        text, tokens = self._texts([text for text, _ in taken]), [tokens for _, tokens in taken]
+        spans = [(start, row.given) for start, row in zip(before, asked, strict=True)]
+        return Piece(text, tokens, self._stats(), self._logprobs(spans))
+
+    def _logprobs(self, spans: list[tuple[int, int]]) -> list[list[TokenScore]] | None:
+        """Of the rows' tokens from one to another."""
+        if self._request.scores is None:
+            return None
+        return [scores[slice(*span)] for scores, span in zip(self._scores, spans, strict=False)]
 
     def _texts(self, texts: list[str]) -> Any:
         return texts if self._has_text else None

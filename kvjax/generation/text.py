@@ -53,6 +53,11 @@ class RowText:
             self.reason = reason
 
     @property
+    def given(self) -> int:
+        """Tokens that ``take`` has given."""
+        return self._given[1]
+
+    @property
     def pending(self) -> int:
         """Tokens that a stop string may yet take back."""
         return len(self.tokens) - self._given[1] if self.reason is None else 0

@@ -1,11 +1,13 @@
 """Prompts, seeds and stop strings as they are given: checked, and as token ids and lists."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvjax.core.checks import whole_number
 from kvjax.generation.model import LanguageModel, ModelConfig
+from kvjax.generation.scores import MOST_SCORES
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -53,6 +55,26 @@ def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
                 f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
                 f"tokens, 0 to {config.vocab_size - 1}"
             )
+
+
+def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[int, float]:
+    """What is added to the logits of which tokens."""
+    if not isinstance(logit_bias, Mapping | None):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {logit_bias!r:.80}")
+    given = logit_bias or {}
+    found = {whole_number("a token of logit_bias", i, 0): bias for i, bias in given.items()}
+    check_ids(config, list(found), "logit_bias")
+    return found
+
+
+def told_scores(config: ModelConfig, logprobs: int | None) -> int | None:
+    """How many of the likeliest tokens are told with each new one; None for no log-probability."""
+    if logprobs is None:
+        return None
+    most = whole_number("logprobs", logprobs, 0)
+    if most > MOST_SCORES:
+        raise ValueError(f"logprobs is {logprobs}, and must be at most {MOST_SCORES}")
+    return min(most, config.vocab_size)
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:

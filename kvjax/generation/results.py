@@ -1,0 +1,49 @@
+"""What generation gives: the whole result, or pieces of it as they come."""
+
+from dataclasses import dataclass
+
+from kvjax.cache.state import KVCache
+from kvjax.generation.scores import TokenScore
+from kvjax.generation.statistics import GenerationStats
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What ``generate`` gives.
+
+    ``text``: the new text of each row, without special tokens and without the prompt; None where
+    the model has no tokenizer.
+    ``tokens``: the new tokens of each row, the end-of-text token included.
+    ``stats``: what it cost, and why each row ended.
+    ``cache``: the prompts and the tokens that were fed, to continue from; None without a cache, and
+    with a ``prefix_cache``, which has them.
+    A row with a stop string that is longer than its ring's slack may be left behind it:
+    ``kvjax.check`` says so, and ``kvjax.select`` has the other rows.
+    ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
+    or none where a stop string took back later ones. A continuation's prompts begin with them.
+    ``logprobs``: of each of ``tokens``, where they were asked for, else None.
+
+    A row that met a stop string has the text before it, and the longest run of tokens whose text
+    does not reach into it. Where a stop string begins inside a token, ``text`` has the first
+    characters of that token, and ``tokens`` and ``cache`` end before it.
+    """
+
+    # The annotations leave None out: who has a tokenizer and a cache need not assert it.
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+    cache: KVCache
+    unfed: list[list[int]]
+    logprobs: list[list[TokenScore]] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of a ``stream`` adds: the new text (None without a tokenizer) and tokens of
+    each row, empty where there are none, the figures so far, and the ``logprobs`` of these tokens,
+    None where they were not asked for."""
+
+    text: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+    logprobs: list[list[TokenScore]] | None = None

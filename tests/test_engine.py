@@ -1,0 +1,453 @@
+"""The engine: each request is what it would be alone, to the last bit; all pages come back."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.core.errors import NonFiniteError
+from kvjax.engine.service import StoppedError
+from kvjax.generation.statistics import Meter
+from tests.alive import alive
+from tests.test_prefixes import POLICIES, small
+
+CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
+COVERED = ("raw", "int8", "hybrid")
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.rare)
+    for name in ("4 and 2 bits", "sinks", "sinks of 8 bits", "hybrid of slots", "host")
+]
+
+
+class Letters:
+    """A tokenizer: a letter a token."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [ord(letter) - ord("A") for letter in text]
+
+    def stream(self, after=()):
+        return self
+
+    def push(self, token):
+        return chr(ord("A") + token)
+
+    def finish(self):
+        return ""
+
+
+@functools.cache
+def lettered():
+    return dataclasses.replace(small(), tokenizer=Letters())
+
+
+def engine_of(policy="raw", *, lm=None, rows=ROWS, ahead=1, **more):
+    given = {"pages": PAGES, "prefill_chunk": CHUNK, "decode_rounds": WIDE}
+    limits = kvjax.InferenceLimits(max_batch_size=rows, max_seq_len=MOST, prefetch_steps=ahead)
+    return kvjax.Engine(lettered() if lm is None else lm, POLICIES[policy], limits, **given | more)
+
+
+def settings_of(number, rng):
+    return {
+        "max_new_tokens": int(rng.integers(1, 60)), "seed": number, "logprobs": 3,
+        "temperature": 0.8 * (number % 2), "top_p": 0.9 if number % 4 == 1 else None,
+        "top_k": 20 if number % 6 == 3 else None, "min_p": 0.01 if number % 8 == 5 else None,
+        "repetition_penalty": 1.2 if number % 5 == 0 else None,
+        "logit_bias": {3: 2.0, 9: -5.0} if number % 7 == 0 else None,
+        "min_new_tokens": 1, "eos_token_ids": (7,),
+        "stop": [chr(65 + number % 61), chr(65 + number % 59) * 2] if number % 3 == 1 else None,
+    }  # fmt: skip
+
+
+@functools.cache
+def asked(count=64):
+    """Requests of any kind, a third of which begin alike."""
+    rng = np.random.default_rng(0)
+    system, found = rng.integers(0, 61, 40).tolist(), []
+    for number in range(count):
+        own = rng.integers(0, 61, int(rng.integers(1, 90))).tolist()
+        prompt = (system + own)[:120] if number % 3 == 0 else own
+        found.append((prompt, settings_of(number, rng)))
+    return found
+
+
+@functools.cache
+def alone(policy):
+    """What each of them is given by an engine that has nothing else to do."""
+    engine = engine_of(policy)
+    return [told(engine.run([prompt], **settings)[0]) for prompt, settings in asked()]
+
+
+def told(handle):
+    return handle.tokens, handle.text, handle.logprobs, handle.reason
+
+
+def settled(engine):
+    """Whether nobody has anything any more, by three ways of counting."""
+    while engine.step():
+        pass
+    stats, texts = engine.stats(), engine._texts
+    kept = [set() for _ in stats.pages]
+    for node in texts.nodes:
+        assert node.locked == 0
+        for kind, pages in enumerate(node.pages):
+            kept[kind] |= {page.number for page in pages if page is not None and page.number >= 0}
+    refs = [np.flatnonzero(counts.refs) for counts in texts.pool.counts]
+    assert [sorted(numbers) for numbers in kept] == [found.tolist() for found in refs]
+    assert [len(each) for each in kept] == list(stats.cached)
+    assert all((counts.refs <= 1).all() for counts in texts.pool.counts)
+    assert all((table == -1).all() for table in engine._rows.pages.tables)
+    assert stats.used == (0,) * len(stats.used) and stats.parked_bytes == 0
+    return stats.running == stats.waiting == 0 and stats.parked_bytes == 0
+
+
+def in_any_order(engine, requests, seed, cancels=0.05):
+    """All of them, with some cancelled; their handles by number."""
+    rng, handles = random.Random(seed), {}
+    left = rng.sample(range(len(requests)), len(requests))
+    while left or engine.busy:
+        for _ in range(rng.randint(0, 4)):
+            if left:
+                prompt, settings = requests[number := left.pop()]
+                handles[number] = engine.submit(prompt, **settings)
+        going = [handle for handle in handles.values() if not handle.done]
+        if going and rng.random() < cancels:
+            engine.cancel(rng.choice(going))
+        engine.step()
+    return handles
+
+
+@pytest.mark.parametrize("policy", [*COVERED, *OTHERS])
+def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
+    """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
+    share what they begin with; and nothing is compiled for it."""
+    wanted, meter = alone(policy), Meter()
+    for host in ("1GiB", 0):
+        engine = engine_of(policy, host_memory=host)
+        engine.compile()
+        with meter.running():
+            handles = in_any_order(engine, asked(), seed=len(policy))
+        assert meter.compilations == 0
+        stats = engine.stats()
+        assert stats.preemptions > 0 and (stats.parked > 0) == bool(host)
+        assert stats.cached_tokens > 100 and settled(engine)
+        for number, handle in handles.items():
+            tokens, text, scores, reason = wanted[number]
+            if handle.reason != "cancelled":
+                assert told(handle) == wanted[number], (number, handle, reason)
+            assert handle.tokens == tokens[: len(handle.tokens)] and text.startswith(handle.text)
+            assert handle.logprobs == scores[: len(handle.tokens)]
+        ended = [handle.reason for handle in handles.values()]
+        assert {"length", "eos", "stop", "cancelled"} <= set(ended)
+
+
+@pytest.mark.parametrize("policy", COVERED)
+def test_log_probabilities_are_those_of_the_uncached_pass(policy):
+    """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
+    those of ``generate``."""
+    lm, near = lettered(), 0.2 if policy == "int8" else 1e-5
+    found = zip(asked(), alone(policy), strict=True)
+    for (prompt, _settings), (tokens, _, scores, _) in itertools.islice(found, 0, 64, 8):
+        text = np.zeros((1, MOST), np.int32)
+        text[0, : len(prompt) + len(tokens)] = prompt + tokens
+        logits = uncached(lm.params, text)
+        known = np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 :]))
+        for token, score, line in zip(tokens, scores, known, strict=False):
+            assert abs(score.logprob - line[token]) < near
+            for other, logprob in score.likeliest:
+                assert abs(logprob - line[other]) < near
+
+
+@jax.jit
+def uncached(params, tokens):
+    return lettered().apply(params, tokens)
+
+
+def test_greedy_texts_are_those_of_generate():
+    prompts = [prompt for prompt, _ in asked()[:8]]
+    settings = {"max_new_tokens": 20, "eos_token_ids": ()}
+    wanted = kvjax.generate(lettered(), prompts, prefill_chunk=CHUNK, **settings)
+    for given in ({}, {"exact": False}, {"prefix_cache": False}):
+        handles = engine_of(**given).run(prompts, **settings)
+        assert [handle.tokens for handle in handles] == wanted.tokens
+        assert [handle.text for handle in handles] == wanted.text
+
+
+def test_what_others_began_with_is_not_computed_again():
+    engine, prompt = engine_of(pages=64), list(range(60)) * 2
+    handles = engine.run([[*prompt, n] for n in range(6)], max_new_tokens=2)
+    # While the first one is read already.
+    assert [handle.cached_tokens for handle in handles] == [0, *[96] * 5]
+    stats = engine.stats()
+    assert stats.prompt_tokens == 6 * 121 and stats.prefill_tokens == 121 + 5 * 25
+    other = engine.submit(prompt, tenant="another")
+    mine = engine.submit(prompt, tenant="another")
+    while engine.step():
+        pass
+    assert (other.cached_tokens, mine.cached_tokens) == (0, 96) and settled(engine)
+    engine.update(jax.tree.map(jnp.copy, lettered().params))
+    assert engine.run([prompt])[0].cached_tokens == 0
+
+
+def test_other_parameters_between_steps():
+    """Requests go on with them, parked ones too; those that come later are as if there had never
+    been others, though they begin like those that were under way."""
+    lm = lettered()
+    params = jax.tree.map(lambda x: x * jnp.asarray(1.01, x.dtype), lm.params)
+    others = engine_of(lm=dataclasses.replace(lm, params=params))
+    wanted = others.run([list(range(40))], max_new_tokens=9)[0]
+    engine = engine_of()
+    before = [engine.submit(list(range(40)) * k, max_new_tokens=60) for k in (1, 2, 3, 3)]
+    while len(before[0].tokens) < 4:
+        engine.step()
+    old = list(before[0].tokens)
+    engine.update(params)
+    after = engine.submit(list(range(40)), max_new_tokens=9, logprobs=0)
+    while engine.step():
+        pass
+    assert after.tokens == wanted.tokens and settled(engine)
+    assert before[0].tokens[:4] == old[:4] and all(len(each.tokens) == 60 for each in before)
+    with pytest.raises(ValueError, match="not those of the engine's model"):
+        engine.update({"other": np.zeros(3)})
+
+
+def test_whose_turn_it_is():
+    """Lower priorities go first, then who came first; a deadline ends a request that runs or waits,
+    and a cancel any."""
+    engine = engine_of(rows=1)
+    first = engine.submit([1, 2, 3], max_new_tokens=30)
+    engine.step()
+    late, urgent, never, dropped = (
+        engine.submit([4, 5], max_new_tokens=3, **more)
+        for more in ({}, {"priority": -1}, {"deadline": 1e-9}, {})
+    )
+    engine.cancel(dropped)
+    ended = []
+    for each in (first, late, urgent, never, dropped):
+        each._listener = ended.append
+    while engine.step():
+        pass
+    last = [x for n, x in enumerate(ended) if x.done and x not in ended[n + 1 :]]
+    assert last in ([never, dropped, first, urgent, late], [dropped, never, first, urgent, late])
+    assert (never.reason, dropped.reason, never.tokens) == ("deadline", "cancelled", [])
+    running = engine.submit([1, 2], max_new_tokens=100, deadline=60.0)
+    engine.step()
+    engine.step()
+    object.__setattr__(running.request, "deadline", 1e-9)
+    engine.step()
+    assert running.reason == "deadline" and settled(engine)
+
+
+def test_a_row_that_is_not_finite_ends_alone():
+    lm = small(tie_word_embeddings=False)
+    params = jax.tree.map(lambda x: x, lm.params)
+    table = params["model"]["embed_tokens"]
+    table["weight"] = table["weight"].at[60].set(jnp.nan)
+    engine = engine_of(lm=dataclasses.replace(lm, params=params))
+    handles = [engine.submit(prompt, max_new_tokens=5) for prompt in ([1, 2], [60], [3] * 50)]
+    with pytest.raises(NonFiniteError, match="after 0 new tokens"):
+        list(engine.stream(handles[1]))
+    while engine.step():
+        pass
+    assert [handle.reason for handle in handles] == ["length", "error", "length"]
+
+
+class Choice:
+    """A guide: one text, letter by letter, and then the end."""
+
+    def __init__(self, tokens):
+        self.left = list(tokens)
+
+    def allowed(self):
+        words = np.zeros(2, np.uint32)
+        words[self.left[0] // 32] |= np.uint32(1 << self.left[0] % 32)
+        return words
+
+    def accept(self, token):
+        assert token == self.left.pop(0)
+
+
+@pytest.mark.parametrize("host", ["1GiB", 0])
+def test_a_guide_says_what_may_come(host):
+    """Beside others, and though its memory is given to them."""
+    engine, texts = engine_of(host_memory=host), [[5, 60, 31, 32, 7] * 3, [0, 33, 7] * 3]
+    more = {"eos_token_ids": (), "temperature": 1.0}
+    guided = [
+        engine.submit([1, 2, 3], guide=Choice(text), max_new_tokens=len(text), **more)
+        for text in texts
+    ]
+    settings = {"max_new_tokens": 100, "priority": -1}
+    others = [engine.submit(list(range(50)), seed=n, **settings) for n in range(4)]
+    while engine.step():
+        pass
+    assert [handle.tokens for handle in guided] == texts
+    assert all(len(each.tokens) == 100 for each in others) and settled(engine)
+
+
+def test_a_guide_or_a_listener_that_fails_ends_its_own_request():
+    engine = engine_of()
+
+    def listener(handle):
+        raise RuntimeError("a user's")
+
+    fine = engine.submit([1, 2, 3], max_new_tokens=9)
+    wrong = [
+        engine.submit([1, 2], guide=Choice([])), engine.submit([1, 2], listener=listener),
+    ]  # fmt: skip
+    while engine.step():
+        pass
+    assert fine.reason == "length" and [each.reason for each in wrong] == ["error"] * 2
+    assert isinstance(wrong[0].error, IndexError) and settled(engine)
+    with pytest.raises(RuntimeError, match="a user's"):
+        list(engine.stream(wrong[1]))
+
+
+def test_streams_of_several_requests():
+    engine = engine_of()
+    handles = [engine.submit(prompt, **settings) for prompt, settings in asked()[:5]]
+    for handle, (tokens, text, scores, _) in zip(handles, alone("raw"), strict=False):
+        pieces = list(engine.stream(handle))
+        assert "".join(piece.text for piece in pieces) == text
+        assert [token for piece in pieces for token in piece.tokens] == tokens
+        assert [score for piece in pieces for score in piece.scores] == scores
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_steps_that_are_sent_ahead(ahead):
+    engine = engine_of(ahead=ahead)
+    handles = in_any_order(engine, asked()[:16], seed=ahead, cancels=0)
+    assert [told(handles[n]) for n in range(16)] == alone("raw")[:16] and settled(engine)
+
+
+def test_a_service_serves_its_readers():
+    """Many at once, from another thread than the engine's; one that goes away gives its row up."""
+    engine, requests = engine_of(), asked()[:12]
+
+    async def read(service, number):
+        prompt, settings = requests[number]
+        handle = service.submit(prompt, **settings)
+        pieces = [piece async for piece in service.pieces(handle)]
+        assert "".join(piece.text for piece in pieces) == handle.text
+        return told(handle)
+
+    async def leave(service):
+        handle = service.submit([1, 2, 3], max_new_tokens=150)
+        async with contextlib.aclosing(service.pieces(handle)) as pieces:
+            async for _ in pieces:
+                break
+        return handle
+
+    async def all_of_them():
+        async with kvjax.Service(engine) as service:
+            gone, *found = await asyncio.gather(
+                leave(service), *(read(service, number) for number in range(12))
+            )
+            while engine.stats().running:
+                await asyncio.sleep(0.001)
+            left = service.submit([1, 2], max_new_tokens=150)
+            reading = asyncio.create_task(service.finished(left))
+            await asyncio.sleep(0)
+        with pytest.raises(StoppedError):
+            await reading
+        with pytest.raises(StoppedError):
+            service.submit([1])
+        return gone, found
+
+    gone, found = asyncio.run(all_of_them())
+    assert gone.reason == "cancelled" and found == alone("raw")[:12]
+    engine.cancel(next(iter([slot.handle for slot in engine._scheduler.running]), gone))
+    assert settled(engine)
+
+
+def test_requests_come_from_any_thread():
+    engine, handles = engine_of(), {}
+
+    def ask(first):
+        for number in range(first, 16, 4):
+            prompt, settings = asked()[number]
+            handles[number] = engine.submit(prompt, **settings)
+            engine.stats()
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or engine.busy:
+        engine.step()
+    assert [told(handles[n]) for n in range(16)] == alone("raw")[:16] and settled(engine)
+    assert len({handle.number for handle in handles.values()}) == 16
+
+
+def test_it_works_on_a_mesh():
+    mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
+    engine = engine_of(lm=lettered().on(mesh))
+    engine.compile()
+    requests = asked()[:12]
+    handles = in_any_order(engine, requests, seed=1, cancels=0)
+    other = engine_of(lm=lettered().on(mesh))
+    wanted = [told(other.run([prompt], **settings)[0]) for prompt, settings in requests]
+    assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
+
+
+@pytest.mark.rare
+def test_two_thousand_requests():
+    """Nothing is compiled, nothing is left: arrays on the device, pages, or memory of the host."""
+    engine, meter = engine_of(host_memory=100_000), Meter()
+    engine.compile()
+    requests = [asked()[number % 64] for number in range(2000)]
+    in_any_order(engine, requests[:200], seed=0)
+    before = sum(x.nbytes for x in alive())
+    with meter.running():
+        handles = in_any_order(engine, requests, seed=1)
+    assert meter.compilations == 0 and settled(engine)
+    wanted = alone("raw")
+    for number, handle in handles.items():
+        assert handle.reason == "cancelled" or told(handle) == wanted[number % 64]
+    assert sum(x.nbytes for x in alive()) <= before + 10_000
+    assert engine.stats().preemptions > 100
+
+
+BAD = {
+    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens must be a whole number"),
+    "too long": ({"max_new_tokens": MOST}, "max_seq_len is 192"),
+    "priority": ({"priority": 0.5}, "priority is 0.5"),
+    "deadline": ({"deadline": -1}, "deadline is -1"),
+    "logprobs": ({"logprobs": 21}, "at most 20"),
+    "bias": ({"logit_bias": {99: 1.0}}, "logit_bias: token id 99"),
+    "ends": ({"eos_token_ids": range(17)}, "eos_token_ids has 17 tokens"),
+    "tenant": ({"tenant": 1.5}, "tenant is 1.5"),
+    "seed": ({"seed": -1}, "seed must be"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_is_refused(name):
+    settings, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        engine_of().submit([1, 2, 3], **settings)
+
+
+def test_engines_that_can_not_be():
+    lm = lettered()
+    for given, words in {
+        "step_tokens": ({"step_tokens": 3}, "step_tokens must be a whole number, at least 36"),
+        "exact": ({"exact": 1}, "exact is 1"),
+        "rounds": ({"decode_rounds": 0}, "decode_rounds"),
+    }.values():
+        with pytest.raises(ValueError, match=words):
+            engine_of(**given)
+    with pytest.raises(ValueError, match="layers in pages"):
+        kvjax.Engine(lm, "static", kvjax.InferenceLimits(max_seq_len=64))
+    with pytest.raises(ValueError, match="max_seq_len of limits"):
+        kvjax.Engine(lm)
+    with pytest.raises(ValueError, match=r"need 12 pages of pool 0, which has 3"):
+        engine_of(pages=3).submit([1] * 100, max_new_tokens=92)
+    with pytest.raises(ValueError, match="token id 61 is out of range"):
+        engine_of().submit([61])
