@@ -1,14 +1,14 @@
 """Lines through an engine, and their results into a file."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvjax.cli.batch_lines import asked_for, key_of, name_of, object_of
 from kvjax.cli.batch_results import Results
+from kvjax.cli.figures import score
 from kvjax.core.progress import tell
-from kvjax.engine.handle import Handle, TokenScore
+from kvjax.engine.handle import Handle
 
 TOLD = 10
 """Bad lines that are told of; others are counted."""
@@ -112,7 +112,7 @@ class Batch:
             "usage": {"prompt_tokens": prompt, "new_tokens": new},
         }  # fmt: skip
         if handle.logprobs is not None:
-            result["logprobs"] = [_score(each) for each in handle.logprobs]
+            result["logprobs"] = [score(each) for each in handle.logprobs]
         self._results.add(number, key, result)
         self.counts.done += 1
         self.counts.prompt_tokens += prompt
@@ -126,13 +126,3 @@ class Batch:
             self._say(f"kvjax: line {number}: {words}")
         elif self.counts.bad == TOLD + 1:
             self._say("kvjax: more lines are bad; their results say why")
-
-
-def _score(score: TokenScore) -> dict[str, Any]:
-    """As JSON has it, which knows no infinity."""
-
-    def finite(x: float) -> float | None:
-        return x if math.isfinite(x) else None
-
-    likeliest = [[token, finite(x)] for token, x in score.likeliest]
-    return {"logprob": finite(score.logprob), "likeliest": likeliest}

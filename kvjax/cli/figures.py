@@ -1,10 +1,12 @@
 """Figures as the command line prints them: one line, a table, or JSON."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.core.sizes import readable_bytes
+from kvjax.generation.scores import TokenScore
 
 
 def beyond(tokens: int) -> str:
@@ -45,6 +47,16 @@ def table(report: dict[str, Any]) -> str:
 def to_json(value: dict[str, Any]) -> str:
     """One JSON object on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def score(told: TokenScore) -> dict[str, Any]:
+    """A token's log-probabilities as JSON has them, which knows no infinity."""
+
+    def finite(x: float) -> float | None:
+        return x if math.isfinite(x) else None
+
+    likeliest = [[token, finite(x)] for token, x in told.likeliest]
+    return {"logprob": finite(told.logprob), "likeliest": likeliest}
 
 
 def _readable(value: Any) -> str:

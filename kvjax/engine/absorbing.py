@@ -3,7 +3,8 @@
 from typing import Any
 
 from kvjax.core.errors import NonFiniteError
-from kvjax.engine.handle import Handle, TokenScore
+from kvjax.engine.handle import Handle
+from kvjax.generation.scores import token_scores
 
 
 def taken_in(report: Any, at: int, handle: Handle, before: int) -> tuple[int, str | None]:
@@ -14,8 +15,9 @@ def taken_in(report: Any, at: int, handle: Handle, before: int) -> tuple[int, st
     ``report``: ``programs.Report``, on the host.
     """
     count, known = int(report.count[at]) - before, max(len(handle.drawn) - before, 0)
-    tokens = report.tokens[at, known:count].tolist()
-    handle.pushed(tokens, _scores(report.scores, at, known, count, handle.request.scores))
+    tokens, most = report.tokens[at, known:count].tolist(), handle.request.scores
+    told = [] if most is None else token_scores(report.scores, at, known, count, most)
+    handle.pushed(tokens, told)
     if report.broken[at]:
         handle.error = NonFiniteError(
             f"the logits are not finite numbers after {len(handle.drawn)} new tokens; nothing was "
@@ -27,16 +29,3 @@ def taken_in(report: Any, at: int, handle: Handle, before: int) -> tuple[int, st
     if report.done[at] and len(handle.drawn) == int(report.count[at]):
         return len(tokens), "eos" if handle.drawn[-1] in handle.request.eos else "length"
     return len(tokens), None
-
-
-def _scores(scores: Any, at: int, first: int, end: int, most: int | None) -> list[TokenScore]:
-    """Of tokens from one to another, where they were asked for."""
-    if most is None:
-        return []
-    chosen = scores.chosen[at, first:end].tolist()
-    ids = scores.ids[at, first:end, :most].tolist()
-    likeliest = scores.likeliest[at, first:end, :most].tolist()
-    return [
-        TokenScore(own, tuple(zip(*others, strict=True)))
-        for own, *others in zip(chosen, ids, likeliest, strict=True)
-    ]

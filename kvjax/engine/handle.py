@@ -6,16 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvjax.engine.request import Request
+from kvjax.generation.scores import TokenScore
 from kvjax.generation.text import RowText
-
-
-@dataclass(frozen=True)
-class TokenScore:
-    """Of a new token: ``logprob``, its log-probability by the model's own distribution, before
-    filters and temperature; ``likeliest``: as many tokens as were asked for, with theirs."""
-
-    logprob: float
-    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass

@@ -23,13 +23,10 @@ from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Cached, Progress, choose, whole
 from kvjax.generation.sampling import Sampling
-from kvjax.generation.scores import Scores, scores_of
+from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
-
-MOST_SCORES = 20
-"""The likeliest tokens that are told with one, at most."""
 
 
 @state
@@ -78,17 +75,18 @@ class Piece:
 
 @state
 class Rounds:
-    """Some rounds of decoding, of all rows.
+    """Some rounds of decoding, of all rows in order, or of some.
 
-    ``lengths``: int32[batch], tokens that each row has in the cache; ``rounds``: int32[batch], how
-    many it takes part in; ``tables``: as of ``Piece``; ``forced``: int32[batch, most], tokens that
-    are known already, or -1. ``allowed``: bits of the tokens that the first of them may be.
+    ``rows``: int32[n], which; ``lengths``: int32[n], tokens that each has in the cache; ``rounds``:
+    int32[n], how many it takes part in; ``tables``: as of ``Piece``; ``forced``: int32[n, most],
+    tokens that are known already, or -1. ``allowed``: bits of what the first of them may be.
     """
 
+    rows: Rows
     lengths: Rows
     rounds: Rows
     tables: tuple[Array, ...]
-    forced: Int[Array, "batch most"]
+    forced: Int[Array, "rows most"]
     allowed: Allowed
     asked: Asked
 
@@ -110,38 +108,23 @@ class Report:
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
 def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Report]:
     """Feed a chunk of prompts, and choose the first token of those that end in it."""
-    cache, at = held.cache, piece.rows
-    some = replace(
-        cache,
-        layers=tuple(layer.taken(at) for layer in cache.layers),
-        length=piece.starts,
-        written=jnp.where(
-            piece.fresh[:, None], piece.starts[:, None], jnp.take(cache.written, at, 0, mode="clip")
-        ),
-        status=jnp.zeros_like(at),
-        pools=_pools(cache, piece.tables),
-    )
-    context: Any = Cached(some)
+    before = _some(held, piece.rows)
+    starts, written = piece.starts, before.cache.written
+    written = jnp.where(piece.fresh[:, None], starts[:, None], written)
+    context: Any = _context(before.cache, starts, piece.tables, written=written)
     logits, context = context.feed(model, params, piece.tokens, piece.lengths)
-    logits, after = whole(logits, context), context.cache
-    asked, zeros = piece.asked, jnp.zeros_like(at)
-    before = Progress(zeros, zeros, ~piece.ends, zeros > 0)
-    seen = jnp.take(held.seen, at, axis=0, mode="clip")
-    progress, _, scores = _chosen(before, seen, logits, asked, piece.forced, piece.allowed)
-    there = jnp.where(piece.ends, at, held.seen.shape[0])
-    everything = jax.tree.map(
-        lambda x, new: x.at[there].set(new, mode="drop"), held.progress, progress
+    zeros = jnp.zeros_like(piece.rows)
+    waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
+    progress, seen, scores = _chosen(
+        waiting, before.seen, whole(logits, context), piece.asked, piece.forced, piece.allowed
     )
-    marked = held.seen.at[there, progress.token].set(True, mode="drop")
-    layers = tuple(
-        layer.with_rows(at, new) for layer, new in zip(cache.layers, after.layers, strict=True)
+    # Where a prompt goes on, nothing was chosen.
+    progress = jax.tree.map(
+        lambda new, old: jnp.where(piece.ends, new, old), progress, before.progress
     )
-    written = cache.written.at[at].set(after.written, mode="drop")
-    report = Report(
-        progress.token[:, None], jax.tree.map(lambda x: x[:, None], scores), progress.count,
-        progress.done, progress.broken, after.status,
-    )  # fmt: skip
-    return Held(replace(cache, layers=layers, written=written), everything, marked), report
+    after = Held(context.cache, progress, seen)
+    tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
+    return _with_some(held, piece.rows, after), _report(after, tokens, scores)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
@@ -150,13 +133,10 @@ def decode(
 ) -> tuple[Held, Report]:
     """Decode, until each row has taken part in its rounds, or is done. ``exact``: no row's numbers
     depend on the others."""
-    asked, batch, most = call.asked, *call.forced.shape
-    begins = (call.rounds > 0) & ~held.progress.done
-    cache = replace(
-        held.cache, length=jnp.where(begins, call.lengths, 0),
-        status=jnp.zeros_like(call.lengths), pools=_pools(held.cache, call.tables),
-    )  # fmt: skip
-    out = jnp.zeros((batch, most), jnp.int32), Scores.zeros((batch, most), MOST_SCORES)
+    before, (rows, most) = _some(held, call.rows), call.forced.shape
+    begins = (call.rounds > 0) & ~before.progress.done
+    context = _context(before.cache, jnp.where(begins, call.lengths, 0), call.tables)
+    out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MOST_SCORES)
 
     def active(step: Array, progress: Progress) -> SomeRows:
         return begins & (step < call.rounds) & ~progress.done
@@ -172,11 +152,12 @@ def decode(
             logits, context = context.feed(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )
-        logits = whole(logits, context)
         waiting = replace(progress, done=progress.done | ~now)
         forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
         allowed = jnp.where(step == 0, call.allowed, EVERY)
-        chosen, seen, found = _chosen(waiting, seen, logits, asked, forced, allowed)
+        chosen, seen, found = _chosen(
+            waiting, seen, whole(logits, context), call.asked, forced, allowed
+        )
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
         tokens, scores = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
@@ -184,13 +165,10 @@ def decode(
         )  # fmt: skip
         return step + 1, context, progress, seen, (tokens, scores)
 
-    begin = jnp.int32(0), Cached(cache), held.progress, held.seen, out
+    begin = jnp.int32(0), context, before.progress, before.seen, out
     _, context, progress, seen, (tokens, scores) = lax.while_loop(go_on, one, begin)
-    report = Report(
-        tokens, scores, progress.count, progress.done, progress.broken, context.cache.status
-    )
-    return Held(replace(held.cache, layers=context.cache.layers, written=context.cache.written),
-                progress, seen), report  # fmt: skip
+    after = Held(context.cache, progress, seen)
+    return _with_some(held, call.rows, after), _report(after, tokens, scores)
 
 
 @functools.partial(jax.jit, donate_argnames="held")
@@ -239,10 +217,49 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
     return Held(cache, *into((held.progress, held.seen), stands)), None
 
 
-def _pools(cache: KVCache, tables: tuple[Array, ...]) -> Any:
-    return tuple(
-        GivenPages(table, paging.layout.pool)  # type: ignore[arg-type]
+def _some(held: Held, rows: Rows) -> Held:
+    """Some rows, int32[n]; what is behind the last is anything. All of them, in order, are as they
+    are."""
+    if len(rows) == held.cache.batch:
+        return held
+    cache = held.cache
+    layers = tuple(layer.taken(rows) for layer in cache.layers)
+    written, progress, seen = jax.tree.map(
+        lambda x: jnp.take(x, rows, axis=0, mode="clip"),
+        (cache.written, held.progress, held.seen),
+    )
+    return Held(replace(cache, layers=layers, written=written), progress, seen)
+
+
+def _with_some(held: Held, rows: Rows, after: Held) -> Held:
+    """With some rows as a program has left them; lengths and tables are given with the next."""
+    cache, new = held.cache, after.cache
+    if len(rows) == cache.batch:
+        return replace(after, cache=replace(cache, layers=new.layers, written=new.written))
+
+    def into(all: Any, some: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), all, some)
+
+    both = zip(cache.layers, new.layers, strict=True)
+    layers = tuple(layer.with_rows(rows, found) for layer, found in both)
+    cache = replace(cache, layers=layers, written=into(cache.written, new.written))
+    return Held(cache, into(held.progress, after.progress), into(held.seen, after.seen))
+
+
+def _context(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes: Array) -> Cached:
+    """The rows as a program is given them: so long, and with these tables."""
+    pools: Any = tuple(
+        GivenPages(table, paging.layout.pool or 0)
         for table, paging in zip(tables, cache.pagings, strict=True)
+    )
+    status = jnp.zeros_like(length)
+    return Cached(replace(cache, length=length, status=status, pools=pools, **changes))
+
+
+def _report(after: Held, tokens: Array, scores: Scores) -> Report:
+    progress = after.progress
+    return Report(
+        tokens, scores, progress.count, progress.done, progress.broken, after.cache.status
     )
 
 

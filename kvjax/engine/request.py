@@ -8,10 +8,9 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from kvjax.core.checks import whole_number
-from kvjax.engine.programs import MOST_SCORES
 from kvjax.generation.model import LanguageModel
 from kvjax.generation.sampling import Sampling, make_settings
-from kvjax.generation.words import check_ids, stop_strings, token_ids
+from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
 
@@ -128,15 +127,12 @@ def asked(
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if eos_token_ids is not None:
         check_ids(lm.config, eos, "eos_token_ids")
-    bias = dict(logit_bias or {})
-    check_ids(lm.config, list(bias), "logit_bias")
+    bias = biases(lm.config, logit_bias)
     for name, count, most in (
         ("eos_token_ids", len(eos), MOST_ENDS), ("logit_bias", len(bias), MOST_BIASED),
     ):  # fmt: skip
         if count > most:
             raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
-    if logprobs is not None and whole_number("logprobs", logprobs, 0) > MOST_SCORES:
-        raise ValueError(f"logprobs is {logprobs}, and must be at most {MOST_SCORES}")
     if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
         raise ValueError(f"deadline is {deadline!r}: give seconds, more than 0")
     if isinstance(priority, bool) or not isinstance(priority, int):
@@ -148,6 +144,6 @@ def asked(
     )  # fmt: skip
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
-        sampling=sampling, scores=logprobs, tenant=named("tenant", tenant), priority=priority,
+        sampling=sampling, scores=told_scores(lm.config, logprobs), tenant=named("tenant", tenant), priority=priority,
         deadline=deadline, penalized=bool(filters.repetition_penalty), guide=guide,
     )  # fmt: skip

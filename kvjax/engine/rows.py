@@ -24,13 +24,17 @@ LEAST_WIDTH = 16
 """Tokens of the narrowest chunk of a prompt, at least."""
 WIDTHS = 5
 """Widths of chunks, at most, each half the next: each is a program of its own."""
+SIZES = 3
+"""Numbers of rows that decode together, at most, each half the next: likewise. Where rows must not
+depend on the others there is one, for another number may be multiplied in another order."""
 
 
 class Rows:
     """So many rows, whose pages are those of ``texts``.
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
-    prompts, rising; ``rounds``: of decoding that can be sent at once; ``exact``: no row's numbers
+    prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
+    that can be sent at once; ``exact``: no row's numbers
     depend on the others. ``pages``: of the rows; ``board``: what each asks for.
     """
 
@@ -42,6 +46,9 @@ class Rows:
         self.widths = [terms.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
+        self.sizes = [count]
+        while not exact and self.sizes[0] > 1 and len(self.sizes) < SIZES:
+            self.sizes.insert(0, -(-self.sizes[0] // 2))
         cache = allocate(
             lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
         )
@@ -73,20 +80,37 @@ class Rows:
         )  # fmt: skip
         return self._run(programs.feed, self.lm.architecture, self.params, piece)
 
-    def decode(self, taking: Sequence[tuple[Slot, int]]) -> Report:
-        """Send so many rounds of some rows; their pages are theirs already."""
-        lengths: Any = np.zeros(self.count, np.int32)
-        number: Any = np.zeros(self.count, np.int32)
-        forced: Any = np.full((self.count, self.rounds), -1, np.int32)
-        allowed = self._every(self.count)
-        for slot, rounds in taking:
-            lengths[slot.row], number[slot.row] = slot.filled, rounds
-            forced[slot.row, :rounds] = slot.forced(rounds)
-            if forced[slot.row, 0] < 0 and (words := slot.handle.allowed()) is not None:
-                allowed[slot.row] = words
-        tables = self._tables(slice(None))
-        call = Rounds(lengths, number, tables, forced, allowed, self.board.all())
-        return self._run(programs.decode, self.lm.architecture, self.params, call, exact=self.exact)
+    def decode(
+        self, taking: Sequence[tuple[Slot, int]], least: int = 0
+    ) -> tuple[Report, list[int]]:
+        """Send so many rounds of some rows, whose pages are theirs already, in a program for
+        ``least`` rows at least; and where each of them stands in the report."""
+        size = next(n for n in self.sizes if n >= max(len(taking), least))
+        own = [slot.row for slot, _ in taking]
+        places = own if size == self.count else list(range(len(taking)))
+        rows: Any = np.arange(size, dtype=np.int32)
+        if size < self.count:
+            rows[:] = self.count
+            rows[places] = own
+        lengths: Any = np.zeros(size, np.int32)
+        number: Any = np.zeros(size, np.int32)
+        forced: Any = np.full((size, self.rounds), -1, np.int32)
+        allowed = self._every(size)
+        for at, (slot, rounds) in zip(places, taking, strict=True):
+            lengths[at], number[at] = slot.filled, rounds
+            forced[at, :rounds] = slot.forced(rounds)
+            if forced[at, 0] < 0 and (words := slot.handle.allowed()) is not None:
+                allowed[at] = words
+        # What fills some rows up to their number takes part in no round.
+        there = np.minimum(rows, self.count - 1)
+        asked = self.board.all() if size == self.count else self.board.of(there)
+        call = Rounds(
+            rows, lengths, number, self._tables(there), forced, allowed, asked
+        )  # fmt: skip
+        report = self._run(
+            programs.decode, self.lm.architecture, self.params, call, exact=self.exact
+        )
+        return report, places
 
     def take(self, row: int, tokens: int) -> Any:
         """What a row of so many tokens has beside full pages, and where it stands: see
@@ -146,14 +170,15 @@ class Rows:
         """Run every program once, of rows that are empty; how many there are of the model."""
         for width in self.widths:
             self._feed_nothing(width)
-        self.decode([])
+        for size in self.sizes:
+            self.decode([], size)
         (rows, _), stands = self.take(0, 0)
         self.put(0, *jax.device_get((rows, stands)))
         self.mark(0, [])
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)
         jax.block_until_ready(self._with_pages())
-        return len(self.widths) + 1
+        return len(self.widths) + len(self.sizes)
 
     def _feed_nothing(self, width: int) -> None:
         tokens: Any = np.zeros((1, width), np.int32)
@@ -164,7 +189,7 @@ class Rows:
         )  # fmt: skip
         self._run(programs.feed, self.lm.architecture, self.params, piece)
 
-    def _tables(self, rows: slice) -> Any:
+    def _tables(self, rows: Any) -> Any:
         """Copies: what is sent may be read later."""
         return tuple(table[rows].copy() for table in self.pages.tables)
 

@@ -165,10 +165,11 @@ class Scheduler:
         taking = [each for each in taking if self._slots[each[0].row] is each[0]]
         if not taking:
             return
-        report = self._rows.decode(taking)
-        flight.add(report, [(slot.row, slot.handle, slot.count) for slot, _ in taking])
-        for slot, mine in taking:
-            slot.filled += mine
-            slot.count += mine
+        report, places = self._rows.decode(taking)
+        mine = zip(places, taking, strict=True)
+        flight.add(report, [(at, slot.handle, slot.count) for at, (slot, _) in mine])
+        for slot, rounds in taking:
+            slot.filled += rounds
+            slot.count += rounds
             if not slot.left:
                 self._leave(slot)

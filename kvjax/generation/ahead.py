@@ -77,6 +77,9 @@ def compile(
         ``generate``. Which of them are given chooses programs, and whether ``temperature`` is 0;
         other values compile nothing.
       eos_token_ids, prefill_chunk: as for ``generate``; more than 7 tokens choose a program.
+      logit_bias, logprobs: as for ``generate``; whether they are given chooses programs, and of the
+        tokens of a bias how many: room is made for 8, 16, 32 and so on, one of it left empty. Each
+        number of ``logprobs`` has its own.
 
     Raises:
       ValueError: as of ``generate``; if ``policy`` is a cache; if there is no such device, or it

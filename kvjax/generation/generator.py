@@ -33,6 +33,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k, top_p, min_p, repetition_penalty: see ``kvjax.generation.sampling.make_settings``; the
         penalty is for tokens of these prompts and of the new text.
+      logit_bias: numbers, by token id, that are added to these tokens' logits.
       min_new_tokens: no end-of-text token before a row has so many new tokens.
       stop: strings before which a row's text ends.
       eos_token_ids: tokens after which a row ends; by default the checkpoint's, the one thing
@@ -49,6 +50,9 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         prompt is computed once, and in a paged cache its full pages are there once.
       prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``: what it has of a prompt is not
         computed again, and what is new stays with it. It has a policy of its own.
+      logprobs: tell each new token's log-probability by the model's own distribution, before bias,
+        filters and temperature, and those of so many of the likeliest tokens, 0 to 20
+        (``result.logprobs``).
 
     Raises:
       ValueError: before anything runs, if a prompt is empty or has a token that the model has

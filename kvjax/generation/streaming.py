@@ -124,7 +124,7 @@ class Stream(Iterator[Piece]):
         self._session.end([prompt + row.tokens for prompt, row in both])
         self._result = GenerationResult(
             texts, tokens, self._stats(), cache, unfed[: len(asked)],
-            self._logprobs([(0, len(row.tokens)) for row in asked]),
+            self._logprobs([slice(len(row.tokens)) for row in asked]),
         )  # fmt: skip
         yield self._piece()
 
@@ -176,14 +176,14 @@ class Stream(Iterator[Piece]):
         asked = self._rows[: self._request.rows]
         before, taken = [row.given for row in asked], [row.take() for row in asked]
         text, tokens = self._texts([text for text, _ in taken]), [tokens for _, tokens in taken]
-        spans = [(start, row.given) for start, row in zip(before, asked, strict=True)]
+        spans = [slice(start, row.given) for start, row in zip(before, asked, strict=True)]
         return Piece(text, tokens, self._stats(), self._logprobs(spans))
 
-    def _logprobs(self, spans: list[tuple[int, int]]) -> list[list[TokenScore]] | None:
+    def _logprobs(self, spans: list[slice]) -> list[list[TokenScore]] | None:
         """Of the rows' tokens from one to another."""
         if self._request.scores is None:
             return None
-        return [scores[slice(*span)] for scores, span in zip(self._scores, spans, strict=False)]
+        return [scores[span] for scores, span in zip(self._scores, spans, strict=False)]
 
     def _texts(self, texts: list[str]) -> Any:
         return texts if self._has_text else None

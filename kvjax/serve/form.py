@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from kvjax.engine.handle import Handle, TokenScore
+from kvjax.engine.handle import Handle
+from kvjax.generation.scores import TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 
