@@ -34,6 +34,10 @@ from kvjax.core.absent import (
     kind_of,
 )
 from kvjax.core.errors import MissingCompilerError
+from kvjax.engine import programs
+from kvjax.engine.programs import Asked, Held, Piece, Rounds
+from kvjax.generation.programs import Progress
+from kvjax.generation.sampling import make_settings
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from kvjax.placement.pages import pages_at, with_pages_at
@@ -163,7 +167,52 @@ def _left(cache):
     return checkpoints._taken(cache, jnp.ones(cache.batch, bool), parts, kinds=static)
 
 
+class _Attention:
+    """A model of one layer that is attention alone."""
+
+    def apply(self, params, tokens, cache, *, lengths, last_only):
+        held, new = cache.layers[0], tokens.shape[1]
+        x = tokens[:, None, :, None].astype(jnp.bfloat16)
+        shape = lambda heads: (len(tokens), heads, new, held.head_dim)  # noqa: E731
+        keys = jnp.broadcast_to(x, shape(held.kv_heads))
+        cache = kvjax.append(cache, 0, keys, keys + 1, lengths=lengths)
+        mixed = kvjax.attend(jnp.broadcast_to(x, shape(4 * held.kv_heads)), cache, 0)
+        logits = mixed[:, :, -1].mean((1, 2))[:, None, None] * jnp.arange(256.0)
+        return logits, kvjax.advance(cache, new)
+
+
+def _asked(rows):
+    sampling = make_settings(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
+    return Asked(sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32))
+
+
+def _sent(cache, program, call):
+    zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
+    progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
+    held = Held(dataclasses.replace(cache, pools=()), progress, seen)
+    held, _ = program.__wrapped__(held, _Attention(), None, call)
+    return dataclasses.replace(held.cache, length=cache.length, pools=cache.pools)
+
+
+def _chunk(cache):
+    """A chunk of a prompt in an engine, of one row."""
+    one, tables = jnp.ones(1, jnp.int32), tuple(pool.table[:1] for pool in cache.pools)
+    tokens, words = jnp.ones((1, 256), jnp.int32), jnp.zeros((1, 8), jnp.uint32)
+    piece = Piece(one, tokens, one, one, tables, one > 0, one > 0, -one, words, _asked(1))
+    return _sent(cache, programs.feed, piece)
+
+
+def _rounds(cache):
+    """And rounds of decoding, of all rows."""
+    rows, tables = jnp.arange(cache.batch), tuple(pool.table for pool in cache.pools)
+    forced, words = jnp.full((cache.batch, 8), -1), jnp.zeros((cache.batch, 8), jnp.uint32)
+    call = Rounds(rows, cache.length, rows, tables, forced, words, _asked(cache.batch))
+    return _sent(cache, programs.decode, call)
+
+
 CHANGES = {
+    "a chunk of an engine": _chunk,
+    "rounds of an engine": _rounds,
     "select": lambda c: kvjax.select(c, [1, 1, 0, 3, 2, 5, 4, 4]),
     "rewind": lambda c: kvjax.rewind(c, np.full(8, 70)),
     "reset": lambda c: kvjax.reset(c, np.arange(8) % 2 == 0),
@@ -176,7 +225,9 @@ CHANGED = [
     ("v5e", None, "select"), ("v5e", 4, "repeat"), ("v5e", None, "rewind"), ("h200", 4, "select"),
     ("v5e", 4, "pages that come back"), ("h200", None, "repeat"), ("h200", 4, "rewind"),
     ("v5e", 4, "a state that is taken"), ("h200", None, "pages that come back"),
-    ("v5e", None, "concatenate"),
+    ("v5e", None, "concatenate"), ("v5e", None, "rounds of an engine"),
+    ("v5e", 8, "a chunk of an engine"), ("h200", 8, "rounds of an engine"),
+    ("h200", None, "a chunk of an engine"),
 ]  # fmt: skip
 EVERY_CHANGE = [(d, bits, name) for d in ("v5e", "h200") for bits in (None, 4) for name in CHANGES]
 

@@ -18,6 +18,7 @@ from kvjax.core.errors import NonFiniteError
 from kvjax.engine.service import StoppedError
 from kvjax.generation.statistics import Meter
 from tests.alive import alive
+from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
@@ -394,6 +395,29 @@ def test_it_works_on_a_mesh():
     other = engine_of(lm=lettered().on(mesh))
     wanted = [told(other.run([prompt], **settings)[0]) for prompt, settings in requests]
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
+
+
+@pytest.mark.parametrize("policy", ["raw", "int8"])
+def test_programs_leave_the_pools_where_they_are(policy):
+    """Updated in place, of a pool that is much larger than all rows' texts."""
+    engine, sent = engine_of(policy, pages=400), {}
+    run, rows = engine._rows._run, engine._rows
+
+    def noted(program, *args):
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x,
+            (rows._with_pages(), *args),
+        )
+        sent[program] = shapes
+        return run(program, *args)
+
+    rows._run = noted
+    engine.compile()
+    bodies = [jax.tree.leaves(body) for body in engine._texts.pool.bodies]
+    sizes = [sum(x.nbytes for x in body) for body in bodies]
+    assert {program.__name__ for program in sent} == {"feed", "decode", "put", "mark"}
+    for program, shapes in sent.items():
+        assert_no_copy(program.lower(*shapes).compile(), sum(sizes), min(sizes))
 
 
 @pytest.mark.rare

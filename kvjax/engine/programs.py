@@ -6,7 +6,6 @@ which rows have ended, tails and windows. So the next program can be given befor
 """
 
 import functools
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -127,12 +126,9 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     return _with_some(held, piece.rows, after), _report(after, tokens, scores)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
-def decode(
-    held: Held, model: Model, params: Any, call: Rounds, *, exact: bool
-) -> tuple[Held, Report]:
-    """Decode, until each row has taken part in its rounds, or is done. ``exact``: no row's numbers
-    depend on the others."""
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
+def decode(held: Held, model: Model, params: Any, call: Rounds) -> tuple[Held, Report]:
+    """Decode, until each row has taken part in its rounds, or is done."""
     before, (rows, most) = _some(held, call.rows), call.forced.shape
     begins = (call.rounds > 0) & ~before.progress.done
     context = _context(before.cache, jnp.where(begins, call.lengths, 0), call.tables)
@@ -148,7 +144,7 @@ def decode(
     def one(carry: Any) -> Any:
         step, context, progress, seen, (tokens, scores) = carry
         now = active(step, progress)
-        with each_row_alone() if exact else nullcontext():
+        with each_row_alone():
             logits, context = context.feed(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )
