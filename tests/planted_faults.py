@@ -49,8 +49,8 @@ FAULTS = (
     ),
     Fault(
         "blocks leave the tail a token too early", "layouts/split.py",
-        "return jnp.maximum((tokens - 1) // self.block - self.recent, 0)",
-        "return jnp.maximum(tokens // self.block - self.recent, 0)", ("tail", "recompute"),
+        "return xp(tokens).maximum((tokens - 1) // self.block - self.recent, 0)",
+        "return xp(tokens).maximum(tokens // self.block - self.recent, 0)", ("tail", "recompute"),
     ),
     Fault(
         "a block too many is seen raw", "layouts/split.py",
@@ -324,6 +324,132 @@ FAULTS = (
         "the last filled slot is not saved", "operations/saving.py",
         "return max(int(policy.stored.occupied(units)), 1)",
         "return max(int(policy.stored.occupied(units)) - 1, 1)", ("saving",),
+    ),
+    Fault(
+        "a cancel is lost", "engine/engine.py",
+        'self._inbox.append(lambda: self._end(handle, "cancelled"))',
+        "self._inbox.append(lambda: None)", ("engine",),
+    ),
+    Fault(
+        "a request that ended keeps its row", "engine/scheduler.py",
+        "            if slot.handle is handle:",
+        "            if slot.handle is None:", ("engine",),
+    ),
+    Fault(
+        "a parked request is resumed and its bytes stay counted", "engine/memory.py",
+        "            self._count(-handle.parked.nbytes)",
+        "            self._count(0)", ("engine",),
+    ),
+    Fault(
+        "a row that is resumed has lost its newest token", "engine/memory.py",
+        "slot.filled, slot.count, slot.fresh = parked.filled, parked.count, False",
+        "slot.filled, slot.count, slot.fresh = parked.filled - 1, parked.count, False", ("engine",),
+    ),
+    Fault(
+        "tokens that are known are told again", "engine/absorbing.py",
+        "count, known = int(report.count[at]) - before, max(len(handle.drawn) - before, 0)",
+        "count, known = int(report.count[at]) - before, 0", ("engine",),
+    ),
+    Fault(
+        "what is computed again is drawn anew", "engine/slots.py",
+        "known = self.handle.drawn[self.count : self.count + rounds]",
+        "known = [][self.count : self.count + rounds]", ("engine",),
+    ),
+    Fault(
+        "a request may come back while its tokens are on their way", "engine/slots.py",
+        "return next((handle for _, handle in self._order if not handle.flying), None)",
+        "return next((handle for _, handle in self._order), None)", ("engine",),
+    ),
+    Fault(
+        "what a row reads is not locked", "engine/memory.py",
+        "        self._lock(slot, self._texts.nodes.walk(key, prompt[:whole]))",
+        "        self._lock(slot, [])", ("engine",),
+    ),
+    Fault(
+        "locks stay", "engine/memory.py",
+        "            node.locked -= 1",
+        "            node.locked -= 0", ("engine",),
+    ),
+    Fault(
+        "pages of a request stay its own", "engine/pages.py",
+        "                counts.release(page)",
+        "                counts.refs[page] -= 0", ("engine",),
+    ),
+    Fault(
+        "a page is taken and not counted", "engine/pages.py",
+        "                counts.hold(found)",
+        "                counts.refs[found] += 0", ("engine",),
+    ),
+    Fault(
+        "a window's page goes before it was left", "engine/pages.py",
+        "        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))",
+        "        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units)) + 1",
+        ("engine",),
+    ),
+    Fault(
+        "other tenants share", "engine/scheduler.py",
+        "slot = Slot(handle, row, Key(handle.request.tenant, self._memory.weights, rows))",
+        "slot = Slot(handle, row, Key(None, self._memory.weights, rows))", ("engine",),
+    ),
+    Fault(
+        "texts of other weights are found", "engine/memory.py",
+        "        self._texts.forget_weights(self.weights)",
+        "        self._texts.forget_weights(None)", ("engine",),
+    ),
+    Fault(
+        "a row keeps texts that two sets of weights computed", "engine/memory.py",
+        "        if not self._sharing or slot.key.weights != self.weights:",
+        "        if not self._sharing:", ("engine",),
+    ),
+    Fault(
+        "draws go by the row", "engine/board.py",
+        "                array[row] = new",
+        "                array[row] = new * (each.name != 'seeds')", ("engine",),
+    ),
+    Fault(
+        "a penalty counts another request's prompt", "engine/memory.py",
+        "            self._rows.mark(slot.row, prompt)",
+        "            self._rows.mark(slot.row, [])", ("engine",),
+    ),
+    Fault(
+        "arrays that were sent are changed", "engine/board.py",
+        "lambda x: x[rows].copy(), self._asked",
+        "lambda x: x[rows] + (x is None), self._asked", ("engine",),
+    ),
+    Fault(
+        "a row that waits decodes", "engine/programs.py",
+        "        return begins & (step < call.rounds) & ~progress.done",
+        "        return (call.lengths >= 0) & (step < 8) & ~progress.done", ("engine",),
+    ),
+    Fault(
+        "a row's past is another's", "engine/programs.py",
+        "    written = jnp.where(piece.fresh[:, None], starts[:, None], written)",
+        "    written = jnp.where(piece.fresh[:, None], written, written)", ("engine",),
+    ),
+    Fault(
+        "the youngest stays", "engine/slots.py",
+        "    return max(slots, key=lambda slot: rank(slot.handle))",
+        "    return min(slots, key=lambda slot: rank(slot.handle))", ("engine",),
+    ),
+    Fault(
+        "priorities are turned round", "engine/slots.py",
+        "    return handle.request.priority, handle.number",
+        "    return -handle.request.priority, handle.number", ("engine",),
+    ),
+    Fault(
+        "a deadline is never looked at", "engine/engine.py",
+        '                self._end(handle, "deadline")',
+        '                self._end(handle, "deadline") if handle.done else None', ("engine",),
+    ),
+    Fault(
+        "a guide is asked before its token is known", "engine/slots.py",
+        "        return min(most, known if known > 0 else int(not self.handle.flying))",
+        "        return min(most, known if known > 0 else 1)", ("engine",),
+    ),
+    Fault(
+        "rows see how long the others are", "engine/programs.py",
+        "        with each_row_alone():",
+        "        if True:", ("engine",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +12,13 @@ import typer
 from kvjax.cli import options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line, to_json
+from kvjax.cli.figures import beyond, one_line, score, to_json
 from kvjax.cli.processes import joined
 from kvjax.cli.waiting import shown
 from kvjax.core.files import can_be_saved
+from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Settings
 from kvjax.generation.statistics import GenerationStats
-from kvjax.generation.streaming import GenerationResult
 from kvjax.policies.words import parse_policy
 
 
@@ -39,6 +40,7 @@ def generate(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    logit_bias: options.LogitBias = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: options.Stop = None,
     max_len: Annotated[
@@ -74,10 +76,16 @@ def generate(
         Path | None, typer.Option(help="Keep the text's cache in this folder, for --load-cache.")
     ] = None,
     as_json: options.Json = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: each token's log-probability, and those of K likeliest."),
+    ] = None,
 ) -> None:
     """Continue a prompt, given as text, in a file, or on standard input."""
     words = _prompt(text, prompt, file)
     _check_files(load_cache, save_cache, no_cache, chat)
+    if logprobs is not None and not as_json:
+        raise ValueError("--logprobs are told in JSON: give --json too")
     use_compilation_cache()
     import kvjax
     from kvjax import models
@@ -91,6 +99,7 @@ def generate(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()),
         "max_len": max_len, "cache": policy, "use_cache": not no_cache,
+        "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
     }  # fmt: skip
     with joined(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
@@ -119,11 +128,13 @@ def generate(
         if as_json:
             with shown("reading the prompt"):
                 result = kvjax.generate(lm, [entry], **settings)
-            found = {
+            found: dict[str, Any] = {
                 "text": result.text[0],
                 "tokens": result.tokens[0],
                 "stats": asdict(result.stats),
             }
+            if result.logprobs is not None:
+                found["logprobs"] = [score(each) for each in result.logprobs[0]]
             if speaks:
                 typer.echo(to_json(found))
             keep(result)
@@ -148,6 +159,18 @@ def _check_files(load: Path | None, save: Path | None, no_cache: bool, chat: boo
         raise ValueError("without a cache there is none to load or to save: leave --no-cache out")
     if chat and load:
         raise ValueError("--chat begins a conversation, and can't go on from --load-cache")
+
+
+def _biases(given: Iterable[str]) -> dict[int, float]:
+    """What is added to logits, by token."""
+    found = {}
+    for each in given:
+        token, _, bias = each.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias is TOKEN=NUMBER, as 13=-100, got {each!r}") from None
+    return found
 
 
 def _warn(stats: GenerationStats) -> None:

@@ -51,6 +51,10 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
 ]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(help="Add to a token's logit: TOKEN=NUMBER, as 13=-100; may be repeated."),
+]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
 ]
