@@ -135,12 +135,12 @@ FAULTS = (
     ),
     Fault(
         "the decode loop does not donate its cache", "generation/programs.py",
-        'jax.jit, static_argnames=("model", "filters"), donate_argnames=("context", "seen")',
-        'jax.jit, static_argnames=("model", "filters"), donate_argnames=("seen",)',
+        'static_argnames=("model", "filters", "scores"), donate_argnames=("context", "seen")',
+        'static_argnames=("model", "filters", "scores"), donate_argnames=("seen",)',
         ("generate", "compilations", "transforms"),
     ),
     Fault(
-        "the top-k threshold is one token short", "generation/sampling.py",
+        "the top-k threshold is one token short", "generation/filters.py",
         "return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)",
         "return jnp.where(ordered > threshold[:, None], logits, -jnp.inf)", ("sampling",),
     ),
@@ -186,8 +186,8 @@ FAULTS = (
     ),
     Fault(
         "a window gives a page back too early", "layouts/paged.py",
-        "return jnp.maximum(written - self._seen, 0) // self.page_size",
-        "return -(-jnp.maximum(written - self._seen, 0) // self.page_size)",
+        "return xp(written).maximum(written - self._seen, 0) // self.page_size",
+        "return -(-xp(written).maximum(written - self._seen, 0) // self.page_size)",
         ("pages", "recompute"),
     ),
     Fault(
@@ -382,8 +382,8 @@ FAULTS = (
     ),
     Fault(
         "a window's page goes before it was left", "engine/pages.py",
-        "        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))",
-        "        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units)) + 1",
+        "return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))",
+        "return int(paging.layout.filled(units)), int(paging.layout.gone_before(units + 32))",
         ("engine",),
     ),
     Fault(
@@ -459,7 +459,7 @@ FAULTS = (
     Fault(
         "a torn line is taken for a whole one", "cli/batch_results.py",
         'found: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
-        "found: Any = json.loads(raw)", ("batch_command",),
+        "found: Any = json.loads(raw or b'0')", ("batch_command",),
     ),
 )  # fmt: skip
 
