@@ -356,11 +356,6 @@ FAULTS = (
         "known = [][self.count : self.count + rounds]", ("engine",),
     ),
     Fault(
-        "a request may come back while its tokens are on their way", "engine/slots.py",
-        "return next((handle for _, handle in self._order if not handle.flying), None)",
-        "return next((handle for _, handle in self._order), None)", ("engine",),
-    ),
-    Fault(
         "what a row reads is not locked", "engine/memory.py",
         "        self._lock(slot, self._texts.nodes.walk(key, prompt[:whole]))",
         "        self._lock(slot, [])", ("engine",),

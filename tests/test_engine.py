@@ -220,6 +220,43 @@ def test_other_parameters_between_steps():
         engine.update({"other": np.zeros(3)})
 
 
+def test_what_was_told_stays_though_it_is_computed_again_by_others():
+    """By other parameters: the text goes on behind the tokens that are known."""
+    lm, engine = lettered(), engine_of(host_memory=0, prefix_cache=False, pages=8)
+    params = jax.tree.map(lambda x: x * jnp.asarray(1.05, x.dtype), lm.params)
+    late = engine.submit([1, 2, 3], max_new_tokens=50, logprobs=0, temperature=1.0)
+    while len(late.tokens) < 10:
+        engine.step()
+    told = list(late.tokens)
+    engine.submit([4] * 60, max_new_tokens=60, priority=-1)
+    while not late.preemptions:
+        engine.step()
+    engine.update(params)
+    while engine.step():
+        pass
+    assert late.tokens[: len(told)] == told and len(late.tokens) == 50
+    text = np.zeros((1, MOST), np.int32)
+    text[0, :53] = [1, 2, 3, *late.tokens]
+    known = np.asarray(jax.nn.log_softmax(uncached(params, text)[0, 2:52]))
+    wanted = known[np.arange(50), late.tokens]
+    found = [score.logprob for score in late.logprobs]
+    # Of those before, some were drawn by the others.
+    np.testing.assert_allclose(found[44:], wanted[44:], atol=1e-4)
+
+
+def test_a_request_that_ends_gives_its_pages_back_at_once():
+    engine = engine_of(prefix_cache=False)
+    handle = engine.submit([1] * 40, max_new_tokens=100)
+    while len(handle.tokens) < 3:
+        engine.step()
+    assert engine.stats().used[0] > 2 and engine.stats().running == 1
+    engine.cancel(handle)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.used, stats.running, stats.free) == ((0,), 0, stats.pages)
+    assert settled(engine)
+
+
 def test_whose_turn_it_is():
     """Lower priorities go first, then who came first; a deadline ends a request that runs or waits,
     and a cancel any."""

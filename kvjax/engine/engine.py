@@ -159,10 +159,13 @@ class Engine:
     def step(self) -> bool:
         """Do the next piece of work; whether there is more."""
         start, waited = time.perf_counter(), self._counters.waiting_seconds
-        self._take_in()
+        ended = self._take_in()
         flight = self._scheduler.send()
         if flight.sent:
             self._flying.append(flight)
+        # What waits fits alone, so that somebody can always go on.
+        there = self._scheduler.waiting or self._scheduler.running
+        assert flight.sent or self._flying or ended or not there, "no request goes on"
         while len(self._flying) > (self._ahead if flight.sent else 0):
             self._absorb(self._flying.popleft())
         self._counters.steps += 1
@@ -230,8 +233,9 @@ class Engine:
             parked_bytes=self._memory.parked,
         )  # fmt: skip
 
-    def _take_in(self) -> None:
-        """What was asked from outside, and what has come to its end."""
+    def _take_in(self) -> bool:
+        """What was asked from outside, and what has come to its end; whether there was something."""
+        found = bool(self._inbox)
         while self._inbox:
             self._inbox.popleft()()
         now = time.monotonic()
@@ -240,6 +244,8 @@ class Engine:
             deadline = handle.request.deadline
             if deadline is not None and now - handle.times.submitted > deadline:
                 self._end(handle, "deadline")
+                found = True
+        return found
 
     def _end(self, handle: Handle, reason: str) -> None:
         """End a request, wherever it is."""

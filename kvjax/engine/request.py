@@ -144,6 +144,6 @@ def asked(
     )  # fmt: skip
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
-        sampling=sampling, scores=told_scores(lm.config, logprobs), tenant=named("tenant", tenant), priority=priority,
-        deadline=deadline, penalized=bool(filters.repetition_penalty), guide=guide,
+        sampling=sampling, scores=told_scores(lm.config, logprobs),
+        tenant=named("tenant", tenant), priority=priority, deadline=deadline, penalized=bool(filters.repetition_penalty), guide=guide,
     )  # fmt: skip
