@@ -167,7 +167,7 @@ class Engine:
         there = self._scheduler.waiting or self._scheduler.running
         assert flight.sent or self._flying or ended or not there, "no request goes on"
         while len(self._flying) > (self._ahead if flight.sent else 0):
-            self._absorb(self._flying.popleft())
+            self._absorb(self._flying[0])
         self._counters.steps += 1
         waited -= self._counters.waiting_seconds
         self._counters.host_seconds += time.perf_counter() - start + waited
@@ -234,7 +234,7 @@ class Engine:
         )  # fmt: skip
 
     def _take_in(self) -> bool:
-        """What was asked from outside, and what has come to its end; whether there was something."""
+        """What was asked from outside, and whose time is over; whether there was something."""
         found = bool(self._inbox)
         while self._inbox:
             self._inbox.popleft()()
@@ -256,10 +256,12 @@ class Engine:
     def _absorb(self, flight: Flight) -> None:
         """Wait for what was sent, and take it in."""
         self._memory.land()
-        for report, entries in flight.sent:
-            start = time.perf_counter()
-            found = fetch(report)
-            self._counters.waiting_seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        # Whoever is interrupted here can go on.
+        reports = fetch([report for report, _ in flight.sent])
+        self._counters.waiting_seconds += time.perf_counter() - start
+        self._flying.popleft()
+        for found, (_, entries) in zip(reports, flight.sent, strict=True):
             for at, handle, before in entries:
                 handle.flying -= 1
                 if handle.done:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvjax.engine.request import Request
 from kvjax.generation.scores import TokenScore
 from kvjax.generation.text import RowText
@@ -118,10 +120,20 @@ class Handle:
         if self._listener is not None:
             self._tried(self._listener, self)
 
-    def allowed(self) -> Any:
-        """Bits of the tokens that may come next, where it is guided; None for all."""
+    def allowed(self, words: int) -> Any:
+        """uint32[words], bits of the tokens that may come next, where it is guided; None for all."""
         guide = self.request.guide
-        return None if guide is None or self.error is not None else self._tried(guide.allowed)
+
+        def found() -> np.ndarray:
+            assert guide is not None
+            bits = np.asarray(guide.allowed())
+            if bits.shape != (words,) or bits.dtype != np.uint32:
+                raise ValueError(
+                    f"a guide gave {bits.dtype}{list(bits.shape)}, and must give uint32[{words}]"
+                )
+            return bits
+
+        return None if guide is None or self.error is not None else self._tried(found)
 
     def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a user's function gives; one that raises ends its own request, and no other."""

@@ -1,5 +1,7 @@
 """Pages of an engine's requests: found, taken, shared, and given to those who come first."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from kvjax.engine.rows import Rows
 from kvjax.engine.slots import Slot
 from kvjax.prefixes.checkpoints import State
 from kvjax.prefixes.found import found_of
+from kvjax.prefixes.nodes import Node
 from kvjax.prefixes.tiers import without_the_gone
 
 SPARE = 16
@@ -39,28 +42,34 @@ class Memory:
             return True
         more = [n + len(each.refs) // SPARE for each, n in zip(counts, wanted, strict=True)]
         found: bool = self._texts.tiers.make_room(wanted, more)
+        self._texts.tiers.keep_limits()
         return found
 
-    def begin(self, slot: Slot, spare: int) -> bool:
+    def begin(self, slot: Slot, others: int) -> bool:
         """Let a request have its row, and the pages of what is known of its prompt; whether there
-        were pages for all of that, and ``spare`` more of each kind."""
+        are pages for all of that, and one more of each kind for each of the others. Where there are
+        none, texts that it could begin with may be what is in its way."""
+        return self._begun(slot, others, self._sharing) or (
+            self._sharing and not others and self._begun(slot, 0, False)
+        )
+
+    def _begun(self, slot: Slot, others: int, sharing: bool) -> bool:
         prompt, texts, terms = slot.prompt, self._texts, self._terms
         path, hit, away, state = [], 0, [], None
-        if self._sharing:
+        if sharing:
             (found,), away, (state,) = without_the_gone(lambda: found_of(texts, slot.key, [prompt]))
             path, hit = found.path, found.hit
             slot.stops = terms.stops(hit, found.known, len(prompt))
-        wanted, most = [], len(prompt) + min(self._rows.rounds, slot.handle.request.limit)
+        wanted, most = [], self._soon(slot, len(prompt))
         for number, kind in enumerate(terms.kinds):
             coming = sum(each.kind == number for each in away)
             more = max(kind.most(most) - len(kind.needed(hit)[0]), 0)
-            wanted.append(more + coming + spare)
-        self._lock(slot, path)
-        if not self.has_room(wanted):
-            self._unlock(slot)
-            return False
-        texts.tiers.come_back(away)
-        fresh = self._pages.begin(slot.row, path, hit)
+            wanted.append(more + coming + others)
+        with _locked(path):
+            if not self.has_room(wanted):
+                return False
+            texts.tiers.come_back(away)
+            fresh = self._pages.begin(slot.row, path, hit)
         if state is not None:
             self._rows.put_state(slot.row, state, fresh)
         slot.filled, slot.fresh = hit, state is None
@@ -68,11 +77,15 @@ class Memory:
             self._rows.mark(slot.row, prompt)
         return True
 
+    def _soon(self, slot: Slot, filled: int) -> int:
+        """Tokens that a row of so many will have with the next rounds."""
+        most = len(slot.prompt) + slot.handle.request.limit
+        return min(filled + self._rows.rounds, most)
+
     def release(self, slot: Slot) -> None:
         """Take a request's row and pages from it."""
         self._pages.release(slot.row)
         self._rows.board.clear(slot.row)
-        self._unlock(slot)
 
     def keep(self, slot: Slot) -> None:
         """Let others share what a row's prompt has come to."""
@@ -89,8 +102,6 @@ class Memory:
         whole = filled // chunk * chunk if self._rows.exact else filled
         tables = [table[slot.row] for table in self._pages.tables]
         self._texts.keep_pages(key, prompt[:whole], tables)
-        # What a row reads must not leave for others.
-        self._lock(slot, self._texts.nodes.walk(key, prompt[:whole]))
 
     def land(self) -> None:
         """Take what was kept of rows off the device; it has come by now."""
@@ -120,11 +131,16 @@ class Memory:
         self._count(nbytes)
         return True
 
-    def resume(self, slot: Slot, spare: int) -> bool:
-        """Let a request that was parked have its row and pages again; whether there were pages, and
-        ``spare`` more of each kind."""
+    def resume(self, slot: Slot, others: int) -> bool:
+        """Let a request that was parked have its row and pages again; whether there are pages, and
+        one more of each kind for each of the others."""
         parked: Parked = slot.handle.parked
-        if not self.has_room([len(columns) + 1 + spare for columns in parked.columns]):
+        most = self._soon(slot, parked.filled)
+        wanted = [
+            max(len(columns), kind.most(most)) + others
+            for kind, columns in zip(self._terms.kinds, parked.columns, strict=True)
+        ]
+        if not self.has_room(wanted):
             return False
         parked.land()
         found = self._pages.take_up(slot.row, parked.columns, parked.filled)
@@ -152,13 +168,15 @@ class Memory:
         self._texts.tiers.limits["host"] = max(self._host - self.parked, 0)
         self._texts.tiers.keep_limits()
 
-    def _lock(self, slot: Slot, path: list[Any]) -> None:
-        """Let a request go on from a path, which begins with that which it went on from before."""
-        for node in path[len(slot.path) :]:
-            node.locked += 1
-            slot.path.append(node)
 
-    def _unlock(self, slot: Slot) -> None:
-        for node in slot.path:
+@contextmanager
+def _locked(path: Sequence[Node]) -> Iterator[None]:
+    """While pages are looked for, a text that is gone on from can't leave; after that its pages are
+    the row's too."""
+    for node in path:
+        node.locked += 1
+    try:
+        yield
+    finally:
+        for node in path:
             node.locked -= 1
-        slot.path = []

@@ -145,5 +145,6 @@ def asked(
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=told_scores(lm.config, logprobs),
-        tenant=named("tenant", tenant), priority=priority, deadline=deadline, penalized=bool(filters.repetition_penalty), guide=guide,
+        tenant=named("tenant", tenant), priority=priority, deadline=deadline,
+        penalized=bool(filters.repetition_penalty), guide=guide,
     )  # fmt: skip

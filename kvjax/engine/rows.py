@@ -72,7 +72,7 @@ class Rows:
         tokens[0, :length] = slot.prompt[start:end]
         ends = end == len(slot.prompt)
         allowed = self._every(1)
-        if ends and (words := slot.handle.allowed()) is not None:
+        if ends and (words := slot.handle.allowed(allowed.shape[1])) is not None:
             allowed[0] = words
         piece = Piece(
             _ints(row), tokens, _ints(length), _ints(start), self._tables(one),
@@ -99,7 +99,7 @@ class Rows:
         for at, (slot, rounds) in zip(places, taking, strict=True):
             lengths[at], number[at] = slot.filled, rounds
             forced[at, :rounds] = slot.forced(rounds)
-            if forced[at, 0] < 0 and (words := slot.handle.allowed()) is not None:
+            if forced[at, 0] < 0 and (words := slot.handle.allowed(allowed.shape[1])) is not None:
                 allowed[at] = words
         # What fills some rows up to their number takes part in no round.
         there = np.minimum(rows, self.count - 1)
@@ -165,14 +165,15 @@ class Rows:
         self.params = params
 
     def compile(self) -> int:
-        """Run every program once, of rows that are empty; how many there are of the model."""
+        """Run every program once, without tokens; how many there are of the model. Rows may be in
+        use."""
+        (rows, _), stands = jax.device_get(self.take(0, 0))
         for width in self.widths:
             self._feed_nothing(width)
         for size in self.sizes:
             self.decode([], size)
-        (rows, _), stands = self.take(0, 0)
-        self.put(0, *jax.device_get((rows, stands)))
         self.mark(0, [])
+        self.put(0, rows, stands)
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)
         jax.block_until_ready(self._with_pages())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.engine.handle import Handle
-from kvjax.prefixes.nodes import Key, Node
+from kvjax.prefixes.nodes import Key
 
 
 def rank(handle: Handle) -> tuple[int, int]:
@@ -20,14 +20,12 @@ class Slot:
 
     ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
     ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
-    ``path``: nodes of a tree that it goes on from; ``stops``: where its state is to be kept;
-    ``key``: among whose texts.
+    ``stops``: where its state is to be kept; ``key``: among whose texts.
     """
 
     handle: Handle
     row: int
     key: Key
-    path: list[Node] = field(default_factory=list)
     stops: set[int] = field(default_factory=set)
     filled: int = 0
     count: int = 0

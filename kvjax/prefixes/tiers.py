@@ -62,7 +62,9 @@ class Tiers:
             if not lacking:
                 break
             kind = node.kind_of(page)
-            if kind is not None and free[kind] < wanted[kind]:
+            # One that somebody else has too would not be free.
+            alone = kind is not None and self._pool.counts[kind].refs[page.number] == 1
+            if kind is not None and alone and free[kind] < wanted[kind]:
                 free[kind], lacking = free[kind] + 1, lacking - 1
                 leaving.append((node, kind, page))
         if any(n > m for n, m in zip(least, free, strict=True)):
