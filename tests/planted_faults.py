@@ -356,16 +356,6 @@ FAULTS = (
         "known = [][self.count : self.count + rounds]", ("engine",),
     ),
     Fault(
-        "what a row reads is not locked", "engine/memory.py",
-        "        self._lock(slot, self._texts.nodes.walk(key, prompt[:whole]))",
-        "        self._lock(slot, [])", ("engine",),
-    ),
-    Fault(
-        "locks stay", "engine/memory.py",
-        "            node.locked -= 1",
-        "            node.locked -= 0", ("engine",),
-    ),
-    Fault(
         "pages of a request stay its own", "engine/pages.py",
         "                counts.release(page)",
         "                counts.refs[page] -= 0", ("engine",),

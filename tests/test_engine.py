@@ -131,14 +131,15 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
     share what they begin with; and nothing is compiled for it."""
     wanted, meter = alone(policy), Meter()
-    for host in ("1GiB", 0):
+    states = 2 * engine_of(policy).terms.state_bytes
+    for host in ("1GiB", states):
         engine = engine_of(policy, host_memory=host)
         engine.compile()
         with meter.running():
             handles = in_any_order(engine, asked(), seed=len(policy))
         assert meter.compilations == 0
         stats = engine.stats()
-        assert stats.preemptions > 0 and (stats.parked > 0) == bool(host)
+        assert stats.preemptions > 0 and (stats.parked < stats.preemptions or host != states)
         assert stats.cached_tokens > 100 and settled(engine)
         for number, handle in handles.items():
             tokens, text, scores, reason = wanted[number]
@@ -242,6 +243,19 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
     found = [score.logprob for score in late.logprobs]
     # Of those before, some were drawn by the others.
     np.testing.assert_allclose(found[44:], wanted[44:], atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", COVERED)
+def test_requests_that_need_all_pages(policy):
+    """One that fits just so, behind texts that were kept, and beside others."""
+    kinds = engine_of(policy).terms.kinds
+    engine = engine_of(policy, pages=max(kind.most(180) for kind in kinds), checkpoint_every=1)
+    first = [*range(60), *range(60)]
+    second = [*first[:100], 1, 2, 3]
+    for prompts in ([first], [second], [first, second, first[:50], [7, 8]]):
+        handles = engine.run(prompts, max_new_tokens=60)
+        assert all(len(handle.tokens) == 60 for handle in handles)
+    assert settled(engine)
 
 
 def test_a_request_that_ends_gives_its_pages_back_at_once():

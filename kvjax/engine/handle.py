@@ -121,7 +121,7 @@ class Handle:
             self._tried(self._listener, self)
 
     def allowed(self, words: int) -> Any:
-        """uint32[words], bits of the tokens that may come next, where it is guided; None for all."""
+        """uint32[words]: bits of the tokens that may come next, where it is guided; or None."""
         guide = self.request.guide
 
         def found() -> np.ndarray:

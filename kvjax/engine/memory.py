@@ -82,6 +82,12 @@ class Memory:
         most = len(slot.prompt) + slot.handle.request.limit
         return min(filled + self._rows.rounds, most)
 
+    def forget_texts(self) -> None:
+        """Keep nothing that requests could begin with."""
+        for root in list(self._texts.nodes.roots.values()):
+            self._texts.tiers.remove(root)
+        self._texts.nodes.roots.clear()
+
     def release(self, slot: Slot) -> None:
         """Take a request's row and pages from it."""
         self._pages.release(slot.row)

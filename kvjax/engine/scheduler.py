@@ -114,14 +114,19 @@ class Scheduler:
 
     def _room_for(self, slot: Slot, tokens: int) -> bool:
         """Let a row have the pages of so many tokens more: of texts that nobody has, or else of
-        requests that come after it; where there are none, it gives its own to others."""
-        wanted = self._rows.pages.wanted(slot.row, slot.filled + tokens)
-        while not self._memory.has_room(wanted):
+        requests that come after it; where there are none, it gives its own to others. One that is
+        alone has all that there is."""
+        pages, end = self._rows.pages, slot.filled + tokens
+        while not self._memory.has_room(pages.wanted(slot.row, end)):
             others = [x for x in self.running if rank(x.handle) > rank(slot.handle)]
-            self._preempt(youngest(others) if others else slot)
-            if not others:
+            if others:
+                self._preempt(youngest(others))
+            elif len(self.running) > 1:
+                self._preempt(slot)
                 return False
-        self._rows.pages.extend(slot.row, slot.filled + tokens)
+            else:
+                self._memory.forget_texts()
+        pages.extend(slot.row, end)
         return True
 
     def _preempt(self, slot: Slot) -> None:
