@@ -173,9 +173,10 @@ def uncached(params, tokens):
     return lettered().apply(params, tokens)
 
 
-def test_greedy_texts_are_those_of_generate():
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_generate(temperature):
     prompts = [prompt for prompt, _ in asked()[:8]]
-    settings = {"max_new_tokens": 20, "eos_token_ids": ()}
+    settings = {"max_new_tokens": 20, "eos_token_ids": (), "temperature": temperature, "seed": 5}
     wanted = kvjax.generate(lettered(), prompts, prefill_chunk=CHUNK, **settings)
     for given in ({}, {"exact": False}, {"prefix_cache": False}):
         handles = engine_of(**given).run(prompts, **settings)
