@@ -356,6 +356,55 @@ def test_a_continued_text_has_no_second_beginning(byte_tokenizer):
     assert asked == [True, False, True]  # an empty cache holds no beginning yet
 
 
+# Log-probabilities, and biases
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}, {"use_cache": False}],
+    ids=["greedy", "drawn twice", "uncached"],
+)
+def test_log_probabilities_are_the_models_own(tiny_llama, settings):
+    """Whatever is drawn from; and of a stream's pieces the same."""
+    given = {"max_new_tokens": 6, "logprobs": 3, **SHARED, **settings}
+    result, apply = generate(tiny_llama, PROMPTS, **given), jax.jit(tiny_llama.architecture.apply)
+    prompts = [prompt for prompt in PROMPTS for _ in range(settings.get("n", 1))]
+    assert result.logprobs is not None
+    for prompt, new, scores in zip(prompts, result.tokens, result.logprobs, strict=True):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt) + 6] = prompt + new
+        known = np.asarray(jax.nn.log_softmax(apply(tiny_llama.params, tokens)[0]))
+        for token, score, line in zip(new, scores, known[len(prompt) - 1 :], strict=False):
+            assert abs(score.logprob - line[token]) < 1e-5
+            ids, logprobs = zip(*score.likeliest, strict=True)
+            np.testing.assert_allclose(logprobs, np.sort(line)[:-4:-1], atol=1e-5)
+            np.testing.assert_allclose(line[list(ids)], logprobs, atol=1e-5)
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    for piece in stream(tiny_llama, PROMPTS, **given):
+        for row, scores in zip(pieces, piece.logprobs, strict=True):
+            row += scores
+    assert pieces == result.logprobs
+
+
+def test_log_probabilities_end_where_the_text_does(byte_tokenizer):
+    lm = scripted("one two three", tokenizer=byte_tokenizer)
+    result = generate(lm, "a", max_new_tokens=13, stop="two", logprobs=0, **SHARED)
+    assert result.text == ["ne "] and len(result.logprobs[0]) == len(result.tokens[0]) == 3
+    assert all(score.likeliest == () for score in result.logprobs[0])
+    assert generate(lm, "a", max_new_tokens=3, **SHARED).logprobs is None
+
+
+def test_a_bias_forbids_tokens_and_forces_them(tiny_llama):
+    free = generate(tiny_llama, PROMPTS, max_new_tokens=6, **SHARED).tokens
+    banned = dict.fromkeys({token for row in free for token in row}, -1e6)
+    other = generate(tiny_llama, PROMPTS, max_new_tokens=6, logit_bias=banned, **SHARED).tokens
+    assert not {token for row in other for token in row} & set(banned)
+    forced = generate(tiny_llama, PROMPTS, max_new_tokens=6, logit_bias={9: 1e6}, **SHARED)
+    assert forced.tokens == [[9] * 6] * 3
+    other = generate(tiny_llama, PROMPTS, max_new_tokens=6, logit_bias={8: 1e6}, **SHARED)
+    assert other.tokens == [[8] * 6] * 3 and other.stats.compilations == 0
+
+
 def test_capacities_and_widths():
     expected = {1: 64, 64: 64, 65: 96, 96: 96, 97: 128, 128: 128, 129: 192, 193: 256, 3000: 3072}
     assert {n: capacity_bucket(n) for n in expected} == expected
@@ -488,6 +537,10 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ("a" * 96, {}, "make 101, but the model has only 100 positions"),
         ("a", {"max_len": 200}, "max_len is 200, but the model has only 100 positions"),
         ("a", {"top_p": 0}, "top_p must be"),
+        ("a", {"logprobs": -1}, "logprobs must be a whole number, at least 0"),
+        ("a", {"logprobs": 21}, "logprobs is 21, and must be at most 20"),
+        ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999 is out of range"),
+        ("a", {"logit_bias": {1: 1e9}}, "logit_bias must be numbers from -1e6 to 1e6"),
         ("a", {"temperature": -1}, "temperature must be"),
         (["a", "b"], {"seed": [1]}, "1 seeds for 2 prompts"),
         ("a", {"cache": "dynamical"}, "unknown cache policy 'dynamical'"),
