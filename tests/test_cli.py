@@ -118,6 +118,20 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert set(found["stats"]["cache_bytes"]) == {"device"}
 
 
+def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
+    arguments = ("--max-new-tokens", 3, "--logprobs", 2, "--logit-bias", "70=1000", "--json")
+    code, out, err = run("generate", "Once", "--model", tiny_llama_dir, *arguments)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    settings = {"max_new_tokens": 3, "logprobs": 2, "logit_bias": {70: 1000}}
+    (expected,) = kvjax.generate(tiny_llama, ["Once"], **settings).logprobs or ()
+    assert found["tokens"] == [70] * 3
+    assert found["logprobs"] == [
+        {"logprob": score.logprob, "likeliest": [list(pair) for pair in score.likeliest]}
+        for score in expected
+    ]
+
+
 @pytest.mark.rare
 def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_llama):
     """One line of warning, and a field of the figures."""
@@ -217,6 +231,9 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
         (("--cache", "auto", "--cache-memory", "100B"), ("100 bytes of the device",)),
         (("--cache-memory", "1GB"), ("static", "memory")),
         (("--prefetch", 1), ("static", "prefetch")),
+        (("--logprobs", 1), ("--logprobs", "--json")),
+        (("--logprobs", 21, "--json"), ("logprobs", "21", "20")),
+        (("--logit-bias", "70"), ("--logit-bias", "TOKEN=NUMBER", "70")),
     ],
 )
 def test_bad_option_is_one_line(run, tiny_llama_dir, arguments, words):

@@ -63,17 +63,21 @@ def test_ten_lengths_and_counts_compile_nothing(tiny_llama, settings):
 
 def test_new_numbers_compile_nothing(tiny_llama):
     prompts = [prompt(5)]
-    generate(tiny_llama, prompts, max_new_tokens=8, min_new_tokens=1, **SAMPLED)
+    asked: dict[str, Any] = SAMPLED | {"logit_bias": {5: 2.0}, "logprobs": 2}
+    generate(tiny_llama, prompts, max_new_tokens=8, min_new_tokens=1, **asked)
     changed = {"temperature": 0.3, "top_k": 100, "top_p": 0.5, "min_p": 0.1}
     for other in (
         {"seed": 2**40},
         {"repetition_penalty": 0.9},
         {"min_new_tokens": 5},
         {"eos_token_ids": [1, 2, 3]},
+        {"logit_bias": {token: -1.0 for token in range(7)}},
         changed,
     ):
-        settings: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 2} | SAMPLED | other
+        settings: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 2} | asked | other
         assert generate(tiny_llama, prompts, **settings).stats.compilations == 0
+    fewer: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 2} | asked | {"logprobs": 1}
+    assert generate(tiny_llama, prompts, **fewer).stats.compilations == 2  # first token, and loop
 
 
 def test_streams_and_continuations_share_the_programs(tiny_llama):

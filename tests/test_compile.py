@@ -18,7 +18,10 @@ POLICIES: dict[str, tuple[Any, int]] = {
     "sliding_window": (kvjax.policy("sliding_window", window=20, sinks=2), 90),
     "offloaded_static": (kvjax.policy("offloaded_static", block=16), 90),
 }
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1}
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1, "logit_bias": {7: 1.0},
+    "logprobs": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def test_settings_choose_programs(lm):
     jax.clear_caches()
     settings: dict[str, Any] = {"max_len": 40, **SAMPLED}
     kvjax.compile(lm, min_new_tokens=3, **settings)
-    for more in ({}, {"temperature": 0.1, "top_k": 50, "repetition_penalty": 2.0}):
+    for more in ({}, {"temperature": 0.1, "top_k": 50, "logit_bias": {9: 2.0}}):
         given: dict[str, Any] = settings | {"max_new_tokens": 9, "min_new_tokens": 2} | more
         assert generate(lm, [prompt(9)], **given).stats.compilations == 0
     for piece in stream(lm, [prompt(5)], max_new_tokens=12, min_new_tokens=1, **settings):

@@ -294,6 +294,7 @@ def test_the_programs_of_a_generation(device, lm):
     """Those that are compiled here, of a loaded model or of its config alone, with the cache in
     place."""
     given = {"max_len": 80, "batch": 2, "temperature": 0.5, "repetition_penalty": 1.1}
+    given |= {"logit_bias": {5: 1.0}, "logprobs": 2}
     here = kvjax.compile(lm, kvjax.CachePolicy(kvjax.Growing(64)), **given)
     for model in (lm, lm.architecture):
         made = kvjax.compile(model, kvjax.CachePolicy(kvjax.Growing(64)), device=device, **given)
@@ -305,7 +306,7 @@ def test_the_programs_of_a_generation(device, lm):
     for name in ("decode of 80", "prefill 128 of 80"):
         assert made.executables[name].memory_analysis().alias_size_in_bytes >= held
     mesh = kvjax.make_mesh(data=2, devices=device)
-    of_each = kvjax.compile(lm.architecture, max_len=64, batch=2, device=mesh)
+    of_each = kvjax.compile(lm.architecture, max_len=64, batch=2, device=mesh, logprobs=1)
     assert "num_partitions=2" in str(of_each.executables["decode"].as_text())
     aliased = of_each.executables["decode"].memory_analysis().alias_size_in_bytes
     assert aliased >= held // 2 * 64 // 80

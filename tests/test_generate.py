@@ -391,6 +391,8 @@ def test_log_probabilities_end_where_the_text_does(byte_tokenizer):
     result = generate(lm, "a", max_new_tokens=13, stop="two", logprobs=0, **SHARED)
     assert result.text == ["ne "] and len(result.logprobs[0]) == len(result.tokens[0]) == 3
     assert all(score.likeliest == () for score in result.logprobs[0])
+    for piece in stream(lm, "a", max_new_tokens=13, stop="two", logprobs=0, **SHARED):
+        assert len(piece.logprobs[0]) == len(piece.tokens[0])
     assert generate(lm, "a", max_new_tokens=3, **SHARED).logprobs is None
 
 
@@ -541,6 +543,9 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ("a", {"logprobs": 21}, "logprobs is 21, and must be at most 20"),
         ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999 is out of range"),
         ("a", {"logit_bias": {1: 1e9}}, "logit_bias must be numbers from -1e6 to 1e6"),
+        ("a", {"logit_bias": {1: np.nan}}, "logit_bias must be numbers .*, got nan"),
+        ("a", {"logit_bias": {1.5: 1}}, "a token of logit_bias must be a whole number"),
+        ("a", {"logit_bias": [1]}, r"logit_bias must map token ids to numbers, got \[1\]"),
         ("a", {"temperature": -1}, "temperature must be"),
         (["a", "b"], {"seed": [1]}, "1 seeds for 2 prompts"),
         ("a", {"cache": "dynamical"}, "unknown cache policy 'dynamical'"),

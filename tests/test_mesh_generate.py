@@ -178,6 +178,13 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
                     call()
 
 
+def told(result: Any) -> list[Any]:
+    """Log-probabilities, those of a token's own and of its likeliest."""
+    return [
+        [score.logprob, *sum(score.likeliest, ())] for row in result.logprobs or () for score in row
+    ]
+
+
 @pytest.mark.rare
 def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
     over = mesh("2-2-2")
@@ -185,7 +192,8 @@ def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
     ways = (
         {"use_cache": False},
         {"temperature": 1.0, "seed": 3},
-        filters | {"seed": 3},
+        {"logprobs": 2, "logit_bias": {65: 3.0}},
+        filters | {"seed": 3, "logprobs": 2},
         filters | {"seed": [5, 6, 7]},
         *({"temperature": 0.9, name: filters[name]} for name in filters if FULL),
     )
@@ -194,6 +202,8 @@ def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
         wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
         found = kvjax.generate(tiny_llama, PROMPTS, mesh=over, **settings)
         assert found.tokens == wanted.tokens
+        for score, other in zip(told(found), told(wanted), strict=True):
+            np.testing.assert_allclose(score, other, atol=1e-5)
     settings["stop"] = wanted.text[0][3:5]
     wanted = kvjax.generate(tiny_llama, PROMPTS, **settings)
     pieces = list(running := kvjax.stream(tiny_llama, PROMPTS, mesh=over, **settings))

@@ -707,7 +707,7 @@ def test_the_pages_examples_run(running):
             capture_output=True, text=True,
         )  # fmt: skip
         assert found.returncode == 0, (line, found.stdout, found.stderr)
-    code = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    code = re.search(r"^```python\n(from openai .*?)^```", text, re.MULTILINE | re.DOTALL)[1]
     code = code.replace("http://127.0.0.1:8000", running.url).replace("kvjax-tiny", MODEL)
     exec(compile(code, "serving.md", "exec"), {})
 
