@@ -32,7 +32,7 @@ DONE = [1, 3, 4, 5, 6, 7]
 class Asked(SimpleNamespace):
     """What stands for a handle: each is itself."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
