@@ -124,11 +124,11 @@ def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
     assert (code, err) == (0, "")
     found = json.loads(out)
     settings = {"max_new_tokens": 3, "logprobs": 2, "logit_bias": {70: 1000}}
-    (expected,) = kvjax.generate(tiny_llama, ["Once"], **settings).logprobs or ()
-    assert found["tokens"] == [70] * 3
+    expected = kvjax.generate(tiny_llama, ["Once"], **settings).logprobs
+    assert found["tokens"] == [70] * 3 and expected is not None
     assert found["logprobs"] == [
         {"logprob": score.logprob, "likeliest": [list(pair) for pair in score.likeliest]}
-        for score in expected
+        for score in expected[0]
     ]
 
 
