@@ -316,6 +316,26 @@ def test_a_row_that_is_not_finite_ends_alone():
     assert [handle.reason for handle in handles] == ["length", "error", "length"]
 
 
+def test_rows_that_are_not_finite_leave_nothing_to_those_with_windows():
+    """Whose pages they have had."""
+    lm = small(tie_word_embeddings=False)
+    params = jax.tree.map(lambda x: x, lm.params)
+    table = params["model"]["embed_tokens"]
+    table["weight"] = table["weight"].at[60].set(jnp.nan)
+    engine = engine_of("hybrid", lm=dataclasses.replace(lm, params=params), prefix_cache=False)
+    rng = np.random.default_rng(0)
+    good, bad = [], []
+    for number in range(24):
+        prompt = rng.integers(0, 60, int(rng.integers(5, 90))).tolist()
+        bias = {60: -1e6}
+        good.append(engine.submit(prompt, max_new_tokens=40, seed=number, logit_bias=bias))
+        bad.append(engine.submit([*prompt, 60], max_new_tokens=5))
+    while engine.step():
+        pass
+    assert {handle.reason for handle in good} == {"length"}
+    assert {handle.reason for handle in bad} == {"error"}
+
+
 class Choice:
     """A guide: one text, letter by letter, and then the end."""
 

@@ -160,9 +160,12 @@ class Engine:
         """Do the next piece of work; whether there is more."""
         start, waited = time.perf_counter(), self._counters.waiting_seconds
         ended = self._take_in()
-        flight = self._scheduler.send()
-        if flight.sent:
-            self._flying.append(flight)
+        flight = Flight()
+        try:
+            self._scheduler.send(flight)
+        finally:  # what was sent comes back, whatever stopped the rest
+            if flight.sent:
+                self._flying.append(flight)
         # What waits fits alone, so that somebody can always go on.
         there = self._scheduler.waiting or self._scheduler.running
         assert flight.sent or self._flying or ended or not there, "no request goes on"

@@ -131,7 +131,14 @@ def decode(held: Held, model: Model, params: Any, call: Rounds) -> tuple[Held, R
     """Decode, until each row has taken part in its rounds, or is done."""
     before, (rows, most) = _some(held, call.rows), call.forced.shape
     begins = (call.rounds > 0) & ~before.progress.done
-    context = _context(before.cache, jnp.where(begins, call.lengths, 0), call.tables)
+    written = before.cache.written
+    # Windows in pages have given back what the last round leaves behind: whatever stands there now
+    # is no number of the row's. Of layers with a tail the marks say what that holds.
+    ends = jnp.where(begins, call.lengths + call.rounds, 0)[:, None]
+    raw = jnp.array([x.policy.paging is not None and x.tail is None for x in before.cache.layers])
+    written = jnp.where(raw, jnp.maximum(written, ends), written)
+    lengths = jnp.where(begins, call.lengths, 0)
+    context = _context(before.cache, lengths, call.tables, written=written)
     out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MOST_SCORES)
 
     def active(step: Array, progress: Progress) -> SomeRows:

@@ -59,9 +59,8 @@ class Scheduler:
             if slot.handle is handle:
                 self._leave(slot)
 
-    def send(self) -> Flight:
-        """A step's programs, on their way; none where there is nothing to do."""
-        flight = Flight()
+    def send(self, flight: Flight) -> None:
+        """Send a step's programs; none where there is nothing to do."""
         decoding = sum(not slot.reading for slot in self.running)
         left = self._tokens - decoding
         while (slot := self._next_to_read()) is not None:
@@ -74,7 +73,6 @@ class Scheduler:
             self._feed(flight, slot, length)
             left -= width
         self._decode(flight, left + decoding)
-        return flight
 
     def _next_to_read(self) -> Slot | None:
         """The next whose prompt is to be read, with a row."""

@@ -50,7 +50,7 @@ class Service:
     @property
     def running(self) -> bool:
         """Whether requests are done."""
-        return self._thread.is_alive() and not self._stopping
+        return self._thread.is_alive() and not self._stopping and self.error is None
 
     def submit(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Handle:
         """Ask for a text; see ``Engine.submit``. Who reads its ``pieces`` gets them all.
