@@ -322,14 +322,16 @@ def test_rows_that_are_not_finite_leave_nothing_to_those_with_windows():
     params = jax.tree.map(lambda x: x, lm.params)
     table = params["model"]["embed_tokens"]
     table["weight"] = table["weight"].at[60].set(jnp.nan)
-    engine = engine_of("hybrid", lm=dataclasses.replace(lm, params=params), prefix_cache=False)
-    rng = np.random.default_rng(0)
-    good, bad = [], []
+    given = {"host_memory": 0, "decode_rounds": 8}
+    engine = engine_of("hybrid", lm=dataclasses.replace(lm, params=params), **given)
+    rng, good, bad = np.random.default_rng(0), [], []
     for number in range(24):
-        prompt = rng.integers(0, 60, int(rng.integers(5, 90))).tolist()
-        bias = {60: -1e6}
-        good.append(engine.submit(prompt, max_new_tokens=40, seed=number, logit_bias=bias))
-        bad.append(engine.submit([*prompt, 60], max_new_tokens=5))
+        prompt = rng.integers(0, 60, int(rng.integers(1, 90))).tolist()
+        broken = (prompt * 70)[:70]
+        broken[35] = 60
+        bad.append(engine.submit(broken, max_new_tokens=20))
+        more = {"seed": number, "logit_bias": {60: -1e6}}
+        good.append(engine.submit(prompt, max_new_tokens=20 + number, **more))
     while engine.step():
         pass
     assert {handle.reason for handle in good} == {"length"}
