@@ -49,6 +49,12 @@ SMALLER = {
         "[64, 128, 256, 512, 960]": "[64, 128]",
         "max_len=64": "max_len=128",  # a token is a byte
     },
+    "serving.ipynb": {
+        "counts = [1, 2, 4, 8, 16]": "counts = [4]",
+        "range(5)": "range(2)",
+        "sizes, runs = [64, 24]": "sizes, runs = [64, 64]",
+        "in (1, 4, 16)": "in (4,)",
+    },
     "sharded.ipynb": {
         # Compiled as in this process, which has as many devices.
         '"--xla_force_host_platform_device_count=8"': repr(os.environ["XLA_FLAGS"]),

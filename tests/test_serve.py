@@ -24,11 +24,14 @@ import pytest
 
 import kvjax
 from kvjax import cli
+from kvjax.cli.batch_lines import asked_for, object_of
 from kvjax.generation.guides import Guides
+from kvjax.models.chat import ChatTemplates
 from kvjax.serve.needed import check_installed
 from kvjax.serve.server import Server, address_of, bound
 from kvjax.serve.settings import Settings
 from kvjax.serve.token_texts import TokenTexts
+from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, LONGEST = 4, 512
@@ -689,6 +692,79 @@ def test_the_page_stands_alone(running):
         assert running.http.get(path).status_code in (200, 405), path
 
 
+SQUARES = """
+(() => {
+  const canvas = document.querySelector(".pool canvas"), pen = canvas.getContext("2d");
+  const pages = newest.pages[0], columns = Math.floor((canvas.clientWidth + 2) / 17), found = {};
+  for (let at = 0; at < pages; at++) {
+    const x = 17 * (at % columns) + 7, y = 17 * Math.floor(at / columns) + 7;
+    const color = "#" + [...pen.getImageData(x, y, 1, 1).data].slice(0, 3)
+      .map((each) => each.toString(16).padStart(2, "0")).join("");
+    found[color] = (found[color] ?? 0) + 1;
+  }
+  return ["used", "cached", "free"].map((name) => found[color(name)] ?? 0);
+})()
+"""
+"""How many of the page's squares have which color."""
+
+
+@pytest.mark.rare
+def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
+    if os.name == "nt" or browser.found() is None:
+        pytest.skip("needs a Chromium")
+    running = own(keys=("first",))
+    prompt = running.lm.chat([{"role": "user", "content": "hello"}])
+    settings = {"max_new_tokens": 24, "temperature": 0.0}
+    answer, more = (alone(running, each, **settings).text for each in (prompt, "world"))
+    with browser.Browser(browser.found(), tmp_path) as tab:
+        size = {"height": 800, "deviceScaleFactor": 1, "mobile": False}
+        tab.ask("Emulation.setDeviceMetricsOverride", width=1200, **size)
+        tab.ask("Page.navigate", url=running.url)
+        # It asks for a key until it has one that is known.
+        tab.until("document.querySelector('dialog')?.open")
+        tab.type("second")
+        tab.until("$('ask-key').open && $('why').textContent.includes('does not know')")
+        tab.type("first")
+        tab.until("$('state').textContent === 'running' && chat && model")
+        # Both kinds of requests, and a model of which the page is told late that it has no chat.
+        tab.run("$('temperature').value = 0; $('tokens').value = 24; $('words').focus()")
+        said = "document.querySelector('#talk > :last-child .said').textContent"
+        for words, wanted, chat in (("hello", answer, True), ("world", more, False)):
+            tab.type(words)
+            tab.until("!running && document.querySelector('#talk > :last-child .foot')")
+            assert tab.run(said) == wanted and tab.run("chat") is chat
+            monkeypatch.setattr(running.lm.tokenizer, "templates", ChatTemplates({}, {}, ""))
+        tab.run("$('clear').click()")
+        assert tab.run("$('talk').children.length") == 1
+        # One under way: its pages are drawn, and it can be stopped.
+        running.hold()
+        tab.run("$('tokens').value = 400")
+        tab.type("import")
+        running.let(8)
+        tab.until(f"newest.used[0] > 0 && {said}.length > 6")
+        stats = running.engine.stats()
+        (used,), (cached,), (free,) = stats.used, stats.cached, stats.free
+        tab.until(f"newest.used[0] === {used} && newest.cached[0] === {cached}")
+        assert tab.run(SQUARES) == [used, cached, free] and used > 0
+        assert tab.run("$('send').textContent") == "Stop"
+        tab.click("#send")
+        tab.until("$('send').textContent === 'Send'")
+        assert tab.run("document.querySelector('.foot').textContent") == "stopped"
+        running.go_on()
+        running.until(lambda: running.ended("cancelled") == 1)
+        # A server's refusal is shown, and what was asked comes back.
+        tab.run("$('tokens').value = 5000")
+        tab.type("import")
+        tab.until("document.querySelector('.wrong')")
+        assert "room for" in tab.run("document.querySelector('.wrong').textContent")
+        assert tab.run("$('words').value") == "import"
+        for width in (1200, 768, 400):
+            tab.ask("Emulation.setDeviceMetricsOverride", width=width, **size)
+            assert tab.run("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert [x for x in tab.events if x["method"] == "Runtime.exceptionThrown"] == []
+    running.idle()
+
+
 def _section(title):
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
@@ -710,6 +786,18 @@ def test_the_pages_examples_run(running):
     code = re.search(r"^```python\n(from openai .*?)^```", text, re.MULTILINE | re.DOTALL)[1]
     code = code.replace("http://127.0.0.1:8000", running.url).replace("kvjax-tiny", MODEL)
     exec(compile(code, "serving.md", "exec"), {})
+
+
+def test_the_pages_engine_runs(tiny_llama, capsys):
+    code = "".join(re.findall(r"^```python\n(.*?)^```", _section("In a script"), re.M | re.S))
+    found = {"kvjax": kvjax, "lm": tiny_llama}
+    exec(compile(code, "serving.md", "exec"), found)
+    assert found["handle"].done and [len(each.tokens) for each in found["handles"]] == [32, 32]
+    assert capsys.readouterr().out.startswith(found["handle"].text)
+    assert not found["engine"].busy
+    (lines,) = re.findall(r"^```text\n(.*?)^```", _section("A file of prompts"), re.M | re.S)
+    asked = [asked_for(object_of(line.encode()), tiny_llama, False) for line in lines.splitlines()]
+    assert [prompt for prompt, _ in asked] == ["The json module", "An iterator"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
