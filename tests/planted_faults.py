@@ -327,8 +327,8 @@ FAULTS = (
     ),
     Fault(
         "a cancel is lost", "engine/engine.py",
-        'self._inbox.append(lambda: self._end(handle, "cancelled"))',
-        "self._inbox.append(lambda: None)", ("engine",),
+        'self._inbox.append(lambda: handle.done or self._end(handle, "cancelled"))',
+        "self._inbox.append(lambda: handle.done)", ("engine",),
     ),
     Fault(
         "a request that ended keeps its row", "engine/scheduler.py",
@@ -422,9 +422,9 @@ FAULTS = (
         "    return -handle.request.priority, handle.number", ("engine",),
     ),
     Fault(
-        "a deadline is never looked at", "engine/engine.py",
-        '                self._end(handle, "deadline")',
-        '                self._end(handle, "deadline") if handle.done else None', ("engine",),
+        "a deadline is never looked at", "engine/scheduler.py",
+        "if deadline is not None and now - handle.times.submitted > deadline",
+        "if deadline is not None and now - handle.times.submitted > 1e9", ("engine",),
     ),
     Fault(
         "a guide is asked before its token is known", "engine/slots.py",
@@ -435,6 +435,20 @@ FAULTS = (
         "rows see how long the others are", "engine/programs.py",
         "        with each_row_alone():",
         "        if True:", ("engine",),
+    ),
+    Fault(
+        "a window's marks lag behind what the host gave back", "engine/programs.py",
+        "written = jnp.where(raw, jnp.maximum(written, ends), written)",
+        "written = jnp.where(raw, jnp.maximum(written, 0 * ends), written)", ("engine",),
+    ),
+    Fault(
+        "what is parked stays on the device", "engine/memory.py",
+        "        self._coming.append(parked.land)", "        self._coming.append(lambda: None)",
+        ("engine",),
+    ),
+    Fault(
+        "a failed program leaves its requests", "engine/engine.py",
+        "            self._fail(error)", "            del error", ("engine",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",

@@ -222,7 +222,15 @@ def test_other_parameters_between_steps():
     assert after.tokens == wanted.tokens and settled(engine)
     assert before[0].tokens[:4] == old[:4] and all(len(each.tokens) == 60 for each in before)
     with pytest.raises(ValueError, match="not those of the engine's model"):
-        engine.update({"other": np.zeros(3)})
+        engine.update({"other": jnp.zeros(3)})
+    meter, device = Meter(), jax.devices()[0]
+    with meter.running():
+        engine.update(jax.device_put(params, device))
+        engine.run([[1, 2]])
+    assert meter.compilations == 0
+    for tenant in range(9):
+        engine.run([[1, 2]], tenant=tenant)
+    assert len(engine._texts.nodes.roots) < 3
 
 
 def test_what_was_told_stays_though_it_is_computed_again_by_others():
@@ -368,6 +376,55 @@ def test_a_guide_says_what_may_come(host):
         pass
     assert [handle.tokens for handle in guided] == texts
     assert all(len(each.tokens) == 100 for each in others) and settled(engine)
+
+
+def test_a_program_that_fails_ends_all_requests(monkeypatch):
+    engine, ended = engine_of(), []
+    for n in range(6):
+        engine.submit([1, 2, n], max_new_tokens=30, listener=ended.append)
+    engine.step()
+    monkeypatch.setattr(engine._rows, "decode", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert {handle.reason for handle in ended} == {"error"} and len(set(ended)) == 6
+    assert all(isinstance(handle.error, ZeroDivisionError) for handle in ended)
+    assert settled(engine)
+
+
+def test_an_interrupted_step_loses_nothing(monkeypatch):
+    """What it had sent comes back with the next."""
+    engine = engine_of()
+    handles = [engine.submit(prompt, **settings) for prompt, settings in asked()[:6]]
+    send, left = engine._rows.decode, iter([False, True, False, True])
+
+    def decode(*given):
+        if next(left, False):
+            raise KeyboardInterrupt
+        return send(*given)
+
+    monkeypatch.setattr(engine._rows, "decode", decode)
+    while engine.busy:
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    assert [told(handle) for handle in handles] == alone("raw")[:6] and settled(engine)
+
+
+def test_what_is_parked_leaves_the_device():
+    engine = engine_of(pages=8, prefix_cache=False)
+    late = engine.submit([1] * 40, max_new_tokens=60)
+    while len(late.tokens) < 4:
+        engine.step()
+    engine.submit([2] * 60, max_new_tokens=60, priority=-1)
+    while late.parked is None:
+        engine.step()
+    engine.step()
+    engine.step()
+    kept = [late.parked.rows, late.parked.stands, [each() for each in late.parked.contents]]
+    assert all(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(kept))
+    assert late.parked.landed and engine.stats().parked_bytes == late.parked.nbytes
+    while engine.step():
+        pass
+    assert len(late.tokens) == 60 and settled(engine)
 
 
 def test_a_guide_or_a_listener_that_fails_ends_its_own_request():

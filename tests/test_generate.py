@@ -14,9 +14,9 @@ import tokenizers
 import kvjax
 from kvjax.generation import programs, settings
 from kvjax.generation.capacities import capacity_bucket
+from kvjax.generation.drawing import make_settings
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.request import chunk_bucket
-from kvjax.generation.sampling import make_settings
 from kvjax.models.text import Tokenizer
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax.generation.filters as ways
 from kvjax.generation import sampling
-from kvjax.generation.sampling import Filters, make_settings
+from kvjax.generation.drawing import make_settings
+from kvjax.generation.sampling import Filters
 
 VOCAB = 500
 

@@ -26,6 +26,13 @@ def whole_or_none(name: str, value: Any, least: int) -> int | None:
     return None if value is None else whole_number(name, value, least)
 
 
+def truth_value(name: str, value: Any) -> bool:
+    """``value``, or a ``ValueError`` that names it where it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, and must be True or False")
+    return value
+
+
 def is_traced(x: Any) -> bool:
     """Whether an array's numbers are not there to be looked at: inside ``jit`` and its like."""
     return isinstance(x, Tracer)

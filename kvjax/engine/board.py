@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.engine.programs import Asked
+from kvjax.engine.calls import Asked
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
-from kvjax.generation.sampling import NO_TOKEN, Sampling, make_settings
+from kvjax.generation.drawing import make_settings
+from kvjax.generation.sampling import NO_TOKEN, Sampling
 from kvjax.placement.device import Device
 
 

@@ -1,21 +1,19 @@
 """Continuous batching: requests come and go, and the device never waits."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
-import numpy as np
-
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import truth_value, whole_number
 from kvjax.core.context import outside
-from kvjax.core.device import fetch
-from kvjax.engine.absorbing import taken_in
+from kvjax.engine.flights import Flight, Flights
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.memory import Memory
 from kvjax.engine.request import Asking, asked
 from kvjax.engine.rows import Rows
-from kvjax.engine.scheduler import Flight, Scheduler
+from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.engine.terms import DEFAULT_ROWS, engine_terms
 from kvjax.generation.ahead import Compiled
@@ -92,9 +90,8 @@ class Engine:
         limits = InferenceLimits() if limits is None else limits
         count = limits.max_batch_size or DEFAULT_ROWS
         rounds = whole_number("decode_rounds", decode_rounds, 1)
-        for name, value in {"exact": exact, "prefix_cache": prefix_cache}.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}, and must be True or False")
+        truth_value("exact", exact)
+        truth_value("prefix_cache", prefix_cache)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every
         )
@@ -107,9 +104,9 @@ class Engine:
         self._counters = Counters()
         self._scheduler = Scheduler(self._rows, self._memory, tokens, self._counters)
         self._ahead = limits.prefetch_steps
-        self._flying: deque[Flight] = deque()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._number = 0
+        self._flights = Flights(self._counters, self._memory.land, self._end)
+        self._inbox: deque[Callable[[], Any]] = deque()
+        self._numbers = itertools.count(1)
 
     @outside
     def compile(self) -> Compiled:
@@ -146,41 +143,43 @@ class Engine:
         """
         request = asked(self._rows.lm, self.terms, prompt, **settings)
         text = RowText(self._rows.lm.tokenizer, request.tokens, request.stops)
-        self._number += 1
-        handle = Handle(request, self._number, text, listener)
+        handle = Handle(request, next(self._numbers), text, listener)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
 
     def cancel(self, handle: Handle) -> None:
         """End a request as it is, from any thread; its pages are free with the next step."""
-        self._inbox.append(lambda: self._end(handle, "cancelled"))
+        self._inbox.append(lambda: handle.done or self._end(handle, "cancelled"))
 
     @outside
     def step(self) -> bool:
-        """Do the next piece of work; whether there is more."""
+        """Do the next piece of work; whether there is more. Where a program can't be run, all
+        requests end with its error, which is raised."""
         start, waited = time.perf_counter(), self._counters.waiting_seconds
-        ended = self._take_in()
-        flight = Flight()
         try:
-            self._scheduler.send(flight)
-        finally:  # what was sent comes back, whatever stopped the rest
-            if flight.sent:
-                self._flying.append(flight)
-        # What waits fits alone, so that somebody can always go on.
-        there = self._scheduler.waiting or self._scheduler.running
-        assert flight.sent or self._flying or ended or not there, "no request goes on"
-        while len(self._flying) > (self._ahead if flight.sent else 0):
-            self._absorb(self._flying[0])
+            self._step()
+        except Exception as error:
+            self._fail(error)
+            raise
         self._counters.steps += 1
         waited -= self._counters.waiting_seconds
         self._counters.host_seconds += time.perf_counter() - start + waited
         return self.busy
 
+    def _step(self) -> None:
+        told, flight = self._take_in(), Flight()
+        try:
+            self._scheduler.send(flight)
+        finally:  # what was sent comes back, whatever stopped the rest
+            self._flights.add(flight)
+        # What waits fits alone, so that somebody can always go on.
+        assert self._flights or told or not self._scheduler.handles, "no request goes on"
+        self._flights.absorb(self._ahead if flight.sent else 0)
+
     @property
     def busy(self) -> bool:
         """Whether there is something to do."""
-        scheduler = self._scheduler
-        return bool(self._flying or self._inbox or scheduler.waiting or scheduler.running)
+        return bool(self._flights or self._inbox or self._scheduler.handles)
 
     def run(
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Asking]
@@ -202,37 +201,29 @@ class Engine:
         Raises:
           NonFiniteError: if its logits are not finite numbers.
         """
-        while True:
-            piece = handle.take()
-            if piece.text or piece.tokens:
-                yield piece
-            elif not handle.done:
-                self.step()
-            elif handle.error is not None:
-                raise handle.error
-            else:
-                return
+        return handle.pieces(self.step)
 
     def update(self, params: Any) -> None:
-        """Send other parameters from the next step on: requests go on with them, on what they have,
-        and nothing that was computed before is shared with those that come.
+        """Send other parameters from the next step on, from any thread: requests go on with them,
+        on what they have, and nothing that was computed before is shared with those that come.
 
         Raises:
           ValueError: if they are not of the same shapes and dtypes, or elsewhere.
         """
-        self._rows.swap(params)
-        self._memory.swapped()
+        params = self._rows.usable(params)
+
+        def swap() -> None:
+            self._rows.params = params
+            self._memory.swapped()
+
+        self._inbox.append(swap)
 
     def stats(self) -> EngineStats:
         """What it has done, and has; from any thread."""
-        scheduler, counts = self._scheduler, self._texts.pool.counts
-        tables = self._rows.pages.tables
-        pages, free = [len(each.refs) for each in counts], [len(each.free) for each in counts]
-        used = [np.unique(table[table >= 0]).size for table in tables]
+        scheduler = self._scheduler
         return EngineStats(
-            **counted(self._counters), running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(self._inbox), rows=self._rows.count,
-            pages=tuple(pages), free=tuple(free), used=tuple(used),
+            **counted(self._counters), **self._rows.pages.counted(), rows=self._rows.count,
+            running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self._inbox),
             parked_bytes=self._memory.parked,
         )  # fmt: skip
 
@@ -241,14 +232,9 @@ class Engine:
         found = bool(self._inbox)
         while self._inbox:
             self._inbox.popleft()()
-        now = time.monotonic()
-        running = [slot.handle for slot in self._scheduler.running]
-        for handle in [*self._scheduler.waiting, *running]:
-            deadline = handle.request.deadline
-            if deadline is not None and now - handle.times.submitted > deadline:
-                self._end(handle, "deadline")
-                found = True
-        return found
+        for handle in (overdue := self._scheduler.overdue(time.monotonic())):
+            self._end(handle, "deadline")
+        return found or bool(overdue)
 
     def _end(self, handle: Handle, reason: str) -> None:
         """End a request, wherever it is."""
@@ -256,22 +242,9 @@ class Engine:
         self._scheduler.end(handle)
         handle.tell()
 
-    def _absorb(self, flight: Flight) -> None:
-        """Wait for what was sent, and take it in."""
-        self._memory.land()
-        start = time.perf_counter()
-        # Whoever is interrupted here can go on.
-        reports = fetch([report for report, _ in flight.sent])
-        self._counters.waiting_seconds += time.perf_counter() - start
-        self._flying.popleft()
-        for found, (_, entries) in zip(reports, flight.sent, strict=True):
-            for at, handle, before in entries:
-                handle.flying -= 1
-                if handle.done:
-                    continue
-                count, reason = taken_in(found, at, handle, before)
-                self._counters.new_tokens += count
-                if reason is None and count:
-                    handle.tell()
-                if reason is not None or handle.error is not None:
-                    self._end(handle, reason or "error")
+    def _fail(self, error: Exception) -> None:
+        """End all requests."""
+        for handle in {*self._flights.lost(), *self._scheduler.handles}:
+            handle.error, handle.flying = handle.error or error, 0
+            if not handle.done:
+                self._end(handle, "error")

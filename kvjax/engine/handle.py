@@ -1,7 +1,7 @@
 """A request as it goes: what it has so far, and where it stands."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,6 +95,19 @@ class Handle:
         text, tokens = self._text.take()
         told, self._told = self._told, self._told + len(tokens)
         return Piece(text, tokens, self._scores[told : self._told])
+
+    def pieces(self, step: Callable[[], Any]) -> Iterator[Piece]:
+        """Its text as it comes by steps; see ``Engine.stream``."""
+        while True:
+            piece = self.take()
+            if piece.text or piece.tokens:
+                yield piece
+            elif not self.done:
+                step()
+            elif self.error is not None:
+                raise self.error
+            else:
+                return
 
     def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
         """Take in what was chosen."""

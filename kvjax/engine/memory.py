@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.engine.flights import Landing
 from kvjax.engine.parking import Parked, begin_landing
 from kvjax.engine.rows import Rows
 from kvjax.engine.slots import Slot
@@ -32,7 +33,7 @@ class Memory:
         self._rows, self._texts, self._terms = rows, rows.texts, rows.terms
         self._pages, self._host, self._sharing = rows.pages, host, sharing
         self.parked = self.weights = 0
-        self._landing: list[list[Any]] = []
+        self._coming: list[Landing] = []
 
     def has_room(self, wanted: list[int]) -> bool:
         """Whether so many pages of each kind are free, or were made so: texts that no request has
@@ -104,18 +105,22 @@ class Memory:
             begin_landing(arrays)
             state = State(filled, arrays, self._pages.retained(slot.row, filled))
             self._texts.keep_state(key, prompt[:filled], state)
-            self._landing.append(arrays)
+            self._coming.append(lambda: _landed(arrays))
         whole = filled // chunk * chunk if self._rows.exact else filled
         tables = [table[slot.row] for table in self._pages.tables]
         self._texts.keep_pages(key, prompt[:whole], tables)
 
-    def land(self) -> None:
-        """Take what was kept of rows off the device; it has come by now."""
-        for arrays in self._landing:
-            arrays[:] = [np.asarray(x) for x in arrays]
-        if self._landing:
+    def coming(self) -> list[Landing]:
+        """What is on its way to the host since this was last asked."""
+        found, self._coming = self._coming, []
+        return found
+
+    def land(self, landing: Sequence[Landing]) -> None:
+        """Take off the device what has come by now."""
+        for each in landing:
+            each()
+        if landing:
             self._texts.tiers.keep_limits()
-        self._landing = []
 
     def park(self, slot: Slot) -> bool:
         """Have all that a request has on the host, if it fits; it keeps its row."""
@@ -131,9 +136,9 @@ class Memory:
             for number, some in enumerate(pages)
         ]
         columns = [[column for column, _ in some] for some in pages]
-        slot.handle.parked = Parked(
-            slot.filled, slot.count, rows, stands, columns, contents, nbytes
-        )
+        parked = Parked(slot.filled, slot.count, rows, stands, columns, contents, nbytes)
+        slot.handle.parked = parked
+        self._coming.append(parked.land)
         self._count(nbytes)
         return True
 
@@ -173,6 +178,10 @@ class Memory:
         self.parked += nbytes
         self._texts.tiers.limits["host"] = max(self._host - self.parked, 0)
         self._texts.tiers.keep_limits()
+
+
+def _landed(arrays: list[Any]) -> None:
+    arrays[:] = [np.asarray(x) for x in arrays]
 
 
 @contextmanager

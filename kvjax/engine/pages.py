@@ -1,6 +1,7 @@
 """Pages of the rows' texts, counted on the host, beside those of a tree of prefixes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -121,6 +122,16 @@ class RowPages:
             self._end[number, row] = int(layout.filled(units))
             found.append(pages)
         return found
+
+    def counted(self) -> dict[str, Any]:
+        """Of each pool how many pages there are, are free, and are had by rows; by the names of
+        ``EngineStats``."""
+        counts = self._texts.pool.counts
+        return {
+            "pages": tuple(len(each.refs) for each in counts),
+            "free": tuple(len(each.free) for each in counts),
+            "used": tuple(np.unique(table[table >= 0]).size for table in self.tables),
+        }
 
     def _reach(self, number: int, tokens: int) -> tuple[int, int]:
         """Pages that so many tokens fill, and the first of them that a query may still see."""

@@ -26,9 +26,13 @@ class Parked:
     columns: list[list[int]]
     contents: list[Callable[[], list[list[np.ndarray]]]]
     nbytes: int
+    landed: bool = False
 
     def land(self) -> None:
-        """Wait for it, so that the device need not hold it any longer."""
+        """Wait for it, once, so that the device need not hold it any longer."""
+        if self.landed:
+            return
+        self.landed = True
         self.rows, self.stands = fetch((self.rows, self.stands))
         for number, contents in enumerate(self.contents):
             found = contents()

@@ -16,92 +16,15 @@ from jaxtyping import Int
 
 from kvjax.attention.paths import each_row_alone
 from kvjax.cache.state import KVCache
-from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Cached, Progress, choose, whole
-from kvjax.generation.sampling import Sampling
 from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
-
-
-@state
-class Held:
-    """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
-    program; ``progress``, where each row stands; ``seen``: tokens of each row, for its penalty."""
-
-    cache: KVCache
-    progress: Progress
-    seen: Seen
-
-
-@state
-class Asked:
-    """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
-    tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
-    the likeliest tokens that are told."""
-
-    sampling: Sampling
-    limit: Rows
-    scores: Rows
-
-
-@state
-class Piece:
-    """A chunk of the prompts of some rows.
-
-    ``rows``: int32[n], which; ``tokens``: int32[n, new], ``lengths`` of them real, behind the
-    ``starts`` that they have; ``tables``: of each kind of layers, int32[n, columns]. ``fresh``:
-    bool[n], rows that begin, and have nothing but pages; ``ends``: bool[n], prompts that end here;
-    ``forced``: int32[n], their first tokens, where these are known, or -1; ``allowed``: bits of
-    what these may be.
-    """
-
-    rows: Rows
-    tokens: Tokens
-    lengths: Rows
-    starts: Rows
-    tables: tuple[Array, ...]
-    fresh: SomeRows
-    ends: SomeRows
-    forced: Rows
-    allowed: Allowed
-    asked: Asked
-
-
-@state
-class Rounds:
-    """Some rounds of decoding, of all rows in order, or of some.
-
-    ``rows``: int32[n], which; ``lengths``: int32[n], tokens that each has in the cache; ``rounds``:
-    int32[n], how many it takes part in; ``tables``: as of ``Piece``; ``forced``: int32[n, most],
-    tokens that are known already, or -1. ``allowed``: bits of what the first of them may be.
-    """
-
-    rows: Rows
-    lengths: Rows
-    rounds: Rows
-    tables: tuple[Array, ...]
-    forced: Int[Array, "rows most"]
-    allowed: Allowed
-    asked: Asked
-
-
-@state
-class Report:
-    """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
-    as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
-    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache."""
-
-    tokens: Int[Array, "rows most"]
-    scores: Scores
-    count: Rows
-    done: SomeRows
-    broken: SomeRows
-    status: Rows
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")

@@ -10,8 +10,8 @@ import numpy as np
 from kvjax.cache.creation import allocate
 from kvjax.engine import programs
 from kvjax.engine.board import Board
+from kvjax.engine.calls import Held, Piece, Report, Rounds
 from kvjax.engine.pages import RowPages
-from kvjax.engine.programs import Held, Piece, Report, Rounds
 from kvjax.engine.slots import Slot
 from kvjax.generation.filters import EVERY
 from kvjax.generation.model import LanguageModel
@@ -34,15 +34,15 @@ class Rows:
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
-    that can be sent at once; ``exact``: no row's numbers
-    depend on the others. ``pages``: of the rows; ``board``: what each asks for.
+    that can be sent at once; ``exact``: no row's numbers depend on the others. ``pages``: of the
+    rows; ``board``: what each asks for.
     """
 
     def __init__(
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
     ) -> None:
         self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
-        self.params, self.rounds, self.exact = lm.params, rounds, exact
+        self.params, self.rounds, self.exact = _committed(lm.params), rounds, exact
         self.widths = [terms.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
@@ -151,18 +151,19 @@ class Rows:
         ids[: len(tokens)] = tokens
         self._run(programs.mark, np.int32(row), ids)
 
-    def swap(self, params: Any) -> None:
-        """Send other parameters from now on.
+    def usable(self, params: Any) -> Any:
+        """Parameters as they can be sent in the place of those that are.
 
         Raises:
           ValueError: if they are not of the same shapes, dtypes and devices.
         """
+        params = _committed(params)
         if _forms(params) != _forms(self.params):
             raise ValueError(
                 "the parameters are not those of the engine's model: the same names, shapes, "
                 "dtypes and devices are needed"
             )
-        self.params = params
+        return params
 
     def compile(self) -> int:
         """Run every program once, without tokens; how many there are of the model. Rows may be in
@@ -226,6 +227,12 @@ def _flag(truth: bool) -> Any:
     return np.array([truth])
 
 
+def _committed(params: Any) -> Any:
+    """The same arrays where they are, for good: else those of a trainer, which are, would be
+    compiled for again."""
+    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), params)
+
+
 def _forms(params: Any) -> Any:
     leaves, form = jax.tree.flatten(params)
-    return form, [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves]
+    return form, [(x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves]

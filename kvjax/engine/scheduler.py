@@ -2,33 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import jax
-
+from kvjax.engine.flights import Flight
 from kvjax.engine.handle import Handle
 from kvjax.engine.memory import Memory
-from kvjax.engine.programs import Report
 from kvjax.engine.rows import Rows
 from kvjax.engine.slots import Slot, Waiting, rank, youngest
 from kvjax.engine.stats import Counters
 from kvjax.prefixes.nodes import Key
-
-
-@dataclass
-class Flight:
-    """Programs that were sent together: of each its report, and, of entries of that, whose they
-    are, with the new tokens that these had been sent for before."""
-
-    sent: list[tuple[Report, list[tuple[int, Handle, int]]]] = field(default_factory=list)
-
-    def add(self, report: Report, entries: list[tuple[int, Handle, int]]) -> None:
-        """One more."""
-        for x in jax.tree.leaves(report):
-            x.copy_to_host_async()
-        for _, handle, _ in entries:
-            handle.flying += 1
-        self.sent.append((report, entries))
 
 
 class Scheduler:
@@ -50,6 +31,20 @@ class Scheduler:
     def running(self) -> list[Slot]:
         """Requests that have a row."""
         return [slot for slot in self._slots if slot is not None]
+
+    @property
+    def handles(self) -> list[Handle]:
+        """All requests."""
+        return [*self.waiting, *(slot.handle for slot in self.running)]
+
+    def overdue(self, now: float) -> list[Handle]:
+        """Those whose deadline is over, by ``time.monotonic``."""
+        times = [(handle, handle.request.deadline) for handle in self.handles]
+        return [
+            handle
+            for handle, deadline in times
+            if deadline is not None and now - handle.times.submitted > deadline
+        ]
 
     def end(self, handle: Handle) -> None:
         """Take all that a request has from it."""
@@ -148,9 +143,9 @@ class Scheduler:
         self._counters.padding_tokens += self._rows.width(length) - length
         self._memory.keep(slot)
         if slot.reading:
-            flight.add(report, [])
+            flight.add(report, [], self._memory.coming())
             return
-        flight.add(report, [(0, slot.handle, 0)])
+        flight.add(report, [(0, slot.handle, 0)], self._memory.coming())
         slot.count = 1
         if not slot.left:
             self._leave(slot)
@@ -169,8 +164,9 @@ class Scheduler:
         if not taking:
             return
         report, places = self._rows.decode(taking)
-        mine = zip(places, taking, strict=True)
-        flight.add(report, [(at, slot.handle, slot.count) for at, (slot, _) in mine])
+        both = zip(places, taking, strict=True)
+        entries = [(at, slot.handle, slot.count) for at, (slot, _) in both]
+        flight.add(report, entries, self._memory.coming())
         for slot, rounds in taking:
             slot.filled += rounds
             slot.count += rounds

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Unpack
+from weakref import WeakKeyDictionary
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle, Piece
@@ -32,7 +33,8 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        self._news: dict[Handle, asyncio.Queue[Piece | None]] = {}
+        # Of requests that nobody has any more, nobody reads.
+        self._news: WeakKeyDictionary[Handle, asyncio.Queue[Piece | None]] = WeakKeyDictionary()
         self._work, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
 
@@ -89,8 +91,11 @@ class Service:
         Raises:
           NonFiniteError: if its logits are not finite numbers.
           StoppedError: if the engine has stopped.
+          ValueError: if they have been read, or are another service's.
         """
-        news = self._news[handle]
+        news = self._news.get(handle)
+        if news is None:
+            raise ValueError(f"nothing is left to read of {handle}: one reader gets all pieces")
         try:
             while (piece := await news.get()) is not None:
                 yield piece
@@ -130,7 +135,7 @@ class Service:
             raise
 
     def _end_all(self) -> None:
-        for news in self._news.values():
+        for news in list(self._news.values()):
             news.put_nowait(None)
 
 

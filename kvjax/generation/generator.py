@@ -31,7 +31,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k, top_p, min_p, repetition_penalty: see ``kvjax.generation.sampling.make_settings``; the
+      top_k, top_p, min_p, repetition_penalty: see ``kvjax.generation.drawing.make_settings``; the
         penalty is for tokens of these prompts and of the new text.
       logit_bias: numbers, by token id, that are added to these tokens' logits.
       min_new_tokens: no end-of-text token before a row has so many new tokens.

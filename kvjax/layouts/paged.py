@@ -190,10 +190,9 @@ class Paged:
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
-        held, marks = slots, written[:, None]
+        held, marks, size = slots, written[:, None], self.page_size
         if not self.straight:
-            page = self._page_in(slots // self.page_size, marks)
-            held = page * self.page_size + slots % self.page_size
+            held = self._page_in(slots // size, marks) * size + slots % size
         there = held < length[:, None]
         if self.window is not None:
             there &= (held >= marks - self._seen) | (held < self.sinks)

@@ -106,6 +106,8 @@ class Nodes:
 
     def made(self, key: Key, tokens: Sequence[int]) -> list[Node]:
         """The nodes along all whole units of a text, made where there are none."""
+        if len(tokens) < self.unit:
+            return []
         node = self.roots.setdefault(key, Node((), None, self.shape))
         path = []
         for unit in self._units(tokens):
@@ -137,6 +139,8 @@ class Nodes:
         while node.parent is not None and node.empty and not node.locked:
             node.parent.children.pop(node.tokens, None)
             node = node.parent
+        if node.parent is None and node.empty:
+            self.roots = {key: root for key, root in self.roots.items() if root is not node}
 
     def _units(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         for start in range(0, len(tokens) - self.unit + 1, self.unit):

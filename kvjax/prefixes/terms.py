@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.checks import truth_value, whole_number, whole_or_none
 from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
@@ -120,8 +120,7 @@ def terms_for(
         raise ValueError("this model's positions have no end: give max_len=")
     if limit is not None and most > limit:
         raise ValueError(f"max_len is {most}, but the model has {limit} positions")
-    if not isinstance(exact_prefix, bool):
-        raise ValueError(f"exact_prefix is {exact_prefix!r}, and must be True or False")
+    truth_value("exact_prefix", exact_prefix)
     policies = _in_pages(policy, lm.config)
     found = Terms(
         lm.config, lm.mesh, _with_pages(policies, 1), most,

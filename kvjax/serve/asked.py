@@ -12,8 +12,6 @@ from kvjax.serve.refused import Refused
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of a request, and characters of each: all are looked for behind every token."""
-MOST_SCORES = 20
-"""Likeliest tokens that are told with each."""
 _SEEDS = 2**64
 _UNUSED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",

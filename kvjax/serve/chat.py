@@ -3,7 +3,8 @@
 from typing import Any
 
 from kvjax.core.errors import CheckpointError
-from kvjax.serve.asked import MOST_SCORES, Asked
+from kvjax.generation.scores import MOST_SCORES
+from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits

@@ -1,0 +1,101 @@
+"""How tokens are drawn: the numbers of sampling, as a user gives them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.generation.sampling import NO_TOKEN, Filters, Sampling
+
+_TINY = float(np.finfo(np.float32).tiny)
+_RANGES = {
+    "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
+    "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    # Beyond this, finite logits might not stay finite.
+    "repetition_penalty": ("from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
+    "logit_bias": ("numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
+    "seed": ("a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
+}
+
+
+def make_settings(
+    *,
+    seeds: Sequence[int],
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    min_new_tokens: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
+) -> tuple[Filters, Sampling]:
+    """What ``sample`` needs, from the numbers as a user gives them.
+
+    Args:
+      seeds: one a row.
+      temperature: 0 is greedy: the likeliest token, whatever ``top_k``, ``top_p``, ``min_p`` say.
+      top_k: draw among the k likeliest tokens.
+      top_p: draw among the fewest likeliest tokens that hold this share of the probability.
+      min_p: draw among tokens at least this share as likely as the likeliest.
+      repetition_penalty: above 1 makes tokens that the row has already less likely.
+      min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
+      logit_bias: numbers that are added to the logits of tokens.
+
+    Raises:
+      ValueError: naming the value that is out of its range, and the range.
+    """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given |= {"repetition_penalty": repetition_penalty}
+    bias = dict(logit_bias or {})
+    every = [*given.items(), *(("seed", seed) for seed in seeds)]
+    for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
+        limits, fits = _RANGES[name]
+        optional = name not in ("temperature", "seed", "logit_bias")
+        try:
+            fine = (value is None and optional) or fits(value)
+        except TypeError:
+            fine = False
+        if not fine:
+            raise ValueError(f"{name} must be {limits}, got {value!r}")
+    # A temperature that processors may round to nothing is the limit: greedy.
+    greedy = temperature < _TINY
+    ends = list(eos_token_ids)
+    least = min(min_new_tokens, int(NO_TOKEN)) if ends else 0
+    if greedy:
+        top_k = top_p = min_p = None
+    filters = Filters(
+        greedy=greedy,
+        top_k=top_k is not None,
+        top_p=top_p is not None and top_p < 1,
+        min_p=min_p is not None and min_p > 0,
+        repetition_penalty=repetition_penalty not in (None, 1),
+        min_new_tokens=least > 0,
+        bias=bool(bias),
+    )
+    words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
+    numbers: dict[str, Any] = {
+        "temperature": np.float32(0 if greedy else temperature),
+        "top_k": np.int32(min(top_k or NO_TOKEN, int(NO_TOKEN))),
+        # Sums of probabilities may come to more than 1.
+        "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
+        "min_p": np.float32(min_p or 0),
+        "repetition_penalty": np.float32(repetition_penalty or 1),
+        "min_new_tokens": np.int32(least),
+        "eos": _padded(ends, 8),
+        "biased": _padded(list(bias), 8 if bias else 0),
+        "bias": _padded(list(bias.values()), 8 if bias else 0, np.float32(0)),
+    }
+    # Of the host, until jit takes them.
+    rows: Any = {name: np.stack([x] * len(words)) for name, x in numbers.items()}
+    rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
+    return filters, Sampling(**rows)
+
+
+def _padded(numbers: Sequence[Any], least: int, fill: Any = NO_TOKEN) -> np.ndarray:
+    """As many as a power of two, so that few programs are ever compiled."""
+    more = max(least, 1 << len(numbers).bit_length()) if least else 0
+    return np.array([*numbers, *[fill] * (more - len(numbers))], fill.dtype)
