@@ -433,7 +433,7 @@ FAULTS = (
     ),
     Fault(
         "rows see how long the others are", "engine/programs.py",
-        "        with each_row_alone():",
+        "        with rows_of_any_length(exact=exact):",
         "        if True:", ("engine",),
     ),
     Fault(
@@ -449,6 +449,25 @@ FAULTS = (
     Fault(
         "a failed program leaves its requests", "engine/engine.py",
         "            self._fail(error)", "            del error", ("engine",),
+    ),
+    Fault(
+        "a page of two rows is taken for one's", "attention/in_place.py",
+        "(jnp.sum(there) >= FILLED * pages) & (jnp.max(times) <= 1)",
+        "(jnp.sum(there) >= FILLED * pages)", ("any_length",),
+    ),
+    Fault(
+        "a weight of 0 makes everything 0", "attention/in_place.py",
+        "jnp.all(jnp.isfinite(sums))", "jnp.bool_(True)", ("any_length",),
+    ),
+    Fault(
+        "rows stay in the order of their lengths", "attention/alike.py",
+        "jnp.zeros_like(call.queries).at[order].set(jnp.concatenate(mixed))",
+        "jnp.concatenate(mixed)", ("any_length",),
+    ),
+    Fault(
+        "the newest tokens of an even walk are not seen", "attention/blocks.py",
+        "lax.fori_loop(0, -(-filled // size), one, found)",
+        "lax.fori_loop(0, filled // size, one, found)", ("any_length",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",

@@ -25,10 +25,13 @@ from benchmarks import (
     placement,
     quantized,
     scaling,
+    serving,
 )
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.decode import main, parse_cells
 from benchmarks.process import Worker, WorkerError
+from benchmarks.serving_ways import continuous, transformers, work_of
+from kvjax import models
 from tests import texts
 
 needs_transformers = pytest.mark.skipif(
@@ -303,3 +306,26 @@ def test_what_differs_ends_with_an_error(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="not as they should be: raw, 4 bits"):
         here.main(["raw"], ["8,192"], tmp_path)
     assert "**differs**" in (tmp_path / "devices.md").read_text()
+
+
+@pytest.mark.rare
+def test_an_engine_is_timed_beside_static_batches(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(serving, "transformers", lambda *args: None)
+    assert serving.main(["--quick", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "serving.json").read_text())
+    ways = ["engine, exact", "engine", "static batches", "static batches, sorted"]
+    assert [*results["ways"]] == ways and all(x[0] > 0 for x in results["ways"].values())
+    assert [*results["ratios"]] == [x for x in ways if x != "engine"]
+    assert 0 < results["host"] < 1 and min(results["first"].values()) > 0
+    assert "| static batches, sorted | " in capsys.readouterr().out
+
+
+@needs_transformers
+@pytest.mark.oracle
+def test_transformers_own_batching_gives_the_same_texts(tmp_path):
+    write_checkpoint(tmp_path, TINY)
+    given = serving.parse(["--quick"])
+    work = work_of(TINY, given)
+    peer = transformers(str(tmp_path), work, given)
+    assert peer is not None and peer["seconds"] > 0
+    assert peer["tokens"] == continuous(models.load(str(tmp_path)), work, given, True)["tokens"]

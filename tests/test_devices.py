@@ -186,11 +186,11 @@ def _asked(rows):
     return Asked(sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32))
 
 
-def _sent(cache, program, call):
+def _sent(cache, program, call, **settings):
     zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
     held = Held(dataclasses.replace(cache, pools=()), progress, seen)
-    held, _ = program.__wrapped__(held, _Attention(), None, call)
+    held, _ = program.__wrapped__(held, _Attention(), None, call, **settings)
     return dataclasses.replace(held.cache, length=cache.length, pools=cache.pools)
 
 
@@ -207,7 +207,7 @@ def _rounds(cache):
     rows, tables = jnp.arange(cache.batch), tuple(pool.table for pool in cache.pools)
     forced, words = jnp.full((cache.batch, 8), -1), jnp.zeros((cache.batch, 8), jnp.uint32)
     call = Rounds(rows, cache.length, rows, tables, forced, words, _asked(cache.batch))
-    return _sent(cache, programs.decode, call)
+    return _sent(cache, programs.decode, call, exact=True)
 
 
 CHANGES = {

@@ -531,27 +531,28 @@ def test_it_works_on_a_mesh():
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8")])
-def test_programs_leave_the_pools_where_they_are(policy):
+def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""
-    engine, sent = engine_of(policy, pages=400), {}
+    engine, sent = engine_of(policy, pages=400, exact=exact), {}
     run, rows = engine._rows._run, engine._rows
 
-    def noted(program, *args):
+    def noted(program, *args, **static):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x,
             (rows._with_pages(), *args),
         )
-        sent[program] = shapes
-        return run(program, *args)
+        sent[program] = shapes, static
+        return run(program, *args, **static)
 
     rows._run = noted
     engine.compile()
     bodies = [jax.tree.leaves(body) for body in engine._texts.pool.bodies]
     sizes = [sum(x.nbytes for x in body) for body in bodies]
     assert {program.__name__ for program in sent} == {"feed", "decode", "put", "mark"}
-    for program, shapes in sent.items():
-        assert_no_copy(program.lower(*shapes).compile(), sum(sizes), min(sizes))
+    for program, (shapes, static) in sent.items():
+        assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 
 
 @pytest.mark.rare

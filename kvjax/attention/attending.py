@@ -21,7 +21,7 @@ from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
-from kvjax.cache.sections import View, sections
+from kvjax.cache.sections import View
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.codecs import Raw
@@ -161,7 +161,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
         with computing_on(platform):
-            return way(Call(kinds[0], kinds[-1], kv_heads, sections(view), view.length, mask))
+            return way(Call(kinds[0], kinds[-1], kv_heads, view, mask))
     heads, bias = kinds[0].shape[1], mask.bias
     rows: Any = spread.of_rows()
     everywhere: Any = PartitionSpec()
@@ -170,9 +170,8 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
         bias_here = bias and bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
-        found = sections(view, view.held.policy.placement.share())
-        kv_heads = view.held.kv_heads // spread.heads
-        return way(Call(kinds[0], kinds[-1], kv_heads, found, view.length, own))
+        kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
+        return way(Call(kinds[0], kinds[-1], kv_heads, view, own, share))
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)

@@ -109,23 +109,42 @@ def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
 
 
 def _evenly(found: Partial, section: Section, call: Call) -> Partial:
-    """Block by block, all of one size."""
-    rows = call.rows(section)
+    """Block by block, all of one size, as far as any row is filled."""
+    rows, mask, stop = call.rows(section), call.mask, section.first + section.size
     size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
-    return _by_blocks(found, section, rows, call, (size, size))
+    limited = (mask.window, mask.chunk, section.split) != (None, None, None)
+
+    def one(number: Array, found: Partial) -> Partial:
+        start = section.first + number * size
+        # A last block that would pass the end is moved down; what it shares is not seen twice.
+        origin = jnp.minimum(start, stop - size)
+
+        def visit(found: Partial) -> Partial:
+            return softmax_over(section, mask, rows, origin, size, start=start, after=found)
+
+        if not limited:
+            return visit(found)
+        wanted = mask.reaches(*section.span(start, size), section)
+        return lax.cond(wanted, visit, lambda found: found, found)
+
+    filled = jnp.clip(section.filled(call.near()), 0, section.size)
+    return lax.fori_loop(0, -(-filled // size), one, found)
 
 
 def _fits(section: Section, rows: Array) -> bool:
     """Whether a section's numbers can be multiplied as they are, and all of its scores take no more
     memory than the copies of a block do, in float32: so memory does not grow with the capacity."""
     batch, kv_heads, count, head_dim = rows.shape
+    coarse = _block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
+    return as_stored(section, rows) and SCORES * count * section.size <= 2 * coarse * head_dim
+
+
+def as_stored(section: Section, rows: Array) -> bool:
+    """Whether a section's numbers can be multiplied as they are: kept as bits, or in float16, all
+    would be copied in another form first."""
     stored = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
     stored |= {str(codec.dtype) for codec in section.codecs}
-    # Kept as bits, or in float16, all would be copied in another form first.
-    if stored != {rows.dtype.name} or rows.dtype == jnp.float16:
-        return False
-    coarse = _block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
-    return SCORES * count * section.size <= 2 * coarse * head_dim
+    return stored == {rows.dtype.name} and rows.dtype != jnp.float16
 
 
 def _all_seen(section: Section, mask: Mask) -> bool:

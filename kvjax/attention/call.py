@@ -1,14 +1,15 @@
 """What a path of attention is given, and the softmax over some units of a section."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
-from kvjax.cache.sections import Section
+from kvjax.cache.sections import Section, View, sections
 from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.layouts import Share
 
 
 class Unserved(ValueError):
@@ -20,15 +21,33 @@ class Call:
     """Queries, and what they may see of a layer.
 
     ``queries``: [batch, heads, new, head_dim] at their positions; ``capped``: turned as the
-    layout's sinks want them, or the same. ``length``: int32[batch], tokens that the rows hold.
+    layout's sinks want them, or the same. ``view``: the layer, and ``share``: of its slots, None
+    for all.
     """
 
     queries: Mixed
     capped: Mixed
     kv_heads: int
-    sections: list[Section]
-    length: Rows
+    view: View
     mask: Mask
+    share: Share | None = None
+
+    @functools.cached_property
+    def sections(self) -> list[Section]:
+        """The layer's sections."""
+        return sections(self.view, self.share)
+
+    @property
+    def length(self) -> Rows:
+        """int32[batch], tokens that the rows hold."""
+        return self.view.length
+
+    def taken(self, rows: Rows) -> "Call":
+        """That of some rows, int32[n]."""
+        queries = self.queries[rows]
+        capped = queries if self.capped is self.queries else self.capped[rows]
+        view, mask = self.view.taken(rows), self.mask.taken(rows)
+        return replace(self, queries=queries, capped=capped, view=view, mask=mask)
 
     def rows(self, section: Section) -> Array:
         """The queries of a section as rows [batch, kv_heads, group * new, head_dim]."""

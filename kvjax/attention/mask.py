@@ -1,6 +1,7 @@
 """What a query sees, by positions alone, and how its scores are made."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jax import lax
@@ -44,6 +45,11 @@ class Mask:
         whole_or_none("sinks", self.sinks, 0)
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
+
+    def taken(self, rows: Rows) -> "Mask":
+        """That of some rows, int32[n]; a bias is of all."""
+        call = None if self.call is None else self.call[rows]
+        return replace(self, queries=self.queries[rows], call=call)
 
     def visible(self, positions: Array, section: Section) -> Visible:
         """Which keys of a section, at ``positions`` int32[batch, n] (-1: none), each query sees."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
 from kvjax.attention.call import Call, Unserved
+from kvjax.attention.in_place import over_pages
 from kvjax.core.typing import Mixed
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -38,30 +40,29 @@ def _pallas(call: Call) -> Mixed:
     return mixed
 
 
-evenly = functools.partial(blockwise, even=True)
 PATHS: dict[str, Path] = {
     "blocks": blockwise, "reference": at_once, "buckets": bucketed, "pallas": _pallas,
-    "even": evenly,
+    "even": evenly, "pages": over_pages,
 }  # fmt: skip
 
 
-DIFFERENTIABLE = blockwise, at_once, bucketed, evenly
+DIFFERENTIABLE = blockwise, at_once, bucketed
 """What has a derivative; where a kernel is taken, its derivative is the walk's."""
 
 
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
+_mixed: ContextVar[str | None] = ContextVar("mixed", default=None)
 
 
 @contextmanager
-def each_row_alone() -> Iterator[None]:
-    """Trace attention inside such that each row's result is, to the last bit, what it is whatever
-    the others hold: where the table says ``blocks`` or ``buckets``, ``even`` is taken, by which
-    long texts on CPUs take somewhat longer. Kernels do so in any case."""
-    token = _alone.set(True)
+def rows_of_any_length(*, exact: bool) -> Iterator[None]:
+    """Trace attention inside for rows that are as long as they like, where the table says
+    ``blocks`` or ``buckets``. ``exact``: such that each row's result is, to the last bit, the same
+    whatever the others hold, as it is by kernels in any case."""
+    token = _mixed.set("even" if exact else "pages")
     try:
         yield
     finally:
-        _alone.reset(token)
+        _mixed.reset(token)
 
 
 def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
@@ -89,7 +90,7 @@ def by_table(platform: str, behind_tail: bool, queries: int) -> tuple[str, ...]:
         and (most is None or queries <= most)
     ]
     # Kernels alone may not serve a call.
-    other = "even" if _alone.get() else next(x for x in found if x != "pallas")
+    other = _mixed.get() or next(x for x in found if x != "pallas")
     return (*itertools.takewhile("pallas".__eq__, found), other)
 
 

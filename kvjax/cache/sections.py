@@ -147,6 +147,12 @@ class View:
     rotary: RotaryTable | None = None
     pages: Array | None = None
 
+    def taken(self, rows: Rows) -> "View":
+        """That of some rows, int32[n]."""
+        mine = self.before, self.length, self.marks, self.pages
+        before, length, marks, pages = jax.tree.map(lambda x: x[rows], mine)
+        return View(self.held.taken(rows), before, length, marks, self.rotary, pages)
+
 
 def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:
     """A layer's sections, in the order they are walked.

@@ -60,8 +60,8 @@ class Engine:
       step_tokens: of a step, those of padding among them; by default a chunk, and one for each row.
       decode_rounds: tokens of each row that are sent for at once, at most: stop strings, and those
         who come, wait for so many.
-      exact: see above; without it long texts are read somewhat faster on CPUs, and what others may
-        share is not rounded down to whole chunks.
+      exact: see above; without it few rows decode in smaller programs, CPUs multiply most of a full
+        pool where it lies, and what others may share is not rounded down to whole chunks.
       prefix_cache: whether requests share what they begin with, see ``PrefixTree``.
       checkpoint_every: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.

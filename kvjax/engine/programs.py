@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Int
 
-from kvjax.attention.paths import each_row_alone
+from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
@@ -49,9 +49,12 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     return _with_some(held, piece.rows, after), _report(after, tokens, scores)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
-def decode(held: Held, model: Model, params: Any, call: Rounds) -> tuple[Held, Report]:
-    """Decode, until each row has taken part in its rounds, or is done."""
+@functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
+def decode(
+    held: Held, model: Model, params: Any, call: Rounds, *, exact: bool
+) -> tuple[Held, Report]:
+    """Decode, until each row has taken part in its rounds, or is done; ``exact``: such that what it
+    gets does not depend on the others."""
     before, (rows, most) = _some(held, call.rows), call.forced.shape
     begins = (call.rounds > 0) & ~before.progress.done
     written = before.cache.written
@@ -74,7 +77,7 @@ def decode(held: Held, model: Model, params: Any, call: Rounds) -> tuple[Held, R
     def one(carry: Any) -> Any:
         step, context, progress, seen, (tokens, scores) = carry
         now = active(step, progress)
-        with each_row_alone():
+        with rows_of_any_length(exact=exact):
             logits, context = context.feed(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )

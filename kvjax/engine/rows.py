@@ -107,7 +107,9 @@ class Rows:
         call = Rounds(
             rows, lengths, number, self._tables(there), forced, allowed, asked
         )  # fmt: skip
-        report = self._run(programs.decode, self.lm.architecture, self.params, call)
+        report = self._run(
+            programs.decode, self.lm.architecture, self.params, call, exact=self.exact
+        )
         return report, places
 
     def take(self, row: int, tokens: int) -> Any:
@@ -203,9 +205,9 @@ class Rows:
         words = -(-self.lm.config.vocab_size // 32)
         return np.full((rows, words), EVERY, np.uint32)
 
-    def _run(self, program: Any, *args: Any) -> Any:
+    def _run(self, program: Any, *args: Any, **settings: Any) -> Any:
         """Send a program that uses up what the device has, and gives it back first."""
-        self._held, report = program(self._with_pages(), *args)
+        self._held, report = program(self._with_pages(), *args, **settings)
         self.texts.pool.take_up(self._held.cache.layers)
         return report
 

@@ -27,6 +27,7 @@ from kvjax.generation.filters import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    likeliest,
     penalize,
 )
 
@@ -103,9 +104,6 @@ def sample(
     logits = logits.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     logits = _changed(logits, filters, settings, count, seen, allowed)
-
-    def likeliest(logits: Logits) -> Rows:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def drawn(logits: Logits) -> Rows:
         token = draw(_narrowed(logits, filters, settings), settings.seeds, count)
@@ -193,4 +191,4 @@ def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
         key = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
         return jax.random.gumbel(jax.random.fold_in(key, count), logits.shape[-1:], jnp.float32)
 
-    return jnp.argmax(logits + jax.vmap(noise)(seeds, count), axis=-1).astype(jnp.int32)
+    return likeliest(logits + jax.vmap(noise)(seeds, count))

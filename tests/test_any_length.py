@@ -1,0 +1,166 @@
+"""Rows of any length together: the paths ``even`` and ``pages`` against the reference."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attention import alike, in_place
+from kvjax.attention.blocks import blockwise
+from kvjax.attention.paths import path_of, rows_of_any_length
+from tests.copies import copies
+from tests.matrix import tiny_config
+
+ROWS, HEADS, KV, DIM, LONGEST, PAGE = 12, 4, 2, 32, 208, 16
+SETTINGS = [{}, {"soft_cap": 2.0, "scale": 0.3}, {"window": 20}]
+POLICIES = {
+    "paged": kvjax.policy("paged", page_size=PAGE),
+    "int8": kvjax.policy("paged", page_size=PAGE, bits=8, block=PAGE),
+    "window": kvjax.policy("paged", page_size=PAGE),
+    "static": kvjax.policy("static"),
+}
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def held(policy, lengths, window=None):
+    """A cache of one layer that many calls have written to, with a call's token appended."""
+    config = tiny_config(
+        num_hidden_layers=1, windows=(window,), num_key_value_heads=KV, head_dim=DIM
+    )
+    cache = kvjax.init_cache(config, policy, batch=len(lengths), max_len=LONGEST)
+    keys, values = (random(len(lengths), KV, LONGEST, DIM, seed=seed) for seed in (1, 2))
+
+    def append(cache, first, count, lengths):
+        some = (slice(None), slice(None), slice(first, first + count))
+        return kvjax.append(cache, 0, keys[some], values[some], lengths=lengths)
+
+    before = np.asarray(lengths) - 1
+    size = LONGEST if window is None else PAGE
+    for first in range(0, LONGEST, size):
+        part = np.clip(before - first, 0, size)
+        if part.any():
+            cache = kvjax.advance(append(cache, first, size, part), size)
+    return append(cache, LONGEST - 1, 1, np.ones_like(before))
+
+
+def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
+    return np.random.default_rng(seed).integers(low, high + 1, rows)
+
+
+@pytest.mark.parametrize("rows", [3, ROWS])
+@pytest.mark.parametrize("name", POLICIES)
+def test_paths_agree(name, rows):
+    cache = held(POLICIES[name], lengths(rows), window=24 if name == "window" else None)
+    queries = random(rows, HEADS, 1, DIM, seed=5)
+
+    @jax.jit
+    def call(cache):
+        return [
+            [kvjax.attend(queries, cache, 0, path=p, **settings) for settings in SETTINGS]
+            for p in ("reference", "even", "pages")
+        ]
+
+    wanted, *others = call(cache)
+    for found in others:
+        for one, other, settings in zip(wanted, found, SETTINGS, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, err_msg=str(settings))
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """Let what is not multiplied in place be no number."""
+    monkeypatch.setattr(in_place, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
+
+
+def in_pages(cache, path="pages", **settings):
+    queries = random(cache.batch, HEADS, 1, DIM, seed=5)
+    # Traced anew, whatever tests before have traced.
+    jax.clear_caches()
+    return np.asarray(kvjax.attend(queries, cache, 0, path=path, **settings))
+
+
+def test_a_full_pool_is_multiplied_in_place(walked):
+    cache = held(POLICIES["paged"], lengths(low=140))
+    assert np.isfinite(in_pages(cache)).all() and np.isfinite(in_pages(cache, window=9)).all()
+
+
+def test_what_is_mostly_empty_is_not(walked):
+    assert np.isnan(in_pages(held(POLICIES["paged"], lengths(high=90)))).all()
+
+
+def test_nor_are_pages_that_two_rows_share(walked):
+    cache = held(POLICIES["paged"], lengths(low=140))
+    (pool,) = cache.pools
+    table = np.array(pool.table)
+    table[1, 0] = table[0, 0]
+    cache = dataclasses.replace(cache, pools=(dataclasses.replace(pool, table=table),))
+    assert np.isnan(in_pages(cache)).all()
+
+
+def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
+    assert np.isnan(in_pages(held(POLICIES["int8"], lengths(low=140)))).all()
+    call = kvjax.attend(
+        random(ROWS, 32 * KV, 1, DIM), held(POLICIES["paged"], lengths(low=140)), 0, path="pages"
+    )
+    assert np.isnan(call).all()
+
+
+def test_empty_slots_may_hold_what_is_no_number():
+    """What stood there before, of a text whose numbers were none."""
+    cache = held(POLICIES["paged"], lengths(low=140))
+    layer, (pool,) = cache.layers[0], cache.pools
+    wanted = in_pages(cache)
+    keys, values = np.array(layer.keys), np.array(layer.values)
+    for row, count in enumerate(lengths(low=140)):
+        last = pool.table[row, (count - 1) // PAGE]
+        keys[last, :, (count - 1) % PAGE + 1 :] = np.nan
+        values[last, :, (count - 1) % PAGE + 1 :] = np.nan
+    layer = dataclasses.replace(layer, keys=jnp.asarray(keys), values=jnp.asarray(values))
+    found = in_pages(dataclasses.replace(cache, layers=(layer,)))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_the_shortest_rows_are_looked_at_together(monkeypatch):
+    """And none of a group walks as far as the longest of another."""
+    seen = []
+
+    def noted(call, *, even):
+        assert even
+        seen.append(np.asarray(call.length).tolist())
+        return blockwise(call, even=even)
+
+    monkeypatch.setattr(alike, "blockwise", noted)
+    many = lengths()
+    cache = held(POLICIES["paged"], many)
+    with jax.disable_jit():
+        kvjax.attend(random(ROWS, HEADS, 1, DIM), cache, 0, path="even")
+    assert [*itertools.chain(*seen)] == sorted(many.tolist()) and {len(each) for each in seen} == {
+        4
+    }
+
+
+def test_which_is_taken():
+    policy = POLICIES["static"]
+    names = {}
+    for exact in (True, False):
+        with rows_of_any_length(exact=exact):
+            names[exact] = path_of(None, policy, 1)
+    assert names == {True: alike.evenly, False: in_place.over_pages}
+    assert path_of(None, policy, 1) is blockwise
+
+
+def test_pages_are_not_copied():
+    cache = held(POLICIES["paged"], lengths(low=140))
+    queries = random(ROWS, HEADS, 1, DIM)
+    program = jax.jit(lambda cache: kvjax.attend(queries, cache, 0, path="pages"))
+    text = program.lower(cache).compile()
+    # A page for each: what its owner asks, and their mixtures.
+    assert copies(text, cache.layers[0].keys.nbytes // 2) == []
+    assert text.as_text().count("conditional(") >= 2
