@@ -66,15 +66,15 @@ def markdown(results: dict[str, Any]) -> str:
         ]  # fmt: skip
     return "\n".join([
         *lines, "",
-        f"The engine: {given['rows']} rows, pages of {given['page']}, chunks of {given['chunk']}, "
-        f"{given['chunks']} a step at most; {engine['steps']} steps, {engine['padding']:,} tokens "
-        f"of padding, {engine['preemptions']} pre-emptions; half of the requests had their "
-        f"first token after {engine['first_token']:.1f} s. The host takes "
+        f"The engine: {given['rows']} rows, pages of {given['page']}, chunks of "
+        f"{given['chunk']}, {given['chunks']} a step at most; {engine['steps']} steps, "
+        f"{engine['padding']:,} tokens of padding, {engine['preemptions']} pre-emptions; half of "
+        f"the requests had their first token after {engine['first_token']:.1f} s. The host takes "
         f"{100 * results['host']:.1f} % of a step when nothing is sent ahead.",
         "",
         f"Behind {given['shared']} tokens that others began with, and {given['own']} of its own, "
-        f"the first token takes {first['shared']:.1f} ms, and {first['alone']:.1f} where nothing is "
-        f"shared: {first['alone'] / first['shared']:.1f} times as long.",
+        f"the first token takes {first['shared']:.1f} ms, and {first['alone']:.1f} where nothing "
+        f"is shared: {first['alone'] / first['shared']:.1f} times as long.",
         "",
     ])  # fmt: skip
 

@@ -320,7 +320,6 @@ def test_an_engine_is_timed_beside_static_batches(tmp_path, capsys, monkeypatch)
     assert "| static batches, sorted | " in capsys.readouterr().out
 
 
-@needs_transformers
 @pytest.mark.oracle
 def test_transformers_own_batching_gives_the_same_texts(tmp_path):
     write_checkpoint(tmp_path, TINY)

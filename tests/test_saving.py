@@ -154,11 +154,10 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "pages, int8",
         "bits of 16",
         *(
             pytest.param(name, marks=pytest.mark.rare)
-            for name in ("4 and 2 bits", "sinks of 8 bits")
+            for name in ("pages, int8", "4 and 2 bits", "sinks of 8 bits")
         ),
     ],
 )
