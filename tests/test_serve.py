@@ -245,10 +245,14 @@ def test_logprobs_are_the_models_own(running):
     assert whole["tokens"] == [texts.of(token)[0] for token in tokens]
     ends = np.cumsum([0, *map(len, whole["tokens"])])
     assert whole["text_offset"] == ends[:-1].tolist()
-    for row, likeliest in zip(wanted, whole["top_logprobs"], strict=True):
+    each = zip(
+        wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True
+    )
+    for row, text, mine, likeliest in each:
         # Tokens that are parts of characters may have the same text.
-        assert max(likeliest.values()) == pytest.approx(row.max(), abs=1e-4)
-        assert 1 <= len(likeliest) <= 3
+        best = texts.of(int(row.argmax()))[0]
+        assert likeliest[text] == mine and 1 <= len(likeliest) <= 4
+        assert best == text or likeliest[best] == pytest.approx(row.max(), abs=1e-4)
     pieces = events(running.post(prompt="hello", **settings, logprobs=3, stream=True).text)
     streamed = [x["choices"][0]["logprobs"] for x in pieces]
     for name in ("tokens", "text_offset", "token_logprobs"):
@@ -551,6 +555,17 @@ def test_clients_that_come_and_go(own):
         for path in 10 * ["/stats", "/metrics"]:
             assert running.http.get(path).status_code == 200
         list(all_of_them)
+    running.idle()
+
+
+def test_bodies_that_do_not_come_take_no_place(own):
+    running = own(places=2, patience=60.0)
+    silent = [socket.create_connection(running.address) for _ in range(9)]
+    for each in silent:
+        each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+    assert running.post(prompt="a", n=2, max_tokens=2).status_code == 200
+    for each in silent:
+        each.close()
     running.idle()
 
 

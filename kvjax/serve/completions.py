@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.generation.scores import MOST_SCORES
+from kvjax.generation.scores import MOST_SCORES, TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
@@ -71,12 +71,16 @@ class Completions:
         return {
             "tokens": texts,
             "token_logprobs": [in_json(score.logprob) for _, score in scored],
-            "top_logprobs": [
-                {self._texts.of(other)[0]: in_json(x) for other, x in reversed(score.likeliest)}
-                for _, score in scored
-            ],
+            "top_logprobs": [self._likeliest(token, score) for token, score in scored],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, token: int, score: TokenScore) -> dict[str, float | None]:
+        """The likeliest tokens by their texts, and the chosen one among them. Of tokens that read
+        alike the likeliest is told, but for the chosen one."""
+        assert self._texts is not None
+        every = [*reversed(score.likeliest), (token, score.logprob)]
+        return {self._texts.of(each)[0]: in_json(logprob) for each, logprob in every}
 
 
 def _ids(value: Any) -> bool:

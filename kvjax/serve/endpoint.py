@@ -34,10 +34,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared, settings = self._shared, self._shared.settings
         request = Request(scope, receive)
+        shared.queue.check(1)
+        body = await read_body(request, settings.max_body, settings.patience)
+        if body is None:
+            return
+        # A place is for those alone who have said what they want.
         with shared.queue.place() as place:
-            body = await read_body(request, settings.max_body, settings.patience)
-            if body is None:
-                return
             # Long prompts take their time.
             asked = await asyncio.to_thread(self._read, body)
             place.grow(asked.choices)

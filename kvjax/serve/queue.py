@@ -20,6 +20,14 @@ class Queue:
         """
         return Place(self)
 
+    def check(self, more: int) -> None:
+        """Raise ``Refused`` if there are not so many more."""
+        if self.taken + more > self.places:
+            raise Refused(
+                429, f"all {self.places} places are taken: try again later", code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER)},
+            )  # fmt: skip
+
 
 class Place:
     """A request's places, which it gives back in the end."""
@@ -44,10 +52,6 @@ class Place:
         places, more = self._queue.places, to - self._mine
         if to > places:
             raise Refused(422, f"a request of {to} choices: this server takes {places} at once")
-        if self._queue.taken + more > places:
-            raise Refused(
-                429, f"all {places} places are taken: try again later", code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER)},
-            )  # fmt: skip
+        self._queue.check(more)
         self._queue.taken += more
         self._mine = to
