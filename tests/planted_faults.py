@@ -451,23 +451,28 @@ FAULTS = (
         "            self._fail(error)", "            del error", ("engine",),
     ),
     Fault(
+        "a group's rows see how long its others are", "attention/alike.py",
+        "        return blockwise(call.taken(rows), even=True)",
+        "        return blockwise(call.taken(rows))", ("engine",),
+    ),
+    Fault(
         "a page of two rows is taken for one's", "attention/in_place.py",
-        "(jnp.sum(there) >= FILLED * pages) & (jnp.max(times) <= 1)",
-        "(jnp.sum(there) >= FILLED * pages)", ("any_length",),
+        "(jnp.sum(there) >= FILLED * count) & (jnp.max(times) <= 1)",
+        "(jnp.sum(there) >= FILLED * count)", ("any_length",),
     ),
     Fault(
         "a weight of 0 makes everything 0", "attention/in_place.py",
-        "jnp.all(jnp.isfinite(sums))", "jnp.bool_(True)", ("any_length",),
+        "jnp.all(jnp.isfinite(found.mixed))", "jnp.bool_(True)", ("any_length",),
     ),
     Fault(
         "rows stay in the order of their lengths", "attention/alike.py",
-        "jnp.zeros_like(call.queries).at[order].set(jnp.concatenate(mixed))",
-        "jnp.concatenate(mixed)", ("any_length",),
+        "jnp.zeros_like(call.queries).at[order].set(mixed)",
+        "mixed[:batch]", ("any_length",),
     ),
     Fault(
         "the newest tokens of an even walk are not seen", "attention/blocks.py",
-        "lax.fori_loop(0, -(-filled // size), one, found)",
-        "lax.fori_loop(0, filled // size, one, found)", ("any_length",),
+        "lax.fori_loop(0, -(-stop_at // size), one, found)",
+        "lax.fori_loop(0, stop_at // size, one, found)", ("any_length",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",

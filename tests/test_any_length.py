@@ -29,12 +29,12 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def held(policy, lengths, window=None):
+def held(policy, lengths, window=None, mesh=None):
     """A cache of one layer that many calls have written to, with a call's token appended."""
     config = tiny_config(
         num_hidden_layers=1, windows=(window,), num_key_value_heads=KV, head_dim=DIM
     )
-    cache = kvjax.init_cache(config, policy, batch=len(lengths), max_len=LONGEST)
+    cache = kvjax.init_cache(config, policy, batch=len(lengths), max_len=LONGEST, mesh=mesh)
     keys, values = (random(len(lengths), KV, LONGEST, DIM, seed=seed) for seed in (1, 2))
 
     def append(cache, first, count, lengths):
@@ -54,9 +54,13 @@ def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
     return np.random.default_rng(seed).integers(low, high + 1, rows)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("paged", 3), *((name, ROWS) for name in POLICIES)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("paged", 3), ("int8", 7), *((name, ROWS) for name in POLICIES)]
+)
 def test_paths_agree(name, rows):
-    cache = held(POLICIES[name], lengths(rows), window=24 if name == "window" else None)
+    # Of a pool that is mostly full.
+    window = 24 if name == "window" else None
+    cache = held(POLICIES[name], lengths(rows, low=140), window)
     queries = random(rows, HEADS, 1, DIM, seed=5)
 
     @jax.jit
@@ -105,10 +109,11 @@ def test_nor_are_pages_that_two_rows_share(walked):
 
 def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
     assert np.isnan(in_pages(held(POLICIES["int8"], lengths(low=140)))).all()
-    call = kvjax.attend(
-        random(ROWS, 32 * KV, 1, DIM), held(POLICIES["paged"], lengths(low=140)), 0, path="pages"
-    )
-    assert np.isnan(call).all()
+    cache = held(POLICIES["paged"], lengths(low=140))
+    many, new = (random(ROWS, *shape, DIM) for shape in ((5 * KV, 1), (HEADS, 2)))
+    assert np.isnan(kvjax.attend(many, cache, 0, path="pages")).all()
+    cache = kvjax.append(kvjax.advance(cache, 1), 0, new[:, :KV], new[:, :KV])
+    assert np.isnan(kvjax.attend(new, cache, 0, path="pages")).all()
 
 
 def test_empty_slots_may_hold_what_is_no_number():
@@ -136,13 +141,47 @@ def test_the_shortest_rows_are_looked_at_together(monkeypatch):
         return blockwise(call, even=even)
 
     monkeypatch.setattr(alike, "blockwise", noted)
-    many = lengths()
+    many = lengths(10)
     cache = held(POLICIES["paged"], many)
     with jax.disable_jit():
-        kvjax.attend(random(ROWS, HEADS, 1, DIM), cache, 0, path="even")
-    assert [*itertools.chain(*seen)] == sorted(many.tolist()) and {len(each) for each in seen} == {
-        4
-    }
+        kvjax.attend(random(10, HEADS, 1, DIM), cache, 0, path="even")
+    each = sorted(many.tolist())
+    assert [*itertools.chain(*seen)] == [*each, each[-1], each[-1]]
+    assert {len(each) for each in seen} == {4}
+
+
+@pytest.mark.parametrize("path", ["even", "pages"])
+def test_derivatives_are_those_of_the_walk(path):
+    cache = held(POLICIES["paged"], lengths(low=140))
+    queries = random(ROWS, HEADS, 1, DIM, seed=5)
+
+    def loss(queries, slope, path, biased):
+        bias = (lambda at, keys: slope * keys[:, None, None]) if biased else None
+        return jnp.sum(jnp.sin(kvjax.attend(queries, cache, 0, path=path, bias=bias)))
+
+    for biased in (False, True):
+        ways = [jax.grad(loss, (0, 1))(queries, 0.01, p, biased) for p in ("blocks", path)]
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5), *ways)
+
+
+RARE = [
+    pytest.param(*each, marks=pytest.mark.rare) for each in (("data", "int8"), ("tensor", "paged"))
+]
+
+
+@pytest.mark.parametrize(("axis", "name"), [("data", "paged"), ("tensor", "int8"), *RARE])
+def test_on_a_mesh(axis, name):
+    mesh = kvjax.make_mesh(**{axis: 2}, devices=jax.devices()[:2])
+    queries = random(ROWS, HEADS, 1, DIM, seed=5)
+    cache = held(POLICIES[name], lengths(low=140), mesh=mesh)
+
+    @jax.jit
+    def call(cache):
+        return [kvjax.attend(queries, cache, 0, path=p) for p in ("blocks", "even", "pages")]
+
+    wanted, *others = call(cache)
+    for found in others:
+        np.testing.assert_allclose(wanted, found, atol=1e-5)
 
 
 def test_which_is_taken():

@@ -154,6 +154,17 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
         assert {"length", "eos", "stop", "cancelled"} <= set(ended)
 
 
+@pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
+def test_many_rows_are_looked_at_in_groups_and_each_is_what_it_is_alone(policy):
+    """Bit for bit, whatever group and place a row's length brings it to."""
+    many = {"rows": 10, "pages": 60}
+    one, requests = engine_of(policy, **many), asked()[:24]
+    wanted = [told(one.run([prompt], **settings)[0]) for prompt, settings in requests]
+    engine = engine_of(policy, **many)
+    handles = in_any_order(engine, requests, seed=1, cancels=0)
+    assert [told(handles[n]) for n in range(24)] == wanted and settled(engine)
+
+
 @pytest.mark.parametrize("policy", COVERED)
 def test_log_probabilities_are_those_of_the_uncached_pass(policy):
     """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
@@ -520,13 +531,14 @@ def test_requests_come_from_any_thread():
     assert len({handle.number for handle in handles.values()}) == 16
 
 
-def test_it_works_on_a_mesh():
+@pytest.mark.parametrize("policy", ["int8", in_shards("raw")])
+def test_it_works_on_a_mesh(policy):
     mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
-    engine = engine_of(lm=lettered().on(mesh))
+    engine = engine_of(policy, rows=6, lm=lettered().on(mesh))
     engine.compile()
     requests = asked()[:12]
     handles = in_any_order(engine, requests, seed=1, cancels=0)
-    other = engine_of(lm=lettered().on(mesh))
+    other = engine_of(policy, rows=6, lm=lettered().on(mesh))
     wanted = [told(other.run([prompt], **settings)[0]) for prompt, settings in requests]
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
 

@@ -245,9 +245,7 @@ def test_logprobs_are_the_models_own(running):
     assert whole["tokens"] == [texts.of(token)[0] for token in tokens]
     ends = np.cumsum([0, *map(len, whole["tokens"])])
     assert whole["text_offset"] == ends[:-1].tolist()
-    each = zip(
-        wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True
-    )
+    each = zip(wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True)
     for row, text, mine, likeliest in each:
         # Tokens that are parts of characters may have the same text.
         best = texts.of(int(row.argmax()))[0]
@@ -498,11 +496,17 @@ def test_keys_and_tenants(own):
     assert [cached(shared, key) for key in keys] == [0, 64, 64, 64]
 
 
-def test_pages_of_other_sites_are_refused(running):
+def test_pages_of_other_sites_are_refused(running, own):
     for origin, status in ((running.url, 200), ("http://other.example", 403), ("null", 403)):
         headers = {"Origin": origin}
         assert running.post(prompt="a", max_tokens=1, headers=headers).status_code == status
     assert running.http.get("/stats", headers={"Origin": "http://["}).status_code == 403
+    # A name that its owner has let mean this machine, and a proxy's.
+    renamed = {"Origin": "http://other.example", "Host": "other.example"}
+    assert running.post(prompt="a", headers=renamed).status_code == 403
+    allowing = own(origins=("http://other.example",))
+    for headers in (renamed, {"Origin": "http://other.example"}):
+        assert allowing.post(prompt="a", max_tokens=1, headers=headers).status_code == 200
 
 
 def test_a_client_that_leaves_frees_its_pages(own):

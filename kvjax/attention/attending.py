@@ -132,27 +132,27 @@ def attend(
 
 def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
-    a program takes that was compiled before. A bias may hold traced arrays: its trace is not kept.
+    a program takes that was compiled before. A bias may hold traced arrays, of which derivatives
+    are asked for: its trace is not kept, and no way that serves it is without one.
     """
     platform = view.held.policy.placement.platform()
-    traced = _traced if mask.bias else _traced_once
+    if mask.bias:
+        return _traced(platform, way, kinds, view, mask)
     if way in DIFFERENTIABLE:
-        return traced(platform, way, kinds, view, mask)
-    return _by_kernel(platform, traced, way, kinds, view, mask)
+        return _traced_once(platform, way, kinds, view, mask)
+    return _by_kernel(platform, way, kinds, view, mask)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _by_kernel(
-    platform: str, traced: Any, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask
-) -> Mixed:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _by_kernel(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """By a path that has no derivative; that of the walk is the same."""
-    mixed: Mixed = traced(platform, way, kinds, view, mask)
+    mixed: Mixed = _traced_once(platform, way, kinds, view, mask)
     return mixed
 
 
 @_by_kernel.defjvp
-def _by_walk(platform: str, traced: Any, way: Path, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(traced, platform, blockwise), primals, tangents)
+def _by_walk(platform: str, way: Path, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(_traced_once, platform, blockwise), primals, tangents)
 
 
 def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:

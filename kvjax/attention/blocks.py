@@ -112,7 +112,7 @@ def _evenly(found: Partial, section: Section, call: Call) -> Partial:
     """Block by block, all of one size, as far as any row is filled."""
     rows, mask, stop = call.rows(section), call.mask, section.first + section.size
     size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
-    limited = (mask.window, mask.chunk, section.split) != (None, None, None)
+    limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
     def one(number: Array, found: Partial) -> Partial:
         start = section.first + number * size
@@ -128,7 +128,9 @@ def _evenly(found: Partial, section: Section, call: Call) -> Partial:
         return lax.cond(wanted, visit, lambda found: found, found)
 
     filled = jnp.clip(section.filled(call.near()), 0, section.size)
-    return lax.fori_loop(0, -(-filled // size), one, found)
+    # A bias may be asked for its derivative, which a loop of any length has not.
+    stop_at = section.size if mask.bias else filled
+    return lax.fori_loop(0, -(-stop_at // size), one, found)
 
 
 def _fits(section: Section, rows: Array) -> bool:

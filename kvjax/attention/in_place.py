@@ -5,7 +5,6 @@ long for that as for all else. Where most of a pool is somebody's, and no page i
 pages are multiplied, each with its owner's queries, and not copied at all.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,8 +12,9 @@ from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import FILLED, SCORES, as_stored
 from kvjax.attention.call import Call
 from kvjax.attention.softmax import LOWEST, Partial
+from kvjax.cache.sections import Section
 from kvjax.core.device import on_cpu
-from kvjax.core.typing import Array, Mixed
+from kvjax.core.typing import Array, Mixed, Rows
 
 
 def over_pages(call: Call) -> Mixed:
@@ -22,56 +22,68 @@ def over_pages(call: Call) -> Mixed:
     if not _served(call):
         return evenly(call)
     (section,) = call.sections
-    pages, page, table = len(section.keys), section.page, section.pages
+    count, table = len(section.keys), section.pages
     assert table is not None
     batch, columns = table.shape
-    slots = jnp.arange(columns * page, dtype=jnp.int32)
-    positions = jnp.where(slots < section.size, section.positions(slots, 0), -1)
-    positions = positions.reshape(batch, columns, page)
+    slots = jnp.arange(columns * section.page, dtype=jnp.int32)
+    positions = section.positions(slots, 0).reshape(batch, columns, section.page)
+    # Columns of a table whose pages have tokens that may be seen, and where in the pool these are.
     there = jnp.any(positions >= 0, axis=2) & (table >= 0)
-    to = jnp.where(there, table, pages).ravel()
-    times = jnp.zeros(pages, jnp.int32).at[to].add(1, mode="drop")
-    pays = (jnp.sum(there) >= FILLED * pages) & (jnp.max(times) <= 1)
+    at = jnp.where(there, table, count)
+    times = jnp.zeros(count, jnp.int32).at[at].add(1, mode="drop")
+    pays = (jnp.sum(there) >= FILLED * count) & (jnp.max(times) <= 1)
 
-    def in_place() -> tuple[Mixed, Array]:
-        rows, found = jnp.repeat(jnp.arange(batch), columns), jnp.full((pages, page), -1)
-        owner = jnp.zeros(pages, jnp.int32).at[to].set(rows, mode="drop")
-        found = found.at[to].set(positions.reshape(-1, page), mode="drop")
-        queries, mask = call.rows(section)[owner], call.mask.taken(owner)
-        products = section.scores(queries, section.keys, found, long=True)
-        scores, seen = mask.scores(products, found, section)
-        scores = jnp.where(seen, scores, LOWEST)
-        own, here = jnp.where(there, table, 0), there[:, :, None, None]
-        highest = jnp.where(here, scores.max(-1)[own], LOWEST / 2).max(1)
-        highest = jnp.maximum(highest, LOWEST / 2)
-        weights = jnp.exp(scores - highest[owner][..., None])
-        total = jnp.where(here, weights.sum(-1)[own], 0).sum(1)
-        mixed = section.mix(weights, section.values, None, queries.dtype.name)
-
-        def column(number: Array, sums: Array) -> Array:
-            pages, here = own[:, number], there[:, number, None, None, None]
-            return sums + jnp.where(here, mixed[pages], 0)
-
-        last = jnp.max(jnp.where(there, jnp.arange(columns) + 1, 0))
-        sums = lax.fori_loop(0, last, column, jnp.zeros((batch, *mixed.shape[1:]), mixed.dtype))
+    def try_it() -> tuple[Mixed, Array]:
+        owner = jnp.broadcast_to(jnp.arange(batch)[:, None], at.shape)
+        owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
+        tokens = jnp.full((count, section.page), -1).at[at].set(positions, mode="drop")
+        found = _multiplied(call, section, owner, tokens, at)
         # An empty slot may hold what is no number, which no weight makes 0.
-        return call.finish(Partial(highest, total, sums)), jnp.all(jnp.isfinite(sums))
+        return call.finish(found), jnp.all(jnp.isfinite(found.mixed))
 
     def nothing() -> tuple[Mixed, Array]:
         return jnp.zeros_like(call.queries), jnp.bool_(False)
 
-    mixed, done = lax.cond(pays, in_place, nothing)
-    mixture: jax.Array = lax.cond(done, lambda: mixed, lambda: evenly(call))
+    mixed, done = lax.cond(pays, try_it, nothing)
+    mixture: Mixed = lax.cond(done, lambda: mixed, lambda: evenly(call))
     return mixture
 
 
+def _multiplied(
+    call: Call, section: Section, owner: Rows, tokens: Array, at: Array
+) -> Partial:  # fmt: skip
+    """The softmax of rows over their pages: int32[batch, columns], ``at`` the end for none.
+
+    ``owner``: int32[pages], whose each is; ``tokens``: int32[pages, page], their positions.
+    """
+    mask, queries = call.mask.taken(owner), call.rows(section)[owner]
+    products = section.scores(queries, section.keys, tokens, long=True)
+    scores, seen = mask.scores(products, tokens, section)
+    scores = jnp.where(seen, scores, LOWEST)
+    highest = scores.max(-1).at[at].get(mode="fill", fill_value=LOWEST / 2).max(1)
+    # Never as low as what is not seen, whose weights are 0 then.
+    highest = jnp.maximum(highest, LOWEST / 2)
+    weights = jnp.exp(scores - highest[owner][..., None])
+    total = weights.sum(-1).at[at].get(mode="fill", fill_value=0).sum(1)
+    mixed = section.mix(weights, section.values, None, queries.dtype.name)
+
+    def column(number: Array, sums: Array) -> Array:
+        return sums + mixed.at[at[:, number]].get(mode="fill", fill_value=0)
+
+    last = jnp.max(jnp.where(at < len(owner), jnp.arange(at.shape[1]) + 1, 0))
+    sums = jnp.zeros((len(at), *mixed.shape[1:]), mixed.dtype)
+    return Partial(highest, total, lax.fori_loop(0, last, column, sums))
+
+
 def _served(call: Call) -> bool:
-    """Whether pages can be multiplied as they lie, and scores of all take less memory than half of
-    them."""
+    """Whether pages can be multiplied as they lie, for so few queries that what is made for each
+    page is much smaller than it."""
     if not on_cpu() or call.share is not None or len(call.sections) > 1 or call.mask.bias:
         return False
     (section,), new = call.sections, call.queries.shape[2]
     rows = call.rows(section)
     near = not section.placement.behind_tail and section.pages is not None
-    few = new == 1 and SCORES * rows.shape[2] <= rows.shape[3] // 2
-    return near and few and section.unit == 1 and as_stored(section, rows)
+    # Scores, and queries and mixtures: beside what a page has of keys.
+    group, head_dim = rows.shape[2:]
+    few = SCORES * group <= head_dim // 2 and SCORES * group <= section.page
+    return near and new == 1 and few and section.unit == 1 and as_stored(section, rows)

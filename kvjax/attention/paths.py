@@ -47,7 +47,7 @@ PATHS: dict[str, Path] = {
 
 
 DIFFERENTIABLE = blockwise, at_once, bucketed
-"""What has a derivative; where a kernel is taken, its derivative is the walk's."""
+"""What has a derivative, whatever is asked; that of the others is the walk's."""
 
 
 _mixed: ContextVar[str | None] = ContextVar("mixed", default=None)

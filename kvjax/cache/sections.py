@@ -148,10 +148,14 @@ class View:
     pages: Array | None = None
 
     def taken(self, rows: Rows) -> "View":
-        """That of some rows, int32[n]."""
-        mine = self.before, self.length, self.marks, self.pages
-        before, length, marks, pages = jax.tree.map(lambda x: x[rows], mine)
-        return View(self.held.taken(rows), before, length, marks, self.rotary, pages)
+        """That of some rows, int32[n], of a layer in pages, which stay as they are."""
+        held = self.held
+        own = held.tail, held.strip, held.low
+        mine = own, (self.before, self.length, self.marks, self.pages)
+        (tail, strip, low), cursors = jax.tree.map(lambda x: x[rows], mine)
+        before, length, marks, pages = cursors
+        held = replace(held, tail=tail, strip=strip, low=low)
+        return replace(self, held=held, before=before, length=length, marks=marks, pages=pages)
 
 
 def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:

@@ -1,7 +1,6 @@
 """``kvjax serve``: an engine behind HTTP."""
 
 import asyncio
-import ipaddress
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +60,10 @@ def serve(
         bool,
         typer.Option("--share-prefixes", help="Those with different keys share prefixes too."),
     ] = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask, https://example.org; may be repeated."),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Choices that may wait beside those that run.", min=0)
     ] = 64,
@@ -76,12 +79,14 @@ def serve(
     from kvjax.serve.needed import check_installed
 
     check_installed()
+    from kvjax.serve.gate import loopback
     from kvjax.serve.server import Server, address_of, bound
     from kvjax.serve.settings import Settings
 
     settings = Settings(
         name=name or _name(model),
         keys=tuple(api_key or ()), share_prefixes=share_prefixes,
+        origins=tuple(allow_origin or ()),
         places=max_batch_size + max_queue, max_body=parse_bytes(max_body), patience=patience,
         grace=grace,
     )  # fmt: skip
@@ -106,7 +111,7 @@ def serve(
         address = address_of(listener)
 
         def ready() -> None:
-            if not settings.keys and not _loopback(host):
+            if not settings.keys and not loopback(host):
                 typer.echo("kvjax: whoever reaches this address may use it: --api-key", err=True)
             typer.echo(f"kvjax: serving {settings.name} at {address}", err=True)
 
@@ -125,10 +130,3 @@ def _name(model: str | None) -> str:
 
 def _positions(lm: Any) -> int:
     return min(lm.config.position_limit or MOST_TOKENS, MOST_TOKENS)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

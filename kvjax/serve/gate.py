@@ -1,5 +1,6 @@
 """Who comes in: API keys, other sites' pages, and nobody once the server is to end."""
 
+import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -30,7 +31,7 @@ class Gate:
                 raise Refused(503, "the server comes to its end", headers=headers)
             tenant = None
             if request.url.path not in OPEN:
-                _check_origin(request)
+                _check_origin(request, self._shared.settings.origins)
                 given = request.headers.get("authorization")
                 tenant = self._shared.keys.tenant(None if given is None else given.encode())
         except Refused as error:
@@ -47,19 +48,30 @@ class Gate:
             self._shared.active -= 1
 
 
-def _check_origin(request: Request) -> None:
+def loopback(host: str) -> bool:
+    """Whether it is this machine, and known to be without asking for its address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_origin(request: Request, origins: tuple[str, ...]) -> None:
     """Pages of other sites, which a browser lets send what it does not let them read, ask for
-    nothing.
+    nothing, but for ``origins``. Nor do those whose name has come to mean this machine.
 
     Raises:
       Refused: if it is one of these.
     """
     origin = request.headers.get("origin")
-    if origin is None:
+    if origin is None or origin in origins:
         return
     try:
-        same = urlsplit(origin).netloc == request.headers.get("host")
+        mine = urlsplit(f"//{request.headers.get('host')}")
+        same = urlsplit(origin).netloc == mine.netloc
+        here = loopback((request.scope.get("server") or ("",))[0])
+        same &= not here or loopback(mine.hostname or "")
     except ValueError:
         same = False
     if not same:
-        raise Refused(403, "pages of other sites may not use this server")
+        raise Refused(403, "pages of other sites may not use this server: --allow-origin")

@@ -12,10 +12,10 @@ class Settings:
 
     ``name``: of the model, as clients call it; ``keys``: API keys, none to do without;
     ``share_prefixes``: whether those who have different ones may begin with what others have
-    computed; ``places``: choices that it has at once, running or waiting; ``max_body``: bytes of a
-    request; ``patience``: seconds that a client may take for a request, or to read what was
-    written; ``grace``: seconds after a signal to end, in which those that were accepted are
-    answered.
+    computed; ``origins``: of other sites whose pages may ask, ``https://example.org``; ``places``:
+    choices that it has at once, running or waiting; ``max_body``: bytes of a request; ``patience``:
+    seconds that a client may take for a request, or to read what was written; ``grace``: seconds
+    after a signal to end, in which those that were accepted are answered.
 
     Raises:
       ValueError: naming what can't be.
@@ -24,6 +24,7 @@ class Settings:
     name: str
     keys: tuple[str, ...] = ()
     share_prefixes: bool = False
+    origins: tuple[str, ...] = ()
     places: int = 72
     max_body: int = 4 << 20
     patience: float = 30.0
