@@ -52,13 +52,15 @@ def static(lm: Any, work: Work, batch: int, order: Sequence[int]) -> float:
     return seconds
 
 
-def engine_of(lm: Any, work: Work, given: argparse.Namespace, **changes: Any) -> kvjax.Engine:
-    """One with as many slots, in pages."""
+def engine_of(
+    lm: Any, work: Work, given: argparse.Namespace, *, ahead: int = 1, **changes: Any
+) -> kvjax.Engine:
+    """One with as many slots, in pages; ``ahead``: steps that it sends before others are done."""
     limits = kvjax.InferenceLimits(
-        max_batch_size=given.rows, max_seq_len=work.tokens // given.batch
+        max_batch_size=given.rows, max_seq_len=work.tokens // given.batch, prefetch_steps=ahead
     )
     settings = {
-        "pages": work.tokens // given.page, "prefill_chunk": given.chunk,
+        "pages": work.tokens // given.page, "prefill_chunk": given.chunk, "exact": False,
         "step_tokens": given.chunks * given.chunk + given.rows,
     }  # fmt: skip
     policy = kvjax.policy("paged", page_size=given.page)
@@ -86,15 +88,8 @@ def continuous(lm: Any, work: Work, given: argparse.Namespace, exact: bool) -> d
 
 def host_share(lm: Any, work: Work, given: argparse.Namespace) -> float:
     """The part of a step that the host takes, where it waits for each: nothing is sent ahead."""
-    limits = kvjax.InferenceLimits(
-        max_batch_size=given.rows, max_seq_len=work.tokens // given.batch, prefetch_steps=0
-    )
-    policy = kvjax.policy("paged", page_size=given.page)
-    engine = kvjax.Engine(
-        lm, policy, limits, pages=work.tokens // given.page, prefill_chunk=given.chunk
-    )
-    engine.compile()
-    for prompt, new in list(zip(work.prompts, work.new, strict=True))[: given.rows]:
+    engine = engine_of(lm, work, given, ahead=0)
+    for prompt, new in zip(work.prompts, work.new, strict=True):
         engine.submit(prompt, max_new_tokens=new, eos_token_ids=())
     while engine.step():
         pass
@@ -122,6 +117,9 @@ def transformers(folder: str, work: Work, given: argparse.Namespace) -> dict[str
     with model.continuous_batching_context_manager(
         generation_config=settings, continuous_batching_config=batching
     ) as manager:
+        # Whatever it makes at first.
+        manager.add_request(work.prompts[0], "first", max_new_tokens=1)
+        assert next(iter(manager)).request_id == "first"
         start = time.perf_counter()
         for number, (prompt, new) in enumerate(zip(work.prompts, work.new, strict=True)):
             manager.add_request(prompt, str(number), max_new_tokens=new)
@@ -132,6 +130,7 @@ def transformers(folder: str, work: Work, given: argparse.Namespace) -> dict[str
                 break
         seconds = time.perf_counter() - start
     tokens = [found[str(n)] for n in range(len(found))]
+    assert [len(each) for each in tokens] == work.new
     return {"seconds": seconds, "tokens": tokens, "version": peer.__version__}
 
 

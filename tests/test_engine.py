@@ -17,6 +17,7 @@ import kvjax
 from kvjax.core.errors import NonFiniteError
 from kvjax.engine.service import StoppedError
 from kvjax.generation.statistics import Meter
+from kvjax.memory.limits import memory_left
 from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
@@ -603,6 +604,26 @@ def test_what_can_not_be_is_refused(name):
     settings, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         engine_of().submit([1, 2, 3], **settings)
+
+
+def test_pools_take_what_there_is(monkeypatch):
+    """Of a device that has no room for all that all rows can need."""
+
+    def default():
+        return kvjax.Engine(lettered(), POLICIES["raw"], limits)
+
+    limits = kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=MOST)
+    whole = default()
+    needed = sum(x.nbytes for x in jax.tree.leaves(whole._texts.pool.bodies))
+    other = 10**12 - memory_left(lettered(), batch=ROWS, capacity=MOST, memory=10**12)
+    found = []
+    for part in (2, 0.5):
+        memory = other + int(part * needed / 0.9)
+        monkeypatch.setattr("kvjax.memory.limits.device_memory", lambda memory=memory: memory)
+        found += default().stats().pages
+    all_rows = ROWS * MOST // 16
+    assert [*whole.stats().pages, found[0]] == [all_rows] * 2
+    assert 0.4 * all_rows < found[1] <= 0.5 * all_rows
 
 
 def test_engines_that_can_not_be():

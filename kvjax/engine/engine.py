@@ -55,7 +55,7 @@ class Engine:
         ``device_memory``: of the pools, where neither ``pages`` nor ``memory`` is given;
         ``prefetch_steps``: steps that are sent before what they go on from has come back.
       pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. By
-        default what all rows can need.
+        default what all rows can need, or nine tenths of what weights leave of the device.
       prefill_chunk: tokens of a prompt that are computed together, at most.
       step_tokens: of a step, those of padding among them; by default a chunk, and one for each row.
       decode_rounds: tokens of each row that are sent for at once, at most: stop strings, and those

@@ -8,11 +8,14 @@ from kvjax.core.checks import whole_number
 from kvjax.generation.model import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.sizes import device_bytes
 from kvjax.policies.presets import PolicyChoice, per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 
 DEFAULT_ROWS = 8
 """Where limits name none."""
+DEFAULT_RATIO = 0.9
+"""Of what weights leave of a device, what pools take at most, where nothing else is said."""
 
 
 def engine_terms(
@@ -40,7 +43,15 @@ def engine_terms(
         return terms(pages, memory)
     least = terms(1, None)
     if limits.cache_memory_ratio is None:
-        return terms(rows * max(kind.paging.layout.columns for kind in least.kinds), None)
+        needed = terms(rows * max(kind.paging.layout.columns for kind in least.kinds), None)
+        limits = replace(limits, cache_memory_ratio=DEFAULT_RATIO)
+        try:
+            allowed = limits.allowed(lm, batch=rows, capacity=least.max_len)
+        except ValueError:  # the device does not say how much it has
+            return needed
+        taken = device_bytes(lm.config, list(needed.policies), rows, needed.max_len, lm.mesh)
+        if allowed is None or taken <= allowed:
+            return needed
     allowed = limits.allowed(lm, batch=rows, capacity=least.max_len)
     own = rows * least.state_bytes
     if allowed is None or allowed <= own:
