@@ -73,7 +73,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{engine['steps']} steps, "
         f"{engine['padding']:,} tokens of padding, {engine['preemptions']} pre-emptions; half of "
         f"the requests had their first token after {engine['first_token']:.1f} s. The host takes "
-        f"{100 * results['host']:.1f} % of a step when nothing is sent ahead.",
+        f"{100 * results['host']:.1f} % of a step of one chunk when nothing is sent ahead.",
         "",
         f"Behind {given['shared']} tokens that others began with, and {given['own']} of its own, "
         f"the first token takes {first['shared']:.1f} ms, and {first['alone']:.1f} where nothing "

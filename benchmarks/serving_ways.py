@@ -87,8 +87,9 @@ def continuous(lm: Any, work: Work, given: argparse.Namespace, exact: bool) -> d
 
 
 def host_share(lm: Any, work: Work, given: argparse.Namespace) -> float:
-    """The part of a step that the host takes, where it waits for each: nothing is sent ahead."""
-    engine = engine_of(lm, work, given, ahead=0)
+    """The part of a step that the host takes, where it waits for each: nothing is sent ahead. Of
+    steps of the default size, for what waits in a device's queue would count as the host's."""
+    engine = engine_of(lm, work, given, ahead=0, step_tokens=None)
     for prompt, new in zip(work.prompts, work.new, strict=True):
         engine.submit(prompt, max_new_tokens=new, eos_token_ids=())
     while engine.step():
