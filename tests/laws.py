@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache.sections import View, sections
+from kvjax.cache.sections import sections
+from kvjax.cache.view import View
 from kvjax.core.rotary import rotary_table
 from tests import matrix, naive
 from tests.matrix import OPERATIONS, Held, tiny_config

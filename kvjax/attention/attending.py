@@ -21,9 +21,9 @@ from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
-from kvjax.cache.sections import View
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
+from kvjax.cache.view import View
 from kvjax.codecs import Raw
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.device import computing_on

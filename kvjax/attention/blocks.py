@@ -110,17 +110,15 @@ def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
 
 def _evenly(found: Partial, section: Section, call: Call) -> Partial:
     """Block by block, all of one size, as far as any row is filled."""
-    rows, mask, stop = call.rows(section), call.mask, section.first + section.size
+    rows, mask = call.rows(section), call.mask
     size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
     def one(number: Array, found: Partial) -> Partial:
         start = section.first + number * size
-        # A last block that would pass the end is moved down; what it shares is not seen twice.
-        origin = jnp.minimum(start, stop - size)
 
         def visit(found: Partial) -> Partial:
-            return softmax_over(section, mask, rows, origin, size, start=start, after=found)
+            return _visit(found, section, rows, mask, start, size)
 
         if not limited:
             return visit(found)
@@ -154,14 +152,18 @@ def _all_seen(section: Section, mask: Mask) -> bool:
     return min(mask.window or section.size, mask.chunk or section.size) >= FILLED * section.size
 
 
-def _by_blocks(
-    found: Partial, section: Section, rows: Array, call: Call, sizes: tuple[int, int] | None = None
+def _visit(
+    found: Partial, section: Section, rows: Array, mask: Mask, start: Array, size: int
 ) -> Partial:
-    """Coarse blocks up to where all is filled, fine ones after that; of these ``sizes``."""
-    stop = section.first + section.size
-    if sizes is not None:
-        fine, coarse = sizes
-    elif section.raw and section.size <= 2 * FINE:
+    """And over a block. A last one that would pass the end is moved down; what it shares is not
+    seen twice."""
+    origin = jnp.minimum(start, section.first + section.size - size)
+    return softmax_over(section, mask, rows, origin, size, start=start, after=found)
+
+
+def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Partial:
+    """Coarse blocks up to where all is filled, fine ones after that."""
+    if section.raw and section.size <= 2 * FINE:
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
@@ -172,10 +174,10 @@ def _by_blocks(
         fine = section.fitting(fine)
         coarse = max(section.fitting(coarse, fine), fine)
 
+    stop = jnp.int32(section.first + section.size)
+
     def visit(start: Array, size: int, found: Partial) -> Partial:
-        # A last block that would pass the end is moved down; what it shares is not seen twice.
-        origin = jnp.minimum(start, stop - size)
-        return softmax_over(section, call.mask, rows, origin, size, start=start, after=found)
+        return _visit(found, section, rows, call.mask, start, size)
 
     def walk(found: Partial, first: Array, blocks: int, size: int, end: Array) -> Partial:
         def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
@@ -190,7 +192,7 @@ def _by_blocks(
 
     begin = jnp.int32(section.first)
     if coarse == fine:
-        return walk(found, begin, -(-section.size // fine), fine, jnp.int32(stop))
+        return walk(found, begin, -(-section.size // fine), fine, stop)
     filled = jnp.clip(section.filled(call.near()), 0, section.size)
     # Blocks behind a tail may be on the host, from where only what is filled is fetched.
     rounded = rows.shape[2] < FEW and section.unit == 1
@@ -200,7 +202,7 @@ def _by_blocks(
     found = walk(found, begin, -(-section.size // coarse), coarse, behind)
 
     def finely(found: Partial) -> Partial:
-        return walk(found, behind, -(-rest // fine), fine, jnp.int32(stop))
+        return walk(found, behind, -(-rest // fine), fine, stop)
 
     # A few turns of a loop that skip all they see cost as much as a small block.
     return lax.cond(filled > whole * coarse, finely, lambda found: found, found)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
-from kvjax.cache.sections import Section, View, sections
+from kvjax.cache.sections import Section, sections
+from kvjax.cache.view import View
 from kvjax.core.typing import Array, Mixed, Rows
 from kvjax.layouts import Share
 

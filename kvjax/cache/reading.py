@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layer import Body, LayerCache
-from kvjax.cache.sections import View, sections
+from kvjax.cache.sections import sections
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
+from kvjax.cache.view import View
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
 

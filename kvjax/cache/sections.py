@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import LayerCache, Strip, Tail
+from kvjax.cache.layer import Strip, Tail
 from kvjax.cache.regions import placed, regions_of
+from kvjax.cache.view import View
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
@@ -129,33 +129,6 @@ class Section:
         )
         units = jnp.arange(self.first, end, dtype=jnp.int32)
         return keys, values, self.positions(units, self.first)
-
-
-@state
-class View:
-    """A layer as a call sees it, with its tokens appended.
-
-    ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
-    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table. ``pages``:
-    int32[batch, columns], where the layer is in pages, those of each row.
-    """
-
-    held: LayerCache
-    before: Rows
-    length: Rows
-    marks: Rows
-    rotary: RotaryTable | None = None
-    pages: Array | None = None
-
-    def taken(self, rows: Rows) -> "View":
-        """That of some rows, int32[n], of a layer in pages, which stay as they are."""
-        held = self.held
-        own = held.tail, held.strip, held.low
-        mine = own, (self.before, self.length, self.marks, self.pages)
-        (tail, strip, low), cursors = jax.tree.map(lambda x: x[rows], mine)
-        before, length, marks, pages = cursors
-        held = replace(held, tail=tail, strip=strip, low=low)
-        return replace(self, held=held, before=before, length=length, marks=marks, pages=pages)
 
 
 def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:
