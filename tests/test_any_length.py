@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.attention import alike, in_place
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.paths import path_of, rows_of_any_length
+from kvjax.attention.paths import PATHS, path_of, rows_of_any_length
 from tests.copies import copies
 from tests.matrix import tiny_config
 
@@ -50,12 +50,16 @@ def held(policy, lengths, window=None, mesh=None):
     return append(cache, LONGEST - 1, 1, np.ones_like(before))
 
 
+def in_shards(*cell):
+    return pytest.param(*cell, marks=pytest.mark.rare)
+
+
 def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
     return np.random.default_rng(seed).integers(low, high + 1, rows)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("paged", 3), ("int8", 7), *((name, ROWS) for name in POLICIES)]
+    ("name", "rows"), [("paged", 3), *((name, ROWS) for name in POLICIES), in_shards("int8", 7)]
 )
 def test_paths_agree(name, rows):
     # Of a pool that is mostly full.
@@ -80,12 +84,12 @@ def test_paths_agree(name, rows):
 def walked(monkeypatch):
     """Let what is not multiplied in place be no number."""
     monkeypatch.setattr(in_place, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
+    # Another function, of which no test before has left a trace.
+    monkeypatch.setitem(PATHS, "pages", lambda call: in_place.over_pages(call))
 
 
 def in_pages(cache, path="pages", **settings):
     queries = random(cache.batch, HEADS, 1, DIM, seed=5)
-    # Traced anew, whatever tests before have traced.
-    jax.clear_caches()
     return np.asarray(kvjax.attend(queries, cache, 0, path=path, **settings))
 
 
@@ -164,12 +168,10 @@ def test_derivatives_are_those_of_the_walk(path):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5), *ways)
 
 
-RARE = [
-    pytest.param(*each, marks=pytest.mark.rare) for each in (("data", "int8"), ("tensor", "paged"))
-]
-
-
-@pytest.mark.parametrize(("axis", "name"), [("data", "paged"), ("tensor", "int8"), *RARE])
+@pytest.mark.parametrize(
+    ("axis", "name"),
+    [("tensor", "int8"), *(in_shards("data", n) for n in POLICIES), in_shards("tensor", "paged")],
+)
 def test_on_a_mesh(axis, name):
     mesh = kvjax.make_mesh(**{axis: 2}, devices=jax.devices()[:2])
     queries = random(ROWS, HEADS, 1, DIM, seed=5)

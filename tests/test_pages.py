@@ -264,7 +264,8 @@ def used(cache):
 
 
 SIZES = [
-    (16, ()), (40, ()), (64, ("int8",)), (128, ()), (1024, ("int4",)), (256, ("unrotated",)),
+    (16, ()), (40, ()), (64, ("int8",)), (128, ()), (256, ("unrotated",)),
+    pytest.param(1024, ("int4",), marks=pytest.mark.rare),
 ]  # fmt: skip
 
 

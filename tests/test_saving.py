@@ -79,7 +79,15 @@ def numbers(cache):
     return found
 
 
-RARE = "pages, raw", "pages, hybrid", "pages, sinks", "hybrid", "dynamic", "4 and 2 bits"
+RARE = (
+    "pages, raw",
+    "pages, int8",
+    "pages, hybrid",
+    "pages, sinks",
+    "hybrid",
+    "dynamic",
+    "4 and 2 bits",
+)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +133,12 @@ def test_what_is_empty_is_not_written(policy, tmp_path):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("pages, int8", (1, 2, 1)),
         ("static", (3, 1, 2)),
         *(
             pytest.param(*cell, marks=pytest.mark.rare)
             for cell in (
-                ("4 and 2 bits", (1, 2, 1)), ("static", (1, 2, 1)), ("pages, int8", (3, 1, 1)),
+                ("pages, int8", (1, 2, 1)), ("4 and 2 bits", (1, 2, 1)), ("static", (1, 2, 1)),
+                ("pages, int8", (3, 1, 1)),
                 ("4 and 2 bits", (3, 1, 2)),
             )
         ),

@@ -116,10 +116,10 @@ def by_position(cache):
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype"),
     [
-        ("pages-int4", 128, "float32"),
+        ("pages", 64, "float32"),
         pytest.param("sinks", 128, "float32", marks=pytest.mark.rare),
         pytest.param("raw", 256, "bfloat16", marks=pytest.mark.rare),
-        pytest.param("pages", 64, "float32", marks=pytest.mark.rare),
+        pytest.param("pages-int4", 128, "float32", marks=pytest.mark.rare),
         pytest.param("pages-sinks", 128, "float32", marks=pytest.mark.rare),
         pytest.param("raw", 64, "float32", marks=pytest.mark.rare),
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
