@@ -114,6 +114,15 @@ def settled(engine):
     return stats.running == stats.waiting == 0 and stats.parked_bytes == 0
 
 
+def until(engine, condition):
+    """Go on until it holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        engine.step()
+    raise AssertionError("it does not come to that")
+
+
 def in_any_order(engine, requests, seed, cancels=0.05):
     """All of them, with some cancelled; their handles by number."""
     rng, handles = random.Random(seed), {}
@@ -224,8 +233,7 @@ def test_other_parameters_between_steps():
     wanted = others.run([list(range(40))], max_new_tokens=9)[0]
     engine = engine_of()
     before = [engine.submit(list(range(40)) * k, max_new_tokens=60) for k in (1, 2, 3, 3)]
-    while len(before[0].tokens) < 4:
-        engine.step()
+    until(engine, lambda: len(before[0].tokens) >= 4)
     old = list(before[0].tokens)
     engine.update(params)
     after = engine.submit(list(range(40)), max_new_tokens=9, logprobs=0)
@@ -250,12 +258,10 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
     lm, engine = lettered(), engine_of(host_memory=0, prefix_cache=False, pages=8)
     params = jax.tree.map(lambda x: x * jnp.asarray(1.05, x.dtype), lm.params)
     late = engine.submit([1, 2, 3], max_new_tokens=50, logprobs=0, temperature=1.0)
-    while len(late.tokens) < 10:
-        engine.step()
+    until(engine, lambda: len(late.tokens) >= 10)
     told = list(late.tokens)
     engine.submit([4] * 60, max_new_tokens=60, priority=-1)
-    while not late.preemptions:
-        engine.step()
+    until(engine, lambda: late.preemptions)
     engine.update(params)
     while engine.step():
         pass
@@ -285,8 +291,7 @@ def test_requests_that_need_all_pages(policy):
 def test_a_request_that_ends_gives_its_pages_back_at_once():
     engine = engine_of(prefix_cache=False)
     handle = engine.submit([1] * 40, max_new_tokens=100)
-    while len(handle.tokens) < 3:
-        engine.step()
+    until(engine, lambda: len(handle.tokens) >= 3)
     assert engine.stats().used[0] > 2 and engine.stats().running == 1
     engine.cancel(handle)
     engine.step()
@@ -424,11 +429,9 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
 def test_what_is_parked_leaves_the_device():
     engine = engine_of(pages=8, prefix_cache=False)
     late = engine.submit([1] * 40, max_new_tokens=60)
-    while len(late.tokens) < 4:
-        engine.step()
+    until(engine, lambda: len(late.tokens) >= 4)
     engine.submit([2] * 60, max_new_tokens=60, priority=-1)
-    while late.parked is None:
-        engine.step()
+    until(engine, lambda: late.parked is not None)
     engine.step()
     engine.step()
     kept = [late.parked.rows, late.parked.stands, [each() for each in late.parked.contents]]
@@ -518,8 +521,7 @@ def test_the_youngest_gives_its_pages_away():
     """Of those that come after the one that needs them."""
     engine = engine_of(prefix_cache=False)
     handles = [engine.submit(list(range(48)), max_new_tokens=100) for _ in range(3)]
-    while not any(handle.preemptions for handle in handles):
-        engine.step()
+    until(engine, lambda: any(handle.preemptions for handle in handles))
     assert [handle.preemptions for handle in handles] == [0, 0, 1]
     while engine.step():
         pass
