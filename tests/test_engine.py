@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,14 +166,18 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
 
 
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
-def test_many_rows_are_looked_at_in_groups_and_each_is_what_it_is_alone(policy):
-    """Bit for bit, whatever group and place a row's length brings it to."""
-    many = {"rows": 10, "pages": 60}
-    one, requests = engine_of(policy, **many), asked()[:24]
-    wanted = [told(one.run([prompt], **settings)[0]) for prompt, settings in requests]
-    engine = engine_of(policy, **many)
-    handles = in_any_order(engine, requests, seed=1, cancels=0)
-    assert [told(handles[n]) for n in range(24)] == wanted and settled(engine)
+def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
+    """Bit for bit, beside rows of several blocks, in whatever group and place they bring it to."""
+    rng, limits = np.random.default_rng(0), kvjax.InferenceLimits(max_batch_size=6, max_seq_len=800)
+    prompts = [rng.integers(0, 61, count).tolist() for count in (700, 150, 40, 300, 90, 20)]
+    settings: Any = {"max_new_tokens": 16, "logprobs": 3, "eos_token_ids": ()}
+
+    def run(prompts):
+        engine = kvjax.Engine(lettered(), POLICIES[policy], limits, prefill_chunk=64)
+        found = [[told(x) for x in engine.run(some, **settings)] for some in prompts]
+        return list(itertools.chain(*found))
+
+    assert run([prompts]) == run([[each] for each in prompts])
 
 
 @pytest.mark.parametrize("policy", COVERED)

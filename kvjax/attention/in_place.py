@@ -60,7 +60,7 @@ def _multiplied(
     products = section.scores(queries, section.keys, tokens, long=True)
     scores, seen = mask.scores(products, tokens, section)
     scores = jnp.where(seen, scores, LOWEST)
-    highest = scores.max(-1).at[at].get(mode="fill", fill_value=LOWEST / 2).max(1)
+    highest = scores.max(-1).at[at].get(mode="fill", fill_value=LOWEST).max(1)
     # Never as low as what is not seen, whose weights are 0 then.
     highest = jnp.maximum(highest, LOWEST / 2)
     weights = jnp.exp(scores - highest[owner][..., None])
