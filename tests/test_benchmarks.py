@@ -287,6 +287,7 @@ def test_slow_compiling_is_said():
     assert not compiling.slow({"cells": [shallow]})
 
 
+@pytest.mark.rare
 def test_cells_on_the_device_that_is_here(tmp_path):
     devices.main(["--here", "--quick", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "devices.json").read_text())

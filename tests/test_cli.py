@@ -67,6 +67,7 @@ def test_text_streams_and_figures_follow(run, tiny_llama_dir, tiny_llama):
     assert "4 prompt + 12 new tokens" in err and "tokens/s" in err and err.count("\n") == 1
 
 
+@pytest.mark.rare
 def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
     """As if it had never been put away, though its cache must grow; and what is refused."""
     model, folder = ("--model", tiny_llama_dir, "--kv-bits", 8), tmp_path / "text"

@@ -180,7 +180,7 @@ def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
     assert run([prompts]) == run([[each] for each in prompts])
 
 
-@pytest.mark.parametrize("policy", COVERED)
+@pytest.mark.parametrize("policy", ["raw", "int8", in_shards("hybrid")])
 def test_log_probabilities_are_those_of_the_uncached_pass(policy):
     """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
     those of ``generate``."""
@@ -551,7 +551,8 @@ def test_requests_come_from_any_thread():
     assert len({handle.number for handle in handles.values()}) == 16
 
 
-@pytest.mark.parametrize("policy", ["raw", in_shards("int8")])
+@pytest.mark.rare
+@pytest.mark.parametrize("policy", ["raw", "int8"])
 def test_it_works_on_a_mesh(policy):
     mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
     engine = engine_of(policy, rows=6, lm=lettered().on(mesh))

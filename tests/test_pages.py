@@ -264,8 +264,8 @@ def used(cache):
 
 
 SIZES = [
-    (16, ()), (40, ()), (64, ("int8",)), (128, ()), (256, ("unrotated",)),
-    pytest.param(1024, ("int4",), marks=pytest.mark.rare),
+    (16, ()), (64, ("int8",)), (256, ("unrotated",)),
+    *(pytest.param(*x, marks=pytest.mark.rare) for x in ((40, ()), (128, ()), (1024, ("int4",)))),
 ]  # fmt: skip
 
 

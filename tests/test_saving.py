@@ -87,6 +87,7 @@ RARE = (
     "hybrid",
     "dynamic",
     "4 and 2 bits",
+    "host",
 )
 
 
