@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax.attention import attending
+from kvjax.attention import call as calls
 from kvjax.attention.kernels import common, tiling
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.device import computing_on
@@ -351,10 +352,12 @@ def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
     """Also where what a kernel would go on from is not to be turned back."""
     given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
     wanted, _ = run(*given)
-    in_order = attending.sections
-    monkeypatch.setattr(attending, "sections", lambda *held: in_order(*held)[::-1])
+    in_order = calls.sections
+    turned = []
+    monkeypatch.setattr(calls, "sections", lambda *held: turned.append(1) or in_order(*held)[::-1])
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
     found, _ = run(*given)
+    assert turned
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
