@@ -24,6 +24,7 @@ from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
+FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
 COVERED = ("raw", "int8", "hybrid")
 
 
@@ -56,7 +57,7 @@ def lettered():
 
 
 def engine_of(policy="raw", *, lm=None, rows=ROWS, ahead=1, **more):
-    given = {"pages": PAGES, "prefill_chunk": CHUNK, "decode_rounds": WIDE}
+    given = {"pages": FEWER.get(policy, PAGES), "prefill_chunk": CHUNK, "decode_rounds": WIDE}
     limits = kvjax.InferenceLimits(max_batch_size=rows, max_seq_len=MOST, prefetch_steps=ahead)
     return kvjax.Engine(lettered() if lm is None else lm, POLICIES[policy], limits, **given | more)
 

@@ -148,16 +148,20 @@ def test_what_was_not_used_for_longest_leaves_first():
     "name", ["int8", *(pytest.param(n, marks=pytest.mark.rare) for n in ("raw", "sinks", "hybrid"))]
 )
 def test_a_tree_on_a_mesh_of_heads(name):
+    """What was not used for longest goes to the host, and comes back."""
     lm, rng = small().on(kvjax.make_mesh(tensor=2)), np.random.default_rng(11)
-    tree = tree_of(lm, POLICIES[name], pages=5, max_len=64)
-    one, two = (rng.integers(0, 61, 50).tolist() for _ in range(2))
-    hits = []
-    for prompt in (one, two, one):  # the first one goes to the host, and comes back
+    pages = {"sinks": 10, "hybrid": 6}.get(name, 5)
+    tree = tree_of(lm, POLICIES[name], pages=pages, max_len=64)
+    one, two, three = (rng.integers(0, 61, 50).tolist() for _ in range(3))
+    hits, away = [], []
+    for prompt in (one, two, three, one):
         found, hit, _ = after(lm, [prompt], prefix_cache=tree)
         wanted, _, _ = after(lm, [prompt], **tree.settings)
         assert np.array_equal(found, wanted)
         hits.append(hit)
-    assert hits == [0, 0, 32 if name == "hybrid" else 48]
+        away.append(tree.stats().bytes["host"])
+    assert hits == [0, 0, 0, 32 if name == "hybrid" else 48]
+    assert away[0] < away[2]
 
 
 def test_rows_of_one_request_begin_together():
