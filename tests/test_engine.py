@@ -25,14 +25,16 @@ from tests.test_prefixes import POLICIES, small
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
 FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
-COVERED = ("raw", "int8", "hybrid")
+COVERED = ("int8", "hybrid")
 
 
 def in_shards(name):
     return pytest.param(name, marks=pytest.mark.rare)
 
 
-OTHERS = map(in_shards, ("4 and 2 bits", "sinks", "sinks of 8 bits", "hybrid of slots", "host"))
+OTHERS = map(
+    in_shards, ("raw", "4 and 2 bits", "sinks", "sinks of 8 bits", "hybrid of slots", "host")
+)
 
 
 class Letters:

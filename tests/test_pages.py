@@ -264,8 +264,9 @@ def used(cache):
 
 
 SIZES = [
-    (16, ()), (64, ("int8",)), (256, ("unrotated",)),
-    *(pytest.param(*x, marks=pytest.mark.rare) for x in ((40, ()), (128, ()), (1024, ("int4",)))),
+    (16, ()), (256, ("unrotated",)),
+    *(pytest.param(*x, marks=pytest.mark.rare)
+      for x in ((40, ()), (64, ("int8",)), (128, ()), (1024, ("int4",)))),
 ]  # fmt: skip
 
 
