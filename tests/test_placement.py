@@ -244,17 +244,17 @@ def step_at(length, policy):
     "prefetch", [1, *(pytest.param(n, marks=pytest.mark.rare) for n in (0, 2))]
 )
 def test_every_block_comes_in_once(prefetch, codec):
-    """Of a step behind 3,510 of 4,096 tokens: a block fetched while it is walked, filled ones
+    """Of a step behind 3,450 of 4,096 tokens: blocks fetched while they are walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""
     policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, kvjax.Host(prefetch))
-    moved, cache = step_at(3510, policy)
+    moved, cache = step_at(3450, policy)
     bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
     assert moved["Host"] == []
     if prefetch:
         assert sum(moved["Device"]) == sum(bodies)
         return
     blocks = cache.layers[0].policy.stored.slots
-    filled = 3510 // policy.block - policy.recent
+    filled = 3450 // policy.block - policy.recent
     assert sum(moved["Device"]) == sum(bodies) // blocks * filled
     coarse = 1024 // policy.block
     assert max(moved["Device"]) <= max(bodies) // 2 // blocks * coarse
