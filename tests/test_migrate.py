@@ -362,6 +362,7 @@ def test_auto_without_a_memory(tiny_llama):
     assert kvjax.policy("auto", memory="2 kB").budget == Budget(2000)
 
 
+@pytest.mark.rare
 def test_auto_chooses_when_a_cache_is_made():
     config = tiny_config(num_hidden_layers=4, windows=(None,) * 4)
     inner = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int8"], block=BLOCK)

@@ -341,6 +341,7 @@ def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
                                   b[..., held, :] if b.ndim > 1 else b[held])  # fmt: skip
 
 
+@pytest.mark.rare
 def test_caches_of_one_pool_are_joined_in_it():
     _, cache = fed(cache_of(paged(pages=20)), (40, 32, 5))
     parts = [kvjax.select(cache, rows) for rows in ([0], [1, 2])]

@@ -289,6 +289,7 @@ def test_layers_fetched_ahead_are_few(name, prefetch, form):
     assert prefetch * body < memory.temp_size_in_bytes < (prefetch + 1) * body + 2_000_000
 
 
+@pytest.mark.rare
 def test_layers_in_different_places():
     near, far = policies(kvjax.Dense(), CODECS["int4"], CODECS["int8"])
     wanted, _ = fed(near)

@@ -136,6 +136,7 @@ def test_rows_begin_anew_after_a_reset():
     close(found[1], wanted[1])
 
 
+@pytest.mark.rare
 def test_converted_to_another_policy():
     """Raw to codec is what the codec would have made of the text; codec to raw is what it gives."""
     _, raw = fed("static", 50)
