@@ -21,8 +21,8 @@ from kvjax.memory.shapes import ModelShape
 from kvjax.memory.sizes import bytes_ahead
 from kvjax.memory.traffic import large_results
 
-STEP, LOOP, CHUNK = "step", "while_loop", "512 tokens"
-NEW = {STEP: 1, LOOP: 1, CHUNK: 512}
+STEP, LOOP, CHUNK, SCAN = "step", "while_loop", "512 tokens", "scan over layers"
+NEW = {STEP: 1, LOOP: 1, CHUNK: 512, SCAN: 1}
 """Tokens a row of a call of each form."""
 
 
@@ -31,7 +31,8 @@ class Cell:
     """A layer, and a call: ``policy`` of the cache, ``form`` of the program, ``max_len`` slots,
     rows, heads of queries and of keys, channels. ``layers``: more than one, where bodies are
     fetched ahead; ``windows`` of the layers, where they have some; ``path``: of attention, by
-    default the table's; ``new``: tokens of a row's call, where they are not those of its form."""
+    default the table's; ``new``: tokens of a row's call, where they are not those of its form;
+    ``stacked``: layers that are alike in one, and a scan over them."""
 
     policy: Any
     form: str = STEP
@@ -45,6 +46,7 @@ class Cell:
     windows: tuple[int | None, ...] | None = None
     path: str | None = None
     new: int | None = None
+    stacked: bool = False
 
     @property
     def config(self) -> ModelShape:
@@ -127,8 +129,12 @@ def obeys(found: Found, cell: Cell, policy: str) -> bool:
 
 def cell_of(policy: str, feature: str, form: str) -> Cell:
     """The cell of these names."""
-    shape = (FEATURES | SMALL)[feature]
-    return Cell(POLICIES[policy], form, **shape, **LAYERS.get(policy, {}))
+    shape: dict[str, Any] = (FEATURES | SMALL)[feature]
+    layers = LAYERS.get(policy, {})
+    if form != SCAN:
+        return Cell(POLICIES[policy], form, **shape, **layers)
+    windows = 2 * layers["windows"] if "windows" in layers else None
+    return Cell(POLICIES[policy], form, **shape, layers=4, windows=windows, stacked=True)
 
 
 def compiled(cell: Cell, device: Any) -> Found:
@@ -138,7 +144,7 @@ def compiled(cell: Cell, device: Any) -> Found:
     with compiling_for(device):
         make = functools.partial(
             kvjax.init_cache, cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len,
-            mesh=mesh,
+            mesh=mesh, stacked=cell.stacked,
         )  # fmt: skip
         cache = jax.eval_shape(make)
         there, spread = places(cache, device), cache.spread
@@ -158,7 +164,7 @@ def compiled(cell: Cell, device: Any) -> Found:
     memory: Any = found.memory_analysis()
     text = str(found.as_text())
     layers = [x if spread is None else share_of(x, spread) for x in cache.layers]
-    body = min(tree_bytes((layer.keys, layer.values)) for layer in layers)
+    body = min(tree_bytes((layer.keys, layer.values)) // (layer.stack or 1) for layer in layers)
     size = math.prod(near[0].shard_shape(queries.shape)) * queries.dtype.itemsize
     return Found(
         kvjax.nbytes(cache, spread),
@@ -233,7 +239,33 @@ def _loop(queries: Any, keys: Any, cache: Any, path: str | None = None) -> Any:
     return lax.while_loop(go_on, one, (queries, cache, cache.length[0] + 100))[:2]
 
 
-_PROGRAMS: dict[str, Callable[..., Any]] = {STEP: _step, LOOP: _loop, CHUNK: _step}
+def _scan(queries: Any, keys: Any, cache: Any, path: str | None = None) -> Any:
+    """A loop of steps, each a scan over the layers of all stacks, as many of each."""
+    stacks = range(len(cache.layers))
+
+    def one(carry: Any, number: Any) -> Any:
+        queries, keys, call = carry
+        for stack in stacks:
+            queries, call = call.attend((stack, number), queries, keys, keys, path=path)
+            keys = _next(keys, queries)
+        return (queries, keys, call), None
+
+    def step(carry: Any) -> Any:
+        queries, cache, stop = carry
+        call = kvjax.step(cache, keys.shape[2])
+        carry = queries, _next(keys, queries), call
+        (queries, _, call), _ = lax.scan(one, carry, jnp.arange(cache.layers[0].stack))
+        return queries, call.done(), stop
+
+    def go_on(carry: Any) -> Any:
+        return jnp.all(carry[1].length < carry[2])
+
+    return lax.while_loop(go_on, step, (queries, cache, cache.length[0] + 100))[:2]
+
+
+_PROGRAMS: dict[str, Callable[..., Any]] = {
+    STEP: _step, LOOP: _loop, CHUNK: _step, SCAN: _scan,
+}  # fmt: skip
 
 _SINKS = kvjax.Ring(1024, sinks=4, slack=511)
 POLICIES: dict[str, Any] = {

@@ -7,6 +7,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 
 from kvjax import bench
 from kvjax.attention.attending import attend, self_attend
+from kvjax.attention.cursor import Step, step
 from kvjax.cache.appending import advance, append
 from kvjax.cache.creation import init_cache
 from kvjax.cache.reading import read
@@ -55,6 +56,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import make_room
 from kvjax.operations.rows import fork, repeat, reset, select
 from kvjax.operations.saving import save_cache
+from kvjax.operations.stacks import stack, unstack
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device
 from kvjax.placement.host import Host
@@ -74,11 +76,11 @@ __all__ = [
     "Growing", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2",
     "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
     "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "Quantized", "Raw",
-    "Ring", "RotaryTable", "Rotated", "SavedCache", "Service", "Unrotated", "advance", "append",
-    "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status", "compile",
+    "Ring", "RotaryTable", "Rotated", "SavedCache", "Service", "Step", "Unrotated", "advance",
+    "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status", "compile",
     "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate", "generate_batches",
     "grow", "init_cache", "load_cache", "make_mesh", "make_room", "memory_report", "migrate",
     "nbytes", "page_map", "plan", "plan_on", "policy", "quantize_kv", "quantized_codec", "read",
     "repeat", "reset", "rewind", "rewindable", "rotary_table", "save_cache", "select",
-    "self_attend", "stream", "transformers_policy", "what_fits",
+    "self_attend", "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
 ]  # fmt: skip

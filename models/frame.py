@@ -14,8 +14,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention.attending import self_attend
-from kvjax.cache.admission import positions_from
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Counts, KeysValues, Queries
@@ -30,21 +28,10 @@ Logits = Float[Array, "batch new vocab"]
 
 
 class Call(NamedTuple):
-    """What the layers are told of a call, and hand on.
+    """What the layers are told of a call, and hand on: the ``step``, and each one's ``rotary``."""
 
-    ``cache``: with what the layers so far have appended; None in the training pass. ``lengths``:
-    real tokens of the call, a row; None for all.
-    """
-
-    cache: KVCache | None
-    lengths: Counts | None
+    step: kvjax.Step
     rotary: Rotary
-
-    def positions(self, new: int) -> Int[Array, "rows new"]:
-        """Where the call's tokens stand: one row for all in the training pass."""
-        if self.cache is None:
-            return jnp.arange(new)[None]
-        return positions_from(self.cache.length, new)
 
     def attend(
         self, layer: int, queries: Queries, keys: KeysValues, values: KeysValues, **sight: Any
@@ -57,15 +44,11 @@ class Call(NamedTuple):
           sight: ``scale``, ``window``, ``soft_cap`` and the others of ``kvjax.self_attend``.
 
         Returns:
-          [batch, new, heads * head_dim], and the call with the new cache.
+          [batch, new, heads * head_dim], and the call with the layer's tokens.
         """
-        cache, lengths, rotary = self.cache, self.lengths, self.rotary[layer]
-        if cache is None:
-            mixed = self_attend(queries, keys, values, rotary=rotary, **sight)
-        else:
-            cache = kvjax.append(cache, layer, keys, values, rotary=rotary, lengths=lengths)
-            mixed = kvjax.attend(queries, cache, layer, rotary=rotary, lengths=lengths, **sight)
-        return merge_heads(mixed), self._replace(cache=cache)
+        rotary = self.rotary[layer]
+        mixed, step = self.step.attend(layer, queries, keys, values, rotary=rotary, **sight)
+        return merge_heads(mixed), self._replace(step=step)
 
 
 Layer = Callable[[Hidden, Call], tuple[Hidden, Call]]
@@ -116,16 +99,14 @@ class Frame(nnx.Module):
             limit = max(reach, new)
         else:
             reach, limit = cache.reach, cache.max_len
-        call = Call(cache, lengths, self.rotary(reach, limit))
+        call = Call(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
         x = _on_every_device(self.embed(tokens, call), cache)
         for layer in self.layers():
             x, call = layer(x, call)
             x = _on_every_device(x, cache)
-        if call.cache is not None:
-            cache = kvjax.advance(call.cache, new, lengths)
         if last_only:
             x = _last_real(x, lengths)
-        return self.logits(x), cache
+        return self.logits(x), call.step.done()
 
 
 def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:

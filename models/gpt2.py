@@ -109,9 +109,9 @@ class GPT2(Frame):
 
     def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
         new, limit = tokens.shape[1], self.config.max_position_embeddings
-        if call.cache is None and new > limit:
+        if call.step.cache is None and new > limit:
             raise ValueError(f"{new} tokens a row, but the model has only {limit} positions")
-        positions = call.positions(new)
+        positions = call.step.positions
         return self.transformer.wte(tokens) + self.transformer.wpe(positions)
 
     def layers(self) -> Iterable[Layer]:

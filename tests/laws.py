@@ -49,16 +49,40 @@ def truth(codecs: tuple[str, ...], layout: str, *of: int) -> np.ndarray:
 
 @jax.jit
 def call(cache: Any, queries: Any, keys: Any, values: Any, lengths: Any) -> Any:
-    """A step of a model of one layer: its mixture, and the cache."""
+    """A step of a model of one layer, or of a stack of two: its mixture, and the cache."""
+    if cache.stacks is not None:
+        return _over_layers(cache, queries, keys, values, lengths)
     cache = kvjax.append(cache, 0, keys, values, rotary=TABLE, lengths=lengths)
     mixed = kvjax.attend(queries, cache, 0, rotary=TABLE, lengths=lengths)
     return mixed, kvjax.advance(cache, keys.shape[2], lengths)
 
 
-def empty(held: Held, max_len: int, rows: int = 3, kv: int = KV, **more: Any) -> Any:
+def _over_layers(cache: Any, queries: Any, keys: Any, values: Any, lengths: Any) -> Any:
+    """``call`` of a stack whose second layer has the heads of the first the other way round, so
+    that it is told from it, and mixes the same."""
+
+    def turned(x: Any, number: Any) -> Any:
+        return jax.numpy.where(number > 0, x[:, ::-1], x)
+
+    def one(call: Any, number: Any) -> Any:
+        given = (turned(x, number) for x in (queries, keys, values))
+        mixed, call = call.attend(number, *given, rotary=TABLE)
+        return call, turned(mixed, number)
+
+    begun = kvjax.step(cache, keys.shape[2], lengths=lengths)
+    call, mixed = jax.lax.scan(one, begun, jax.numpy.arange(len(cache.stacks)))
+    # Where the layers differ it is no number.
+    apart = jax.numpy.abs(mixed - mixed[:1]).max() > 1e-5 * jax.numpy.abs(mixed).max()
+    return jax.numpy.where(apart, jax.numpy.nan, mixed[0]), call.done()
+
+
+def empty(
+    held: Held, max_len: int, rows: int = 3, kv: int = KV, stacked: bool = False, **more: Any
+) -> Any:
     """A cache for texts."""
-    config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=kv)
-    return kvjax.init_cache(config, held.policy, batch=rows, max_len=max_len, **more)
+    layers, given = 1 + stacked, {"batch": rows, "max_len": max_len, "stacked": stacked, **more}
+    config = tiny_config(num_hidden_layers=layers, windows=(None,) * layers, num_key_value_heads=kv)
+    return kvjax.init_cache(config, held.policy, **given)
 
 
 def step(cache: Any, begins: Any, take: Any, width: int, text: Any, of: Any = None) -> Any:
@@ -155,6 +179,7 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
 
 def same_arrays(a: Any, b: Any) -> None:
     """Bit by bit; of pages, what rows have in them."""
+    a, b = (kvjax.unstack(x) if getattr(x, "stacks", None) else x for x in (a, b))
     a, b = (out_of_pages(x) if getattr(x, "pools", ()) else x for x in (a, b))
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)

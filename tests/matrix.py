@@ -118,7 +118,8 @@ def _to_and_fro(cache: Any) -> Any:
 
 def _converted(cache: Any) -> Any:
     """To the policies that it has."""
-    policies = [layer.policy for layer in cache.layers]
+    count = len(cache.stacks or cache.layers)
+    policies = [cache.layer(number).policy for number in range(count)]
     most = None if cache.max_len >= kvjax.layouts.UNLIMITED else cache.max_len
     return kvjax.convert(cache, policies, max_len=most)
 
@@ -154,7 +155,8 @@ def teams() -> list[tuple[str, ...]]:
 
 class CacheCell(NamedTuple):
     """A cache of one layer, its codecs those of a team; what is done with it, one after the other,
-    whether it is filled token by token as well (a program more), and how long a text can be."""
+    whether it is filled token by token as well (a program more), how long a text can be, and
+    whether it is the first of two layers in a stack."""
 
     codecs: tuple[str, ...]
     layout: str
@@ -162,10 +164,17 @@ class CacheCell(NamedTuple):
     operations: tuple[str, ...]
     singly: bool
     max_len: int
+    stacked: bool = False
+
+    @property
+    def made_by(self) -> tuple[Any, ...]:
+        """What its cache goes by."""
+        return self.codecs, self.layout, self.placement, self.max_len, self.stacked
 
     @property
     def id(self) -> str:
-        return "-".join((self.layout, *self.codecs, self.placement))
+        stacked = ("stacked",) * self.stacked
+        return "-".join((self.layout, *self.codecs, self.placement, *stacked))
 
 
 class MeshCell(NamedTuple):
@@ -197,10 +206,11 @@ class CopyCell(NamedTuple):
 CACHE_PAIRS = (
     ("codecs", "layout"), ("layout", "placement"), ("codecs", "placement"),
     ("singly", "layout"), ("singly", "codecs"),
+    ("stacked", "codecs"), ("stacked", "layout"), ("stacked", "placement"),
 )  # fmt: skip
 OPERATION_PAIRS = (
     ("operations", "layout"), ("operations", "codecs"), ("operations", "placement"),
-    ("layout", "placement"),
+    ("layout", "placement"), ("operations", "stacked"),
 )  # fmt: skip
 MESH_PAIRS = (("layout", "mesh"), ("mesh", "heads"), ("codecs", "codecs"), ("mesh", "placement"))
 PATH_PAIRS = (("codecs", "codecs"), ("layout", "layout"))
@@ -229,7 +239,8 @@ def cache_cells() -> list[CacheCell]:
         done = [name for name in OPERATIONS if growing or name != "grow"]
         third = tuple(done[sum(at) % 3 :: 3])
         max_len = 1024 if growing or sum(at) % 2 else 64
-        every.append(CacheCell(team, layout, place, third, sum(at) % 4 == 0, max_len))
+        cell = CacheCell(team, layout, place, third, sum(at) % 4 == 0, max_len)
+        every += [cell, cell._replace(stacked=True)] if sum(at) % 3 == 0 else [cell]
     return every
 
 

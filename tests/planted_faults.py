@@ -191,7 +191,7 @@ FAULTS = (
         ("pages", "recompute"),
     ),
     Fault(
-        "what is to go to no page goes to the last", "placement/writing.py",
+        "what is to go to no page goes to the last", "placement/pages.py",
         'return lax.scatter(into, index, new, where, mode="drop")',
         'return lax.scatter(into, index, new, where, mode="clip")', ("pages",),
     ),
@@ -472,6 +472,46 @@ FAULTS = (
         "the newest tokens of an even walk are not seen", "attention/blocks.py",
         "lax.fori_loop(0, -(-stop_at // size), one, found)",
         "lax.fori_loop(0, stop_at // size, one, found)", ("any_length",),
+    ),
+    Fault(
+        "a stack is written in its first layer", "placement/writing.py",
+        "index = jnp.stack([jnp.broadcast_to(layer, rows.shape), rows, origin], axis=1)",
+        "index = jnp.stack([0 * rows, rows, origin], axis=1)", ("stacks",),
+    ),
+    Fault(
+        "a row of a stack alone is written in its first layer", "placement/order.py",
+        "first = row if isinstance(row, tuple) else (row,)",
+        "first = (0, row[1]) if isinstance(row, tuple) else (row,)", ("stacks",),
+    ),
+    Fault(
+        "a stack is read in its first layer", "placement/order.py",
+        "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step)",
+        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step)", ("stacks",),
+    ),
+    Fault(
+        "pages of a stack are read in its first layer", "placement/pages.py",
+        "leading = () if layer is None else (layer,)",
+        "leading = () if layer is None else (0 * layer,)", ("stacks",),
+    ),
+    Fault(
+        "the tail of a long call goes to a stack's first layer", "cache/stacking.py",
+        "lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), arrays, new",
+        "lambda x, y: lax.dynamic_update_index_in_dim(x, y, 0, 0), arrays, new", ("stacks",),
+    ),
+    Fault(
+        "a layer that a scan missed is not told", "cache/appending.py",
+        "status=cache.status | jnp.where(other, MISSED_LAYER, 0)",
+        "status=cache.status | jnp.where(other, 0, 0)", ("stacks",),
+    ),
+    Fault(
+        "what a long call showed goes along in the carry", "attention/cursor.py",
+        "replace(held, strip=None) for held in cache.layers",
+        "replace(held, low=held.low) for held in cache.layers", ("stacks",),
+    ),
+    Fault(
+        "layers whose marks differ are stacked", "operations/stacks.py",
+        "other = jnp.any(every != every[:, :1], axis=1)",
+        "other = jnp.any(every < 0, axis=1)", ("stacks",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",

@@ -26,6 +26,7 @@ from benchmarks import (
     quantized,
     scaling,
     serving,
+    stacks,
 )
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.decode import main, parse_cells
@@ -251,6 +252,16 @@ def test_pages_are_timed_beside_a_dense_cache(tmp_path, capsys):
     assert [x["pages"] for x in results["shared"]] == [[5, 7], [2, 4]]
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
     assert "| 8 bits | 2 | 64 |" in capsys.readouterr().out
+
+
+@pytest.mark.rare
+def test_layers_are_timed_in_a_scan_and_without_one(tmp_path, capsys):
+    assert stacks.main(["--quick", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "stacks.json").read_text())
+    assert [x["codec"] for x in results["steps_of"]] == ["raw", "8 bits", "4 bits"]
+    assert all(min(x[form] for form in stacks.FORMS) > 0 for x in results["steps_of"])
+    assert all(len(x["seconds"]) == 2 and min(x["seconds"]) > 0 for x in results["compiling"])
+    assert "| 4 bits | stacked |" in capsys.readouterr().out
 
 
 @pytest.mark.rare

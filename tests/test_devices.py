@@ -15,6 +15,7 @@ from benchmarks.abstract import (
     FEATURES,
     LOOP,
     POLICIES,
+    SCAN,
     STEP,
     Cell,
     Found,
@@ -81,13 +82,15 @@ SOME = [
     ("4 and 2 bits", "8,001 slots", LOOP), ("rotated", "64 channels", CHUNK),
     ("pages", "8,192", STEP), ("pages of 4 bits", "8,192", LOOP), ("pages", "64 channels", CHUNK),
     ("pages of 8 bits", "8,192", STEP), ("pages and windows", "8,192", LOOP),
+    ("raw", "8,192", SCAN), ("4 bits", "8,192", SCAN), ("sinks", "8,001 slots", SCAN),
+    ("hybrid", "64 channels", SCAN), ("pages of 4 bits", "8,192", SCAN),
 ]  # fmt: skip
 """The covering set of the law for devices; all of it is in ``.ci/run --full``."""
 EVERY = [
     (policy, feature, form)
     for policy in POLICIES
     for feature in FEATURES
-    for form in (STEP, LOOP, CHUNK)
+    for form in (STEP, LOOP, CHUNK, SCAN)
     if "host" not in policy
 ]
 
@@ -134,7 +137,7 @@ def test_the_copy_law(device, policy, feature, form):
     assert obeys(program, cell, policy), (program.temporaries, program.large)
 
 
-@pytest.mark.parametrize("form", [STEP, LOOP, CHUNK])
+@pytest.mark.parametrize("form", [STEP, LOOP, CHUNK, SCAN])
 @pytest.mark.parametrize("policy", ["host", "host 1 ahead", "host 4 bits"])
 @pytest.mark.parametrize("device", devices("v5e"))
 def test_the_copy_law_of_bodies_on_the_host(device, policy, form):

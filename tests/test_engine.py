@@ -205,7 +205,7 @@ def uncached(params, tokens):
     return lettered().apply(params, tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.rare), 0.9])
 def test_texts_are_those_of_generate(temperature):
     prompts = [prompt for prompt, _ in asked()[:8]]
     settings = {"max_new_tokens": 20, "eos_token_ids": (), "temperature": temperature, "seed": 5}

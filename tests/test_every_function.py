@@ -115,6 +115,7 @@ FUNCTIONS: dict[str, Any] = {
 
 OUTSIDE = {"check", "grow", "make_room", "migrate"}
 ELSEWHERE = {
+    "stack": "tests/test_stacks.py", "unstack": "the same", "step": "the same",
     "compile": "takes a policy", "generate": "tests/test_generate.py", "stream": "the same",
     "generate_batches": "tests/test_batches.py", "self_attend": "without a cache",
     "init_cache": "makes one", "page_map": "tests/test_pages.py",

@@ -215,5 +215,5 @@ def test_a_wrong_layout_does_not_pass(joined, monkeypatch):
     cell = matrix.CacheCell(("float32",), "halves", "device", ("fork",), False, 48)
     jax.clear_caches()  # a layer's trace is kept, and knows the right one
     with pytest.raises(AssertionError):
-        test_recompute.filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+        test_recompute.filled(*cell.made_by)
     jax.clear_caches()

@@ -236,10 +236,10 @@ def spread_of(over):
 @pytest.mark.parametrize(
     "name",
     [
-        "int4",
+        "dense",
         *(
             pytest.param(name, marks=pytest.mark.rare)
-            for name in ("ring-sinks", "ring-host", "dense", "growing")
+            for name in ("ring-sinks", "ring-host", "int4", "growing")
         ),
     ],
 )

@@ -296,6 +296,7 @@ def test_more_rows_send_layers_away(tiny_llama, layout):
     assert more.tokens[::4] == few.tokens
 
 
+@pytest.mark.rare
 def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_llama):
     least = 2 * sizes_of(tiny_llama, 16, 512)[1]
     before = len(alive())

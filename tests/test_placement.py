@@ -237,12 +237,9 @@ def step_at(length, policy):
     return moves.to, cache
 
 
-@pytest.mark.parametrize(
-    "codec", [CODECS["int4"], pytest.param(kvjax.Raw(), marks=pytest.mark.rare)]
-)
-@pytest.mark.parametrize(
-    "prefetch", [1, *(pytest.param(n, marks=pytest.mark.rare) for n in (0, 2))]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("codec", [CODECS["int4"], kvjax.Raw()])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_every_block_comes_in_once(prefetch, codec):
     """Of a step behind 3,450 of 4,096 tokens: blocks fetched while they are walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""

@@ -35,12 +35,12 @@ from tests.matrix import (
 
 
 @functools.cache
-def filled(codecs, layout, placement, max_len):
+def filled(codecs, layout, placement, max_len, stacked):
     """A cell's policy, the truth, its empty cache, and that filled in full calls."""
     one = held(codecs, layout, placement)
     true = laws.truth(codecs, layout)
     chunks = laws.in_chunks(LENGTHS, WIDTH)
-    cache = laws.empty(one, max_len)
+    cache = laws.empty(one, max_len, stacked=stacked)
     return one, true, cache, laws.fill(cache, chunks, texts(), LENGTHS, true, one.tolerance)
 
 
@@ -58,7 +58,7 @@ def test_a_cache_is_its_text(cell, data):
 
 def check_chunks(cell, data):
     """The law of a cell, on a drawn chunking."""
-    one, true, empty, cache = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+    one, true, empty, cache = filled(*cell.made_by)
     left, drawn = np.array(LENGTHS), []
     widths = (1, 5, WIDTH) if FULL or SHARD else (1, WIDTH) if cell.singly else (WIDTH,)
     while left.any():
@@ -78,7 +78,7 @@ def test_a_text_goes_on_after_operations(cell):
 
 def check_operations(cell):
     """The law of a cell."""
-    one, true, _, cache = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+    one, true, _, cache = filled(*cell.made_by)
     laws.check_reading(cache, one.policy.keys.resolve("float32", "cpu").dtype)
     for name in cell.operations:
         laws.check_operation(name, kvjax.fork(cache), true, one.tolerance)
@@ -112,10 +112,10 @@ def test_a_body_elsewhere_is_the_body_on_the_device(cell):
 def check_place(cell):
     """Exactly. Raw caches have no tail on the device, and are walked in other blocks there: these
     are what they are without anything fetched ahead."""
-    *_, there = filled(cell.codecs, cell.layout, cell.placement, cell.max_len)
+    *_, there = filled(*cell.made_by)
     assert laws.memory_kinds(there) == ({"pinned_host"}, {"device"})
     place = "host" if is_raw(cell) else "device"
-    *_, here = filled(cell.codecs, cell.layout, place, cell.max_len)
+    *_, here = filled(*cell._replace(placement=place).made_by)
     assert here is not there
     laws.same_arrays(there, here)
     begins, take = np.array(LENGTHS), np.array([WIDTH, 9, 3])

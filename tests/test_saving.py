@@ -189,6 +189,7 @@ def test_from_an_accelerators_form_and_to_it(name, tmp_path):
         assert np.array_equal(two, three)
 
 
+@pytest.mark.rare
 def test_generation_goes_on_from_a_file_in_another_process(tmp_path):
     lm = models.load()
     first = kvjax.generate(lm, ["Once upon a time"], max_new_tokens=12)

@@ -56,7 +56,7 @@ def calls(start, stop, size):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=[pytest.mark.rare] * (x != "ring")) for x in LAYOUTS],
+    [pytest.param(x, marks=[pytest.mark.rare] * (x != "dense")) for x in LAYOUTS],
 )
 def test_a_block_can_always_be_taken_back(layout):
     """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""

@@ -15,9 +15,10 @@ TOGETHER = 4
 def evenly(call: Call) -> Mixed:
     """Softmax by blocks of one size, on CPUs over a few rows at a time, the shortest first.
 
-    What rows have of their own is copied for it, but for pages: other layers are left in one, and
-    such as a bias is added to, which may have rows of its own."""
-    batch, paged = len(call.length), call.view.held.policy.paging is not None
+    What rows have of their own is copied for it, but for pages: other layers are left in one, so
+    are stacks, and such as a bias is added to, which may have rows of its own."""
+    batch, view = len(call.length), call.view
+    paged = view.held.policy.paging is not None and view.layer is None
     if batch <= TOGETHER or not on_cpu() or not paged or call.mask.bias:
         return blockwise(call, even=True)
 

@@ -28,7 +28,7 @@ from kvjax.codecs import Raw
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Counts, KeysValues, Mixed, Queries
+from kvjax.core.typing import Counts, KeysValues, LayerNumber, Mixed, Queries
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.policies.cache_policy import CachePolicy
@@ -37,7 +37,7 @@ from kvjax.policies.cache_policy import CachePolicy
 def attend(
     queries: Queries,
     cache: KVCache,
-    layer: int,
+    layer: LayerNumber,
     *,
     rotary: RotaryTable | None = None,
     lengths: Counts | None = None,
@@ -59,7 +59,7 @@ def attend(
       queries: [batch, heads, new, head_dim], unrotated; ``heads`` is a multiple of the cache's
         ``kv_heads``, and consecutive heads share one.
       cache: the cache that this call's keys and values were appended to.
-      layer: which layer.
+      layer: which layer, as of ``append``.
       rotary: the table that ``append`` was given.
       lengths: int32[batch], as ``append`` was given; by those it goes in any case.
       scale: what scores are multiplied by; by default ``head_dim ** -0.5``.
@@ -84,9 +84,9 @@ def attend(
         ``path`` is not known or can't serve the call.
     """
     cache = usable("kvjax.attend", cache, layer=layer, between=False)
-    entry = cache.entry(layer)
+    entry, index = cache.at(layer)
     held, pending = cache.layers[entry], cache.pending
-    if pending is not None and entry not in pending.entries:
+    if pending is not None and index is None and entry not in pending.entries:
         pending = None
     if cache.spread is not None:
         cache.spread.check_context()
@@ -126,7 +126,8 @@ def attend(
     if layout.sinks and rotary is not None:
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
     kinds = (turned,) if capped is turned else (turned, capped)
-    view = View(held, cache.length, length, cache.written[:, entry], rotary, cache.table(entry))
+    marks, table = cache.written[:, entry], cache.table(entry)
+    view = View(held, cache.length, length, marks, rotary, table, index)
     return _mixture(way, kinds, view, mask)
 
 
@@ -161,7 +162,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
         with computing_on(platform):
-            return way(Call(kinds[0], kinds[-1], kv_heads, view, mask))
+            return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
     heads, bias = kinds[0].shape[1], mask.bias
     rows: Any = spread.of_rows()
     everywhere: Any = PartitionSpec()
@@ -171,11 +172,11 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
         bias_here = bias and bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
         kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
-        return way(Call(kinds[0], kinds[-1], kv_heads, view, own, share))
+        return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), own, share))
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
-    layer = View(view.held.specs(), rows, rows, rows, everywhere, rows)
+    layer = View(view.held.specs(), rows, rows, rows, everywhere, rows, everywhere)
     with computing_on(platform):
         return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
 

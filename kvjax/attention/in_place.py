@@ -83,6 +83,7 @@ def _served(call: Call) -> bool:
     (section,), new = call.sections, call.queries.shape[2]
     rows = call.rows(section)
     near = not section.placement.behind_tail and section.pages is not None
+    near = near and section.layer is None  # of the pages of a stack most are other layers'
     # Scores, and queries and mixtures: beside what a page has of keys.
     group, head_dim = rows.shape[2:]
     few = SCORES * group <= head_dim // 2 and SCORES * group <= section.page

@@ -38,7 +38,9 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
             wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)
             cache = replace(cache, pools=pools, status=cache.status | wrong)
             count = jnp.where(had, asked, 0)
-        return replace(cache, pending=Pending(count, asked, new, ()))
+        stacks = (layer.stack for layer in cache.layers if layer.stack is not None)
+        turns = tuple(jnp.zeros(each, jnp.int32) for each in stacks)
+        return replace(cache, pending=Pending(count, asked, new, (), turns))
     if new != pending.new:
         raise ValueError(
             f"{new} token(s), and the call began with {pending.new}: all layers of a call are "

@@ -15,6 +15,7 @@ the positions and turns them.
 
 import functools
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,19 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.admission import begun, check_new, in_step, note_numbers
 from kvjax.cache.fetching import fetched_ahead
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.state import KVCache, with_rows
+from kvjax.cache.state import KVCache, Pending, with_rows
+from kvjax.cache.status import MISSED_LAYER
 from kvjax.cache.storing import store_tokens
 from kvjax.cache.usable import usable
-from kvjax.core.checks import whole_number
-from kvjax.core.device import computing_on
+from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.device import computing_on, fetch
 from kvjax.core.rotary import RotaryTable
-from kvjax.core.typing import Array, Counts, KeysValues, Rows
+from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Rows
 
 
 def append(
     cache: KVCache,
-    layer: int,
+    layer: LayerNumber,
     keys: KeysValues,
     values: KeysValues,
     *,
@@ -45,7 +47,8 @@ def append(
 
     Args:
       cache: the cache; donate it to write in place.
-      layer: which layer.
+      layer: which layer; of a stacked cache it may be traced, and where not all layers are alike
+        it is the number of a stack and that of a layer in it.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       rotary: the layer's table, to rotate keys by, or None.
       lengths: int32[batch], how many of ``new`` are real tokens; by default those of the layer
@@ -62,9 +65,9 @@ def append(
         ``BAD_LENGTHS``).
     """
     cache = usable("kvjax.append", cache, layer=layer, between=False)
-    entry = cache.entry(layer)
+    entry, index = cache.at(layer)
     old = cache.layers[entry]
-    if cache.sources is not None and entry in cache.sources[:layer]:
+    if cache.sources is not None and entry in cache.sources[: cast(int, layer)]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
     if cache.pending is not None and entry in cache.pending.entries:
         raise ValueError(
@@ -81,16 +84,28 @@ def append(
     pending = cache.pending
     assert pending is not None
     count = pending.count
-    layers = fetched_ahead(cache.layers, entry, cache.sources, layer, (keys, cache.length))
+    layers = fetched_ahead(
+        cache.layers, entry, cache.sources, cast(int, layer), (keys, cache.length)
+    )
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     platform = old.policy.placement.platform()
-    new = with_tokens(platform, old, keys, values, cache.length, count, rotary, cache.table(entry))
+    rows = cache.length, count
+    new = with_tokens(platform, old, keys, values, *rows, rotary, cache.table(entry), index)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     layers = (*layers[:entry], new, *layers[entry + 1 :])
-    pending = replace(pending, entries=(*pending.entries, entry))
-    return replace(cache, layers=layers, pending=pending)
+    return replace(cache, layers=layers, pending=_noted(pending, entry, index))
+
+
+def _noted(pending: Pending, entry: int, index: Array | None) -> Pending:
+    """A call in which one more layer has its tokens."""
+    if index is None:
+        return replace(pending, entries=(*pending.entries, entry))
+    # A number that no layer has is missed at the end.
+    turns = list(pending.turns)
+    turns[entry] = turns[entry].at[index].add(1, mode="drop")
+    return replace(pending, turns=tuple(turns))
 
 
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
@@ -115,34 +130,51 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
         raise ValueError("advance counts what was appended, and nothing was since the last advance")
     if new != pending.new:
         raise ValueError(f"advance by {new}, but {pending.new} token(s) a row were appended")
-    missing = [n for n in range(len(cache.layers)) if n not in pending.entries]
+    alone = [n for n, layer in enumerate(cache.layers) if layer.stack is None]
+    missing = [n for n in alone if n not in pending.entries]
     if missing:
         raise ValueError(
             f"advance, but {len(missing)} of {len(cache.layers)} layers that have keys and values "
             f"of their own were not appended to, number {missing[0]} the first of them"
         )
-    cache = in_step(cache, lengths)
+    cache = _all_turns(in_step(cache, lengths), pending)
     length = cache.length + pending.count
     layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
     written = jnp.maximum(cache.written, length[:, None])
     return with_rows(cache, layers=layers, length=length, written=written, pending=None)
 
 
+def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
+    """A cache after a call, with the status of one that did not go over each layer of its stacks
+    once, which is raised where it can be seen."""
+    if not pending.turns:
+        return cache
+    other = jnp.any(jnp.concatenate(pending.turns) != 1)
+    if not is_traced(other) and bool(fetch(other)):
+        every = [fetch(turns).tolist() for turns in pending.turns]
+        raise ValueError(
+            f"advance, but layers of the cache's stacks were appended to {every} times, not once"
+        )
+    return replace(cache, status=cache.status | jnp.where(other, MISSED_LAYER, 0))
+
+
 @functools.partial(jax.jit, static_argnames="platform")
 def with_tokens(
     platform: str, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, table: Array | None = None,
+    rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
 ) -> LayerCache:  # fmt: skip
-    """A layer with the first ``count`` tokens of a call behind the ``length`` of each row. Layers
-    that are alike share a trace, which is made for a platform."""
-    spread, call = old.policy.placement.spread, (old, keys, values, length, count, rotary, table)
+    """A layer, or one of a stack, with the first ``count`` tokens of a call behind the ``length``
+    of each row. Layers that are alike share a trace, which is made for a platform."""
+    spread = old.policy.placement.spread
+    call = old, keys, values, length, count, rotary, table, index
     with computing_on(platform):
         if spread is None:
             parts = store_tokens(*call)
         else:
             specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
-            given = specs, tokens, tokens, rows, rows, PartitionSpec(), rows
-            made = specs.keys, specs.values, tokens, tokens, specs.fetched
+            everywhere = PartitionSpec()
+            given = specs, tokens, tokens, rows, rows, everywhere, rows, everywhere
+            made = specs.keys, specs.values, specs.tail, tokens, specs.fetched
             parts = spread.run(store_tokens, given, made, *call)
     keys, values, tail, strip, fetched = parts
     return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)

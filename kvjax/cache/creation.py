@@ -1,7 +1,8 @@
 """Allocate an empty cache."""
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.checks import truth_value, whole_number, whole_or_none
 from kvjax.core.device import check_here
 from kvjax.core.trees import tell_flax
 from kvjax.placement.spread import spread_over
@@ -38,6 +39,7 @@ def init_cache(
     batch: int = 1,
     max_len: int | None = None,
     mesh: Mesh | None = None,
+    stacked: bool = False,
 ) -> KVCache:
     """Allocate an empty cache.
 
@@ -52,13 +54,15 @@ def init_cache(
       max_len: tokens a row can hold. A dense layout needs it; a growing one takes it as its limit;
         a ring is made smaller by it where the text is shorter than its window.
       mesh: devices to spread it over, see ``make_mesh``; by default it is on one.
+      stacked: layers that are alike have their arrays in one, [layers, batch, kv_heads, max_len,
+        head_dim], for models that go through their layers by ``lax.scan``; see ``stack``.
 
     Raises:
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
         than the model has positions, a list of policies has the wrong length, or the mesh does not
-        divide the rows.
+        divide the rows; if layers are to be stacked of which one reads another's keys.
     """
-    return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh)
+    return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked)
 
 
 def allocate(
@@ -69,6 +73,7 @@ def allocate(
     max_len: int | None,
     room: int | None = None,
     mesh: Mesh | None = None,
+    stacked: bool = False,
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
@@ -101,9 +106,26 @@ def allocate(
     budget = budget_of(policy)
     if budget is not None:
         resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
-    layers = [
-        new_layer(each, batch, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)
-    ]
+    kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
+    stacks = None
+    if truth_value("stacked", stacked):
+        if sources is not None and len(own) < len(sources):
+            raise ValueError(
+                "layers that read the keys of an earlier one can't be stacked: a scan gives every "
+                "layer some of its own"
+            )
+        if budget is not None:
+            raise ValueError(
+                "stacked layers are all in one place: policy('auto') moves them one by one"
+            )
+        sources, stacks = None, stacks_of(kinds)
+        counts = Counter(entry for entry, _ in stacks)
+        layers = [
+            new_layer(kind[0], batch, *kind[1:], counts[entry])
+            for entry, kind in enumerate(dict.fromkeys(kinds))
+        ]
+    else:
+        layers = [new_layer(kind[0], batch, *kind[1:]) for kind in kinds]
     shapes = (batch,), (batch, len(layers)), (batch,)
     rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
     if sources is not None:
@@ -111,18 +133,31 @@ def allocate(
     reach = max(layer.policy.layout.reach for layer in layers)
     cache = KVCache(
         tuple(layers), *rows, sources=sources, positions=limit,
-        turned_for=rotary_length(config, reach), budget=budget,
+        turned_for=rotary_length(config, reach), budget=budget, stacks=stacks,
     )  # fmt: skip
     return with_pools(cache)
 
 
+def stacks_of(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
+    """For each layer, in which stack it is, and as which of its layers: all of a kind in one."""
+    entries = {kind: entry for entry, kind in enumerate(dict.fromkeys(kinds))}
+    seen: Counter[int] = Counter()
+    found = []
+    for kind in kinds:
+        entry = entries[kind]
+        found.append((entry, seen[entry]))
+        seen[entry] += 1
+    return tuple(found)
+
+
 def new_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
-) -> LayerCache:
-    """An empty layer where the policy says; on a mesh each device makes its own."""
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None,
+    stack: int | None = None,
+) -> LayerCache:  # fmt: skip
+    """An empty layer, or a stack, where the policy says; on a mesh each device makes its own."""
     if policy.placement.spread is None:
-        return empty_layer(policy, batch, kv_heads, head_dim, window).placed()
-    return _on_each(policy, batch, kv_heads, head_dim, window)()
+        return empty_layer(policy, batch, kv_heads, head_dim, window, stack).placed()
+    return _on_each(policy, batch, kv_heads, head_dim, window, stack)()
 
 
 @functools.lru_cache(maxsize=256)

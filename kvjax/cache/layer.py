@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from kvjax.codecs import Store
 from kvjax.core.trees import state, static_field
@@ -53,6 +54,8 @@ class LayerCache:
     ``append`` and ``advance`` alone, and ``low``, int32[batch], is the first position that a
     conversion left behind the sinks. ``fetched`` is the body on the device, where a placement
     fetches it ahead, within a call. ``window`` is the layer's own, from the model's config.
+    ``stack``: of so many layers that are alike it has the arrays in one, [layers, ...] of each; but
+    ``strip``, which is of one layer.
     """
 
     keys: Any
@@ -65,6 +68,7 @@ class LayerCache:
     strip: Strip | None = None
     low: Rows | None = None
     fetched: Body | None = None
+    stack: int | None = static_field(default=None)
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         """From a pickle, which knows no kinds of memory: the body goes to where the policy says."""
@@ -88,7 +92,7 @@ class LayerCache:
     @property
     def batch(self) -> int:
         """Rows."""
-        return jax.tree.leaves(self.keys)[0].shape[0]
+        return jax.tree.leaves(self.keys)[0].shape[0 if self.stack is None else 1]
 
     def copied(self) -> "LayerCache":
         """With arrays of its own."""
@@ -145,11 +149,14 @@ class LayerCache:
     def placed(self) -> "LayerCache":
         """With every array where the policy says, committed."""
         placement = self.policy.placement
-        keys, values = placement.store((self.keys, self.values), self.orders)
-        return replace(
-            self, keys=keys, values=values,
-            tail=placement.put_tokens(self.tail), low=placement.put(self.low),
-        )  # fmt: skip
+        if (spread := placement.spread) is not None:
+            specs, kind = self.specs(), placement.memory_kind
+            body = spread.put_as((self.keys, self.values), (specs.keys, specs.values), kind)
+            rest = spread.put_as((self.tail, self.low), (specs.tail, specs.low))
+        else:
+            body = placement.store((self.keys, self.values), self.orders)
+            rest = placement.put((self.tail, self.low))
+        return replace(self, keys=body[0], values=body[1], tail=rest[0], low=rest[1])
 
     def specs(self) -> "LayerCache":
         """How each array is spread over the mesh."""
@@ -159,24 +166,39 @@ class LayerCache:
         def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
             return jax.tree.map(lambda x: spec(x.shape), part)
 
-        bodies = spread.of_bodies((self.keys, self.values), self.orders)
+        own: Any = (self.keys, self.values, self.tail, self.low)
+        if self.stack is not None:
+            own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
+        *body, tail, low = own
+        bodies = tuple(spread.of_bodies(tuple(body), self.orders))
+        own = *bodies, each(tail, spread.of_tokens), each(low, spread.of_rows)
+        if self.stack is not None:
+            own = jax.tree.map(lambda spec: PartitionSpec(None, *spec), own)
+        keys, values, tail, low = own
         return replace(
-            self, keys=bodies[0], values=bodies[1],
-            tail=each(self.tail, spread.of_tokens), strip=each(self.strip, spread.of_tokens),
-            low=each(self.low, spread.of_rows), fetched=None if self.fetched is None else bodies,
+            self, keys=keys, values=values, tail=tail, low=low,
+            strip=each(self.strip, spread.of_tokens),
+            fetched=None if self.fetched is None else bodies,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
-def layer_shapes(policy: CachePolicy, batch: int, kv_heads: int, head_dim: int) -> LayerCache:
-    """An empty layer's arrays, as shapes."""
-    return jax.eval_shape(functools.partial(empty_layer, policy, batch, kv_heads, head_dim, None))
+def layer_shapes(
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, stack: int | None = None
+) -> LayerCache:
+    """The arrays of an empty layer, or of a stack, as shapes."""
+    make = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, None, stack)
+    return jax.eval_shape(make)
 
 
 def empty_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None
-) -> LayerCache:
-    """A layer that holds nothing."""
+    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None,
+    stack: int | None = None,
+) -> LayerCache:  # fmt: skip
+    """A layer that holds nothing, or a stack of so many."""
+    if stack is not None:
+        one = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, window)
+        return replace(jax.vmap(lambda _: one())(jnp.arange(stack)), stack=stack)
     slots: tuple[int, ...] = (policy.stored.slots,)
     tail = low = None
     if policy.raw is not None:

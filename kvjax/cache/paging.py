@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -208,7 +209,15 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
         found, placement, orders = of_kind[paging], held.policy.placement, held.orders
 
         def copy(body: Any, source: Array, target: Array) -> Any:
-            return copied_pages(body, orders, placement, source, target)
+            if held.stack is None:
+                return copied_pages(body, orders, placement, source, target)
+            # Those of every layer of a stack, whose pages stand behind one another.
+            pool = jax.tree.leaves(body)[0].shape[1]
+            behind = pool * jnp.arange(held.stack, dtype=jnp.int32)[:, None]
+            every = [jnp.where(x >= 0, x + behind, -1).ravel() for x in (source, target)]
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), body)
+            copied = copied_pages(flat, orders, placement, *every)
+            return jax.tree.map(lambda x, like: x.reshape(like.shape), copied, body)
 
         body, spread = (held.keys, held.values), placement.spread
         if spread is None:

@@ -9,11 +9,11 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, CachedKeysValues, Rows, SlotPositions
+from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, Rows, SlotPositions
 
 
 def read(
-    cache: KVCache, layer: int, *, rotary: RotaryTable | None = None
+    cache: KVCache, layer: LayerNumber, *, rotary: RotaryTable | None = None
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
     """A layer's decoded content, for attention of one's own.
 
@@ -23,7 +23,7 @@ def read(
 
     Args:
       cache: the cache.
-      layer: which layer.
+      layer: which layer, as of ``append``.
       rotary: the layer's table, where its codec stores keys unrotated (``Unrotated``).
 
     Returns:
@@ -31,16 +31,20 @@ def read(
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
     cache = usable("kvjax.read", cache, layer=layer, between=False)
-    entry, pending = cache.entry(layer), cache.pending
+    (entry, index), pending = cache.at(layer), cache.pending
     held = cache.layers[entry]
     before = length = cache.length
-    if pending is not None and entry in pending.entries:
+    if pending is not None and index is None and entry in pending.entries:
         length = length + pending.count
+    if pending is not None and index is not None:
+        length = length + jnp.where(pending.turns[entry][index] > 0, pending.count, 0)
     raw_from = held.policy.split.raw_from(length - 1) if held.policy.has_tail else length
     if held.policy.prefill == "exact":
         raw_from = jnp.minimum(raw_from, before)
     keys, values, positions = [], [], []
-    view = View(held, before, length, cache.written[:, entry], pages=cache.table(entry, whole=True))
+    table = cache.table(entry, whole=True)
+    view = View(held, before, length, cache.written[:, entry], pages=table, index=index).opened()
+    held = view.held
     # A long call's own sinks have been written, its other tokens stand in a section of their own.
     for section in sections(view, together=held.strip is None):
         some_keys, some_values, at = section.numbers()

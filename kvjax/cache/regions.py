@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.core.typing import Array, Cursors, Rows
-from kvjax.layouts import Layout, Part, Region, Share, paged
+from kvjax.layouts import Layout, Part, Region, Share, Split, paged
 
 
 def regions_of(
@@ -44,3 +44,31 @@ def placed(
     if share is not None:
         cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
     return {"position_of": position_of, "cursors": cursors}
+
+
+def own_tokens(split: Split, before: Rows, length: Rows, count: int) -> dict[str, Any]:
+    """The same, and what else a section is asked, of a long call's own tokens, ``count`` of them
+    from ``before`` on."""
+    share = split.share
+    each = count if share is None else -(-count // share.count)
+    first = jnp.int32(0) if share is None else share.index * each
+
+    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
+        positions = before[:, None] + slots
+        there = (positions >= split.tail.sinks) & (positions < length[:, None])
+        if share is not None:
+            there &= (slots >= first[:, None]) & (slots < first[:, None] + each)
+        return jnp.where(there, positions, -1)
+
+    def span(start: Array, size: int) -> tuple[Array, Array]:
+        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
+        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
+        return jnp.min(before) + low, jnp.where(low < high, last, -1)
+
+    return {
+        "position_of": position_of,
+        "cursors": (before, length, jnp.broadcast_to(first, length.shape)),
+        "span": span,
+        "filled": lambda near: jnp.minimum(jnp.max(near - before), first + each),
+        "slot_of": lambda positions: positions - before[:, None],
+    }

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.layer import Strip, Tail
-from kvjax.cache.regions import placed, regions_of
+from kvjax.cache.regions import own_tokens, placed, regions_of
 from kvjax.cache.view import View
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, Cursors, Rows
+from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
@@ -33,7 +33,8 @@ class Section:
     are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
     all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
     stored unrotated. ``placement``: where the stores are kept, and ``orders``: how. ``pages``:
-    int32[batch, columns], where they are of pages of ``page`` units, those of each row.
+    int32[batch, columns], where they are of pages of ``page`` units, those of each row. ``layer``:
+    int32[], where they are [layers, batch, ...], whose they are.
     ``position_of(slots, *cursors)`` -> int32[batch, slots]: positions of the store's slots of
     tokens, -1 for none, made of each element alone, for kernels make it of one row's ``cursors``;
     ``span(start, size)``: the lowest and highest of them in some units, over all rows;
@@ -61,6 +62,7 @@ class Section:
     orders: tuple[Any, Any] = (AS_IS, AS_IS)
     pages: Array | None = None
     page: int = 1
+    layer: Array | None = None
 
     def positions(self, units: Array, start: Array | int) -> Array:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
@@ -95,14 +97,37 @@ class Section:
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""
+        stores, layer = (self.keys, self.values), self.layer
         if self.pages is not None:
             where = self.orders, self.placement, self.pages, self.page
-            return self._known(from_pages((self.keys, self.values), *where, start, size))
-        part = jax.tree.map(
-            lambda x, o: lax.dynamic_slice_in_dim(x, start * o.step, size * o.step, axis=o.axis),
-            (self.keys, self.values), self.orders,
-        )  # fmt: skip
-        return self._known(self.placement.near(part))
+            return self._known(from_pages(stores, *where, start, size, layer))
+        if layer is None:
+            part = jax.tree.map(lambda x, order: order.piece(x, start, size), stores, self.orders)
+            return self._known(self.placement.near(part))
+        near = self.placement.near
+        return self._known(
+            jax.tree.map(lambda x, o: o.of_layer(x, layer, start, size, near), stores, self.orders)
+        )
+
+    def as_pages(self) -> "Section":
+        """The same of a stack as pages of one pool, of all layers; where it has none each row is
+        one."""
+        if self.layer is None:
+            return self
+        rows = jax.tree.leaves(self.keys)[0].shape[1]
+        pages, page = self.pages, self.page
+        if pages is None:
+            pages, page = jnp.arange(rows, dtype=jnp.int32)[:, None], self._units
+        pages = jnp.where(pages >= 0, pages + self.layer * rows, pages)
+        keys, values = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (self.keys, self.values))
+        return replace(self, keys=keys, values=values, pages=pages, page=page, layer=None)
+
+    @property
+    def _units(self) -> int:
+        """Of the arrays, which may have more sections."""
+        store, order = jax.tree.leaves(self.keys)[0], jax.tree.leaves(self.orders[0])[0]
+        units: int = store.shape[order.axis + (self.layer is not None)] // order.step
+        return units
 
     def fitting(self, units: int, of: int = 1) -> int:
         """About so many units, a multiple ``of`` so many, as ``part_of`` can give them."""
@@ -117,6 +142,8 @@ class Section:
         """Keys and values of all units of every row, as codecs know them."""
         if self.pages is not None:
             return self.part_of(jnp.int32(0), self.pages.shape[1] * self.page)
+        if self.layer is not None:
+            return self.part_of(jnp.int32(0), self._units)
         return self._known(self.placement.near((self.keys, self.values)))
 
     def numbers(self) -> tuple[Array, Array, Array]:
@@ -164,11 +191,13 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
     )  # fmt: skip
     of = functools.partial(regions_of, split.tail, divided, together)
 
-    def in_tail(tail: Tail, number: int, length: Rows, written: Rows) -> Section:
+    def in_tail(
+        tail: Tail, number: int, length: Rows, written: Rows, layer: Array | None = None
+    ) -> Section:
         found = _region((tail.keys, tail.values), raw, of, number, share, length, written)
-        return replace(found, split=split, raw=True, whole=False, table=table)
+        return replace(found, split=split, raw=True, whole=False, table=table, layer=layer)
 
-    newest = [in_tail(held.tail, n, length, written) for n in range(len(of(share)))]
+    newest = [in_tail(held.tail, n, length, written, view.layer) for n in range(len(of(share)))]
     if held.strip is not None:
         marks = jnp.maximum(view.marks, view.before)
         newest[-1] = in_tail(held.strip.tail, len(newest) - 1, view.before, marks)
@@ -177,10 +206,13 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
 
 
 def _in_pages(section: Section, view: View) -> Section:
-    """A section of a layer's body, which may be in pages."""
+    """A section of a layer's body, which may be in pages, or in a stack."""
     paging = view.held.policy.paging
-    page = {} if paging is None else {"page": paging.layout.page_size, "whole": False}
-    return replace(section, pages=view.pages, **page)
+    page = {} if paging is None else {"page": paging.layout.page_size}
+    alone = paging is None and view.layer is None
+    return replace(
+        section, pages=view.pages, layer=view.layer, whole=section.whole and alone, **page
+    )
 
 
 def _region(
@@ -207,27 +239,8 @@ def _own(
     strip: Strip, view: View, split: Split, raw: tuple[Codec, Codec], table: RotaryTable | None
 ) -> Section:
     """A long call's own tokens, but for sinks, which have been written to slots of their own."""
-    before, length, share, count = view.before, view.length, split.share, strip.keys.shape[2]
-    each = count if share is None else -(-count // share.count)
-    first = jnp.int32(0) if share is None else share.index * each
-
-    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
-        positions = before[:, None] + slots
-        there = (positions >= split.tail.sinks) & (positions < length[:, None])
-        if share is not None:
-            there &= (slots >= first[:, None]) & (slots < first[:, None] + each)
-        return jnp.where(there, positions, -1)
-
-    cursors = before, length, jnp.broadcast_to(first, length.shape)
-
-    def span(start: Array, size: int) -> tuple[Array, Array]:
-        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
-        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
-        return jnp.min(before) + low, jnp.where(low < high, last, -1)
-
+    count = strip.keys.shape[2]
     return Section(
-        strip.keys, strip.values, raw, 0, count, position_of, cursors, span,
-        filled=lambda near: jnp.minimum(jnp.max(near - before), first + each),
-        slot_of=lambda positions: positions - before[:, None],
-        split=split, raw=True, table=table,
+        strip.keys, strip.values, raw, 0, count, split=split, raw=True, table=table,
+        **own_tokens(split, view.before, view.length, count),
     )  # fmt: skip

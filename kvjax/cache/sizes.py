@@ -43,7 +43,7 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
 def share_of(held: LayerCache, spread: Spread) -> LayerCache:
     """What a device has of an empty layer like this one, as shapes."""
     policy = replace(held.policy, placement=held.policy.placement.over(spread))
-    whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim)
+    whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim, held.stack)
 
     def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)

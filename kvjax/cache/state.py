@@ -4,10 +4,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from kvjax.cache.layer import LayerCache
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, LayerRows, Rows
+from kvjax.core.typing import Array, LayerNumber, LayerRows, Rows
 from kvjax.layouts import UNLIMITED
 from kvjax.paging.allocator import PageAllocator
 from kvjax.paging.kinds import Paging
@@ -21,20 +23,24 @@ class Pending:
 
     ``count``: int32[batch], tokens that each row takes; ``asked``: that it was to take, though
     there may have been no pages for them. ``new``: tokens a row, with padding. ``entries``: which
-    of ``KVCache.layers`` have them.
+    of ``KVCache.layers`` have them; of stacks ``turns`` tell it, int32[stack] each: how often each
+    of their layers was given some.
     """
 
     count: Rows
     asked: Rows
     new: int = static_field()
     entries: tuple[int, ...] = static_field()
+    turns: tuple[Array, ...] = ()
 
 
 @state
 class KVCache:
     """A model's cache.
 
-    ``layers``: one ``LayerCache`` a layer, each with its own arrays.
+    ``layers``: one ``LayerCache`` a layer, each with its own arrays; or one a stack, with those of
+    all layers that are alike, and then ``stacks`` says of each layer of the model in which it is,
+    and as which of its layers.
     ``length``: int32[batch], tokens that each row holds.
     ``written``: int32[batch, layers], the most that each row has ever held, for each of ``layers``:
     after a rewind it tells which slots hold tokens that are no longer part of the text.
@@ -57,6 +63,7 @@ class KVCache:
     positions: int | None = static_field(default=None)
     turned_for: int | None = static_field(default=None)
     budget: Budget | None = static_field(default=None)
+    stacks: tuple[tuple[int, int], ...] | None = static_field(default=None)
     pending: Pending | None = None
     pools: tuple[PageAllocator, ...] = ()
 
@@ -125,22 +132,70 @@ class KVCache:
         pool = self.pools[self.pagings.index(kind)]
         return pool.whole if whole else pool.table
 
-    def entry(self, number: int) -> int:
-        """Which of ``layers`` layer ``number`` of the model reads.
+    def at(self, number: LayerNumber) -> tuple[int, Array | None]:
+        """Which of ``layers`` layer ``number`` of the model reads, and of a stack which one of its
+        layers, int32[].
+
+        Args:
+          number: counted through the model; traced where all layers are one stack; or the number of
+            a stack and, traced or not, that of a layer in it.
 
         Raises:
-          ValueError: if there is no such layer.
+          ValueError: if there is no such layer, or it can't be told which one it is.
         """
+        if self.stacks is not None:
+            return self._in_stack(number, self.stacks)
+        if isinstance(number, tuple):
+            raise ValueError(
+                f"layer {number}: the cache has no stacks, so a layer has a number of its own"
+            )
         if is_traced(number):
             raise ValueError(
                 "the number of a layer is traced: layers have policies of their own, so loop over "
-                "them in Python, not by scan or fori_loop"
+                "them in Python, or make them one stack, for scan: init_cache(..., stacked=True)"
             )
         number = whole_number("layer", number, 0)
         count = len(self.layers if self.sources is None else self.sources)
         if number >= count:
             raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
-        return number if self.sources is None else self.sources[number]
+        return (number if self.sources is None else self.sources[number]), None
+
+    def _in_stack(
+        self, number: LayerNumber, stacks: tuple[tuple[int, int], ...]
+    ) -> tuple[int, Array]:
+        """``at`` of a stacked cache."""
+        if isinstance(number, tuple):
+            if len(number) != 2:
+                raise ValueError(f"a layer of a stack is (stack, number), got {number!r:.80}")
+            entry = whole_number("the number of a stack", number[0], 0)
+            if entry >= len(self.layers):
+                raise ValueError(f"stack {entry}: the cache has {len(self.layers)}, 0 the first")
+            index, count = number[1], self.layers[entry].stack or 0
+        elif is_traced(number):
+            entry, index, count = 0, number, len(stacks)
+            if len(self.layers) > 1:
+                raise ValueError(
+                    f"the number of a layer is traced, and the cache has {len(self.layers)} stacks "
+                    "of layers that are not alike: name one as (stack, number of its layer)"
+                )
+        else:
+            number = whole_number("layer", number, 0)
+            if number >= len(stacks):
+                raise ValueError(f"layer {number}: the cache has {len(stacks)}, 0 the first")
+            entry, index = stacks[number]
+            count = self.layers[entry].stack or 0
+        if not is_traced(index):
+            index = whole_number("layer", index, 0)
+            if index >= count:
+                raise ValueError(f"layer {index} of stack {entry}: it has {count}, 0 the first")
+        index = jnp.asarray(index)
+        if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(f"the number of a layer must be a whole number, got {index}")
+        return entry, index.astype(jnp.int32)
+
+    def entry(self, number: LayerNumber) -> int:
+        """Which of ``layers`` layer ``number`` of the model reads: see ``at``."""
+        return self.at(number)[0]
 
     def layer(self, number: int) -> LayerCache:
         """What layer ``number`` of the model reads."""
@@ -149,7 +204,8 @@ class KVCache:
     def __repr__(self) -> str:
         """What it is and how full, not the arrays."""
         policies = ", ".join(dict.fromkeys(repr(layer.policy) for layer in self.layers))
-        return f"KVCache({len(self.layers)} layers of {policies}, length={self.length})"
+        count = len(self.layers if self.stacks is None else self.stacks)
+        return f"KVCache({count} layers of {policies}, length={self.length})"
 
 
 def with_rows(cache: KVCache, **changes: Any) -> KVCache:

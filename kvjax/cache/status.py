@@ -24,9 +24,11 @@ from kvjax.core.typing import Array
     NO_SUCH_TOKEN,
     OUT_OF_PAGES,
     BAD_PAGE,
-) = (1 << bit for bit in range(11))
+    MISSED_LAYER,
+) = (1 << bit for bit in range(12))
 """Bits of ``KVCache.status``; ``LOST``: the cache was converted to a layout that keeps tokens that
-it did not hold. ``BAD_PAGE``: a table names a page that is none."""
+it did not hold. ``BAD_PAGE``: a table names a page that is none. ``MISSED_LAYER``: a call did not
+give every layer of a stack its tokens once."""
 
 _ERRORS: dict[type[Exception], dict[int, str]] = {
     CacheOverflowError: {
@@ -50,6 +52,10 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
         BAD_PAGE: (
             "the tables of row(s) {rows} name pages that the pool has not: what was to be written "
             "there was dropped"
+        ),
+        MISSED_LAYER: (
+            "a call of row(s) {rows} gave some layer of a stack its tokens more than once, or "
+            "never: a scan goes over each layer's number, 0 the first, once"
         ),
         NO_SUCH_TOKEN: "row(s) {rows} were given a token id that is not in the vocabulary",
         OUT_OF_STEP: (

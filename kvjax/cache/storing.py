@@ -10,6 +10,7 @@ from jax import lax
 
 from kvjax.cache.admission import positions_from
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail
+from kvjax.cache.stacking import one_of, opened, with_one
 from kvjax.codecs import Codec, Store
 from kvjax.core.device import traced_for
 from kvjax.core.rotary import RotaryTable, apply_rotary
@@ -25,34 +26,48 @@ Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
 
 def store_tokens(
     old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, table: Array | None = None,
+    rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
 ) -> Arrays:  # fmt: skip
     """A layer's arrays after a call, of a device's own slots and blocks.
 
     Args:
-      old: the layer before the call.
+      old: the layer before the call, or a stack.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       length: int32[batch], tokens before the call.
       count: int32[batch], how many of ``new`` each row takes.
       rotary: the layer's table.
       table: int32[batch, columns], where its slots are in pages, those of each row.
+      index: int32[], which layer of a stack it is.
     """
+    if index is not None:
+        old = opened(old, index)
+    return _stored(old, keys, values, length, count, rotary, table, index)
+
+
+def _stored(
+    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    rotary: RotaryTable | None, table: Array | None, layer: Array | None = None,
+) -> Arrays:  # fmt: skip
+    """``store_tokens`` of a layer. ``layer``: its number, where its arrays stand
+    among those of others."""
     policy, new = old.policy, keys.shape[2]
     if not policy.keys.before_rotary:
         keys = apply_rotary(keys, positions_from(length, new), rotary)
     if old.tail is not None:
-        return _behind_tail(old, old.tail, keys, values, length, count, table)
+        return _behind_tail(old, old.tail, keys, values, length, count, table, layer)
     share = policy.placement.share()
     layout = policy.stored if share is None else shared(policy.stored, share)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
-    body = jax.tree.map(lambda into, x: write_rows(into, x, runs, count, table=table), body, fresh)
+    body = jax.tree.map(
+        lambda into, x: write_rows(into, x, runs, count, table=table, layer=layer), body, fresh
+    )
     return *body, None, None, None
 
 
 def _behind_tail(
     old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows,
-    table: Array | None,
+    table: Array | None, layer: Array | None,
 ) -> Arrays:  # fmt: skip
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
     split, raw = replace(policy.split, share=policy.placement.share()), policy.raw
@@ -62,9 +77,12 @@ def _behind_tail(
     short = new <= split.block
     if short:
         runs = split.tail.runs(length, new)
-        after = jax.tree.map(lambda into, x: write_rows(into, x, runs, count), tail, fresh)
+        after = jax.tree.map(
+            lambda into, x: write_rows(into, x, runs, count, layer=layer), tail, fresh
+        )
     else:
-        after = _last_of(split.tail, tail, fresh, length, count)
+        stack, tail = tail, one_of(tail, layer)
+        after = with_one(stack, _last_of(split.tail, tail, fresh, length, count), layer)
 
     start, stop = split.flushed(length), split.flushed(length + count)
     leaving = -(-new // split.block)
@@ -76,7 +94,8 @@ def _behind_tail(
     def encoded(some: Callable[[Array], Array] = lambda x: x) -> Body:
         """The blocks that leave, of all rows or of some."""
         if short:
-            whole = jax.tree.map(lambda x: _taken(some(x), some(slots)), after)
+            newest = one_of(after, layer)
+            whole = jax.tree.map(lambda x: _taken(some(x), some(slots)), newest)
         else:
             before = length[:, None]
             # A call's own tokens stand behind its tail.
@@ -96,7 +115,7 @@ def _behind_tail(
     runs, placement = split.body.runs(start, leaving), policy.placement
     strip = None if short else Strip(tail, fresh.keys, fresh.values)
     if traced_for() == "tpu":
-        bodies = _row_after_row(old, runs, stop - start, encoded, table)
+        bodies = _row_after_row(old, runs, stop - start, encoded, table, layer)
         return *bodies[0], after, strip, bodies[1]
     if short:
         # Without the axis of the one block: where it stands among axes of length 1 is open to the
@@ -116,14 +135,14 @@ def _behind_tail(
             stores, copies, jax.tree.leaves(blocks), jax.tree.leaves(old.orders), strict=True
         )
         both = [
-            write_far(placement, into, near, x, runs, stop - start, order, table)
+            write_far(placement, into, near, x, runs, stop - start, order, table, layer)
             for into, near, x, order in each
         ]
         body = kind.unflatten([into for into, _ in both])
         fetched = None if fetched is None else kind.unflatten([near for _, near in both])
     else:
         body = jax.tree.map(
-            lambda into, x, order: write_rows(into, x, runs, stop - start, order, table),
+            lambda into, x, order: write_rows(into, x, runs, stop - start, order, table, layer),
             body, blocks, old.orders,
         )  # fmt: skip
     return *body, after, strip, fetched
@@ -131,7 +150,7 @@ def _behind_tail(
 
 def _row_after_row(
     old: LayerCache, runs: Sequence[Run], count: Rows, encoded: Callable[..., Body],
-    table: Array | None,
+    table: Array | None, layer: Array | None,
 ) -> tuple[Body, Body | None]:  # fmt: skip
     """A body, and its copy on the device, with the block of every row that has one to put away, in
     a loop: rows are written one by one on a TPU, and so no more than one is there as numbers."""
@@ -144,7 +163,8 @@ def _row_after_row(
         fresh = [x[0] for x in jax.tree.leaves(blocks)]
         for run in runs:
             where = [
-                (row, x, run, count, order, table) for x, order in zip(fresh, orders, strict=True)
+                (row, x, run, count, order, table, layer)
+                for x, order in zip(fresh, orders, strict=True)
             ]
             near = [write_row(x, *each) for x, each in zip(near, where, strict=bool(near))]
             copies = near or [None] * len(far)

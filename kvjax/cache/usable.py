@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, refuse_symbolic, refuse_traced, refuse_used_up
+from kvjax.core.typing import LayerNumber
 from kvjax.placement.device import beside
 
 
@@ -19,7 +20,7 @@ def usable(
     what: str,
     cache: Any,
     *,
-    layer: int | None = None,
+    layer: LayerNumber | None = None,
     between: bool = True,
     outside: bool = False,
 ) -> KVCache:
@@ -93,7 +94,7 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
     _check_pools(what, cache)
     for entry in entries:
         held = cache.layers[entry]
-        wanted = layer_shapes(held.policy, cache.batch, held.kv_heads, held.head_dim)
+        wanted = layer_shapes(held.policy, cache.batch, held.kv_heads, held.head_dim, held.stack)
         for part in ("keys", "values", "tail", "low"):
             found, expected = _shapes(held, part), _shapes(wanted, part)
             if found != expected:

@@ -18,6 +18,9 @@ Rows = Int[Array, " batch"]
 LayerRows = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
 Number = Int[Array, ""]
+LayerNumber = int | Integer[Array, ""] | tuple[int, int | Integer[Array, ""]]
+"""Of a layer of a model; of a stacked cache it may be traced, or be that of a stack, and of one of
+its layers."""
 Cursors = Int[Array, "batch *_"]
 """``Rows``; a kernel has one row's, with an axis more."""
 Slots = Int[Array, "*_"]

@@ -29,9 +29,10 @@ WIDTH = 64
 class PoolMap:
     """A pool of some layers, which go by the same tables.
 
-    ``layers``: numbers of ``KVCache.layers``. ``page_size``: tokens. ``page_bytes``: of a page, in
-    all of these layers together. ``owners``: int[pages], the row that has each page, or ``FREE``,
-    ``HELD`` or ``SHARED``. ``wasted``: of the slots in pages that rows have, the share that holds
+    ``layers``: numbers of ``KVCache.layers``, or, of a stacked cache, of the model's.
+    ``page_size``: tokens. ``page_bytes``: of a page, in all of these layers together. ``owners``:
+    int[pages], the row that has each page, or ``FREE``, ``HELD`` or ``SHARED``. ``wasted``: of the
+    slots in pages that rows have, the share that holds
     nothing.
     """
 
@@ -139,8 +140,11 @@ def page_map(cache: KVCache) -> PageMap:
 
 
 def _pool_map(cache: KVCache, paging: Paging, pool: Any, length: np.ndarray) -> PoolMap:
-    numbers = tuple(n for n, x in enumerate(cache.layers) if x.policy.paging == paging)
-    layers = [cache.layers[n] for n in numbers]
+    layers = [held for held in cache.layers if held.policy.paging == paging]
+    entries = range(len(cache.layers)) if cache.stacks is None else [n for n, _ in cache.stacks]
+    numbers = tuple(
+        number for number, n in enumerate(entries) if cache.layers[n].policy.paging == paging
+    )
     each = pool.pages // len(pool.left)
     rows, columns = np.nonzero(pool.table >= 0)
     page = pool.table[rows, columns] + rows // (cache.batch // len(pool.left)) * each

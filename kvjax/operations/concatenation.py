@@ -17,6 +17,7 @@ from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout
 from kvjax.operations.conversion import laid_out_anew, under, unpaged
 from kvjax.operations.growth import mark, padded_to
 from kvjax.operations.rows import without
+from kvjax.operations.stacks import stack, unstack
 from kvjax.policies.cache_policy import CachePolicy
 
 
@@ -44,6 +45,8 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
     caches = [usable("kvjax.concatenate", cache) for cache in caches]
     if not caches:
         raise ValueError("no caches: the list is empty")
+    if any(cache.stacks is not None for cache in caches):
+        return stack(concatenate([unstack(cache) for cache in caches]))
     first = caches[0]
     for cache in caches:
         if _model_of(cache) != _model_of(first):

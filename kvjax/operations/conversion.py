@@ -20,10 +20,12 @@ from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
+from kvjax.operations.stacks import layer_by_layer
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
+@layer_by_layer
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
     """The same text in a cache of another policy: dense to ring, float32 to bfloat16.
 

@@ -14,12 +14,14 @@ from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
+from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device, beside
 from kvjax.placement.order import Order
 from kvjax.policies.cache_policy import CachePolicy
 
 
+@layer_by_layer
 def grow(cache: KVCache, to: int) -> KVCache:
     """A cache with room for ``to`` tokens a row, and the same content.
 

@@ -19,6 +19,7 @@ from kvjax.core.context import outside
 from kvjax.core.typing import Array
 from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
+from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator
 from kvjax.paging.kinds import Paging
 from kvjax.placement.device import Device, beside, check_placement
@@ -31,6 +32,7 @@ KEEP: Any = object()
 
 
 @outside
+@layer_by_layer
 def migrate(
     cache: KVCache,
     placement: Device | None = None,

@@ -9,6 +9,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.trees import tree_bytes
 from kvjax.operations.growth import enlarged, grow
 from kvjax.operations.migration import moved
+from kvjax.operations.stacks import layer_by_layer
 from kvjax.placement.device import Device
 
 
@@ -23,6 +24,7 @@ class Move:
     tokens: int
 
 
+@layer_by_layer
 def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
     """Grow a cache until rows hold so many tokens, where it can grow, and keep to its memory.
 

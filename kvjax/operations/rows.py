@@ -16,6 +16,7 @@ from kvjax.core.typing import Array, SomeRows
 from kvjax.operations.conversion import under, unpaged
 from kvjax.operations.growth import with_pages_for
 from kvjax.operations.rewinding import whole_numbers
+from kvjax.operations.stacks import layer_by_layer
 
 
 def fork(cache: KVCache) -> KVCache:
@@ -25,6 +26,7 @@ def fork(cache: KVCache) -> KVCache:
     return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
 
 
+@layer_by_layer
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     """The cache of some rows, in the order asked for; one row may be asked for often.
 
@@ -58,6 +60,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
 
 
+@layer_by_layer
 def repeat(cache: KVCache, times: int) -> KVCache:
     """Every row ``times`` times, one behind the other: one prompt, several continuations.
 

@@ -22,6 +22,7 @@ from kvjax.core.settings import to_bytes
 from kvjax.operations.fingerprints import Weighed, fingerprint
 from kvjax.operations.migration import migrate
 from kvjax.operations.rows import fork
+from kvjax.operations.stacks import unstack
 
 KIND = "a cache"
 
@@ -43,7 +44,8 @@ def save_cache(
 
     Args:
       path: the folder; one that is there must be empty, or written by this.
-      cache: the cache; it stays as it is. One on a mesh comes to the default device first, if slots
+      cache: the cache; it stays as it is. One that is stacked is written layer by layer: ``stack``
+        what is loaded. One on a mesh comes to the default device first, if slots
         or pools are divided.
       model: the model that it is of, or a name for its weights, which ``load_cache`` is asked for.
       tokens: of each row's text; the cache may lack the last ones (``GenerationResult.unfed``).
@@ -56,7 +58,7 @@ def save_cache(
       CacheOverflowError: what ``check`` raises of the cache.
       CheckpointError: if something else stands at ``path``.
     """
-    cache = usable("kvjax.save_cache", cache, outside=True)
+    cache = unstack(usable("kvjax.save_cache", cache, outside=True))
     check(cache)
     length = fetch(cache.length)
     texts = None if tokens is None else [[int(n) for n in row] for row in tokens]

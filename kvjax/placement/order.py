@@ -1,14 +1,20 @@
 """In which order a device keeps what codecs store: as it is, but on a TPU (``tpu.py``)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from kvjax.core.device import traced_for
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")
+Row = Array | tuple[Array, Array]
+"""The number of a row; or of a layer, and of its row, in arrays [layers, ...]."""
+_Move = Callable[[Array], Array]
 
 SUBLANES = 8
 """Rows of a TPU's tile of 32-bit numbers."""
@@ -50,6 +56,15 @@ class Order:
         """So many units of a kept array from ``start`` on, as they are kept."""
         return lax.dynamic_slice_in_dim(kept, start * self.step, size * self.step, axis=self.axis)
 
+    def of_layer(
+        self, stack: Array, layer: Array, start: Array | int, size: int, near: _Move
+    ) -> Array:
+        """``piece`` of one of kept arrays [layers, ...], near."""
+        place, shape = [jnp.int32(0)] * stack.ndim, [1, *stack.shape[1:]]
+        place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step)
+        shape[1 + self.axis] = size * self.step
+        return near(lax.dynamic_slice(stack, place, shape))[0]
+
     def run(self, kept: Array, index: int, count: int) -> tuple[Array, int]:
         """Of the kept rows [kv_heads, ...] of some units the ``index``-th of ``count`` runs of each
         one's, and which of the widths side by side has them."""
@@ -71,18 +86,29 @@ class Order:
         """Of what a kernel's tile has a multiple along ``axis``."""
         return LANES if self.axis == 3 else SUBLANES
 
-    def of_row(self, kept: Array, row: Array, start: Array, like: Array) -> Array:
+    def of_row(self, kept: Array, row: Row, start: Array, like: Array) -> Array:
         """A row's units from ``start`` on, so many as ``like`` has, as they are kept."""
-        return lax.dynamic_slice(kept, self._at(row, start, kept.ndim), like.shape)
+        kept, place = self._at(kept, row, start)
+        found = lax.dynamic_slice(kept, place, (*[1] * (kept.ndim - like.ndim), *like.shape))
+        return found.reshape(like.shape)
 
-    def with_row(self, kept: Array, row: Array, start: Array, units: Array) -> Array:
+    def with_row(self, kept: Array, row: Row, start: Array, units: Array) -> Array:
         """With a row's ``units`` from ``start`` on, in place."""
-        return lax.dynamic_update_slice(kept, units, self._at(row, start, kept.ndim))
+        into, place = self._at(kept, row, start)
+        units = units.reshape(*[1] * (into.ndim - units.ndim), *units.shape)
+        return lax.dynamic_update_slice(into, units, place).reshape(kept.shape)
 
-    def _at(self, row: Array, start: Array, ndim: int) -> tuple[Any, ...]:
-        place: list[Any] = [0] * ndim
-        place[0], place[self.axis] = row, start * self.step
-        return tuple(place)
+    def _at(self, kept: Array, row: Row, start: Array) -> tuple[Array, tuple[Any, ...]]:
+        """The array, or that of all rows one behind the other, and where those units are."""
+        if isinstance(row, tuple) and traced_for() == "tpu" and not self.read_by_tiles:
+            # Whose compiler would keep one with an axis of layers in another order; what is read by
+            # tiles has its order given.
+            row, kept = row[0] * kept.shape[1] + row[1], kept.reshape(-1, *kept.shape[2:])
+        place: list[Any] = [0] * kept.ndim
+        first = row if isinstance(row, tuple) else (row,)
+        place[: len(first)] = first
+        place[self.axis + len(first) - 1] = start * self.step
+        return kept, tuple(place)
 
 
 AS_IS = Order()

@@ -1,4 +1,4 @@
-"""Units of rows out of the pages of a pool, and pages copied within it."""
+"""Units of rows out of the pages of a pool and into them, and pages copied within it."""
 
 from typing import Any
 
@@ -7,14 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core.device import traced_for
-from kvjax.core.typing import Array
+from kvjax.core.typing import Array, Rows
+from kvjax.layouts import Run
 from kvjax.placement.device import Device
 from kvjax.placement.order import Order
 
 
 def from_pages(
-    stores: Any, orders: Any, placement: Device, table: Array, page: int, start: Any, size: int
-) -> Any:
+    stores: Any, orders: Any, placement: Device, table: Array, page: int, start: Any, size: int,
+    layer: Array | None = None,
+) -> Any:  # fmt: skip
     """Of every row so many units from ``start`` on, near and as they are kept: [batch, ...].
 
     Args:
@@ -24,6 +26,7 @@ def from_pages(
       table: int32[batch, columns], the pages of each row.
       page: units of a page.
       start, size: which units, counted through the columns: some of one page, or whole pages.
+      layer: int32[], whose, where the arrays are [layers, pages, ...].
     """
     count = max(size // page, 1)
     column = lax.dynamic_slice_in_dim(table, start // page, count, axis=1)
@@ -32,8 +35,8 @@ def from_pages(
     def one(store: Array, order: Order) -> Array:
         begin, length = offset * order.step, each * order.step
         if placement.behind_tail or traced_for() == "tpu":
-            return _one_by_one(store, order, placement, column, begin, length)
-        return _gathered(store, order, column, begin, length)
+            return _one_by_one(store, order, placement, column, begin, length, layer)
+        return _gathered(store, order, column, begin, length, layer)
 
     return jax.tree.map(one, stores, orders)
 
@@ -47,37 +50,45 @@ def fitting(page: int, units: int, of: int) -> int:
     return next(parts, of if of > 1 else page)
 
 
-def _gathered(store: Array, order: Order, pages: Array, begin: Array, length: int) -> Array:
+def _gathered(
+    store: Array, order: Order, pages: Array, begin: Array, length: int, layer: Array | None
+) -> Array:
     """By one gather, whose result has each row's pages one behind the other already."""
     batch, count = pages.shape
-    axis, shape = order.axis, list(store.shape)
+    leading = () if layer is None else (layer,)
+    before = len(leading) + 1
+    axis, shape = order.axis, list(store.shape[before - 1 :])
     shape[axis] = length
-    index = jnp.stack([pages, jnp.broadcast_to(begin, pages.shape)], axis=2)
+    index = jnp.stack([*(jnp.broadcast_to(x, pages.shape) for x in (*leading, pages, begin))], 2)
+    # A result [batch, ..., count, length, ...].
     dims = lax.GatherDimensionNumbers(
-        offset_dims=tuple(n for n in range(1, store.ndim + 1) if n != axis),
-        collapsed_slice_dims=(0,),
-        start_index_map=(0, axis),
+        offset_dims=tuple(n for n in range(1, len(shape) + 1) if n != axis),
+        collapsed_slice_dims=tuple(range(before)),
+        start_index_map=(*range(before), axis + before - 1),
     )
     # A column that has no page is of no token: whatever is read there is not seen.
-    found = lax.gather(store, index, dims, (1, *shape[1:]), mode="clip")
+    found = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
 def _one_by_one(
-    store: Array, order: Order, placement: Device, pages: Array, begin: Array, length: int
-) -> Array:
+    store: Array, order: Order, placement: Device, pages: Array, begin: Array, length: int,
+    layer: Array | None,
+) -> Array:  # fmt: skip
     """By a slice of each page: what is kept elsewhere can't be gathered, and a TPU would turn it
     round."""
     batch, count = pages.shape
-    axis, shape = order.axis, [1, *store.shape[1:]]
+    of_pages = store.shape if layer is None else store.shape[1:]
+    axis, shape = order.axis, [1, *of_pages[1:]]
     shape[axis] = length
     like = jax.ShapeDtypeStruct(shape, store.dtype)
 
     def one(page: Array) -> Array:
-        part: Array = order.of_row(store, page, begin // order.step, like)  # type: ignore[arg-type]
+        at = page if layer is None else (layer, page)
+        part: Array = order.of_row(store, at, begin // order.step, like)  # type: ignore[arg-type]
         return placement.near(part)[0]
 
-    known = jnp.clip(pages, 0, store.shape[0] - 1)
+    known = jnp.clip(pages, 0, of_pages[0] - 1)
     found = lax.map(one, known.ravel()).reshape(batch, count, *shape[1:])
     found = jnp.moveaxis(found, 1, axis)
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
@@ -146,3 +157,52 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
         return lax.fori_loop(0, jnp.sum(pages >= 0), write, store)
 
     return jax.tree.map(one, stores, orders, contents)
+
+
+def into_pages(
+    into: Array, x: Array, run: Run, count: Rows, table: Array, layer: Array | None
+) -> Array:
+    """``write_rows`` of a run into pages, all of them at once."""
+    page, size = pages_of(table, run), min(x.shape[2], run.high)
+    batch, pages = page.shape
+    # The first token of the call that goes to each page, and where it stands there.
+    first = jnp.arange(pages, dtype=jnp.int32) * run.high - run.start[:, None]
+    origin = jnp.clip(-first, 0, run.high - size)
+    tokens = (first + origin)[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    real = (tokens >= 0) & (tokens < count[:, None, None])
+    page = jnp.where(jnp.any(real, axis=2), page, -1).ravel()
+    new = x
+    if pages > 1:
+        at = tokens.reshape(batch, 1, -1, *[1] * (x.ndim - 3))
+        new = jnp.take_along_axis(x, at, axis=2, mode="clip")
+        new = jnp.moveaxis(new.reshape(batch, x.shape[1], pages, size, *x.shape[3:]), 2, 1)
+        new = new.reshape(-1, *new.shape[2:])
+    leading = () if layer is None else (jnp.broadcast_to(layer, page.shape),)
+    before = len(leading) + 1
+    index = jnp.stack([*leading, page, origin.ravel()], axis=1)
+    inside = tuple(range(1, new.ndim))
+    at_page = *range(before), before + 1
+    if size > 1:
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=inside, collapsed_slice_dims=tuple(range(before)), start_index_map=at_page
+        )
+        old = lax.gather(into, index, dims, (*[1] * before, *new.shape[1:]), mode="fill")
+        new = jnp.where(real.reshape(-1, 1, size, *[1] * (x.ndim - 3)), new, old)
+    return scattered(into, index, new)
+
+
+def pages_of(table: Array, run: Run) -> Array:
+    """int32[batch, pages]: the pages of each row that a run is of."""
+    assert run.columns is not None
+    return jnp.take_along_axis(table, run.columns, 1, mode="fill", fill_value=-1)
+
+
+def scattered(into: Array, index: Array, new: Array) -> Array:
+    """With units [n, kv_heads, ...] where ``index``, int32[n, axes], says: what rows they are of,
+    perhaps behind a layer, and the first of them. Those of a row that is none are dropped."""
+    before = index.shape[1] - 1
+    where = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, new.ndim)), inserted_window_dims=tuple(range(before)),
+        scatter_dims_to_operand_dims=(*range(before), before + 1),
+    )  # fmt: skip
+    return lax.scatter(into, index, new, where, mode="drop")

@@ -158,6 +158,11 @@ class Spread:
         specs = self.of_bodies(body, orders)
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), body, specs)
 
+    def put_as(self, tree: _T, specs: Any, kind: Any = None) -> _T:
+        """A pytree's arrays, spread by specs; inside ``jit`` too."""
+        self.check_context()
+        return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)
+
     def _put(self, x: Any, found: PartitionSpec, kind: Any) -> Any:
         near = put_over(x, self.sharding(found)) if kind is None or is_traced(x) else x
         if is_traced(near) and isinstance(self.mesh, Mesh):

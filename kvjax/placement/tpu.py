@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.codecs import MULTIPLE, Codec
 from kvjax.core.typing import Array
-from kvjax.placement.order import AS_IS, LANES, SUBLANES, Order
+from kvjax.placement.order import AS_IS, LANES, SUBLANES, Order, Row
 
 TILE = SUBLANES * LANES
 """Numbers of a tile."""
@@ -141,15 +141,26 @@ class Whole(Order):
 
     # Rows and units as one axis: from another memory a TPU takes slices along one alone.
 
-    def of_row(self, kept: Array, row: Array, start: Array, like: Array) -> Array:
-        flat = kept.reshape(-1, *kept.shape[2:])
-        begin = row * kept.shape[1] + start
+    def of_row(self, kept: Array, row: Row, start: Array, like: Array) -> Array:
+        flat, begin = self._flat(kept, row, start)
         return lax.dynamic_slice_in_dim(flat, begin, like.shape[1])[None]
 
-    def with_row(self, kept: Array, row: Array, start: Array, units: Array) -> Array:
-        flat = kept.reshape(-1, *kept.shape[2:])
-        begin = row * kept.shape[1] + start
+    def with_row(self, kept: Array, row: Row, start: Array, units: Array) -> Array:
+        flat, begin = self._flat(kept, row, start)
         return lax.dynamic_update_slice_in_dim(flat, units[0], begin, 0).reshape(kept.shape)
+
+    def of_layer(self, stack: Array, layer: Array, start: Any, size: int, near: Any) -> Array:
+        rows = []
+        for row in range(stack.shape[1]):
+            flat, begin = self._flat(stack, (layer, jnp.int32(row)), start)
+            rows.append(near(lax.dynamic_slice_in_dim(flat, begin, size)))
+        return jnp.stack(rows)
+
+    def _flat(self, kept: Array, row: Row, start: Any) -> tuple[Array, Any]:
+        """All units behind one another, and where those of a row begin."""
+        *_, rows, units = kept.shape[:-3]
+        number = row[0] * rows + row[1] if isinstance(row, tuple) else row
+        return kept.reshape(-1, *kept.shape[-3:]), number * units + start
 
 
 def folded(head_dim: int) -> int:

@@ -12,7 +12,8 @@ from kvjax.core.device import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS, LANES, Order
+from kvjax.placement.order import AS_IS, LANES, Order, Row
+from kvjax.placement.pages import into_pages, pages_of, scattered
 
 
 def write_rows(
@@ -22,6 +23,7 @@ def write_rows(
     count: Rows,
     order: Order = AS_IS,
     table: Array | None = None,
+    layer: Array | None = None,
 ) -> Array:
     """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else.
 
@@ -33,14 +35,18 @@ def write_rows(
       order: in which ``into`` is kept.
       table: int32[batch, columns], the pages of each row, where ``into`` is of pages: what is to go
         to a page that is none is dropped.
+      layer: int32[], whose rows, where ``into`` is [layers, batch, ...].
     """
     if traced_for() == "tpu":
         # What reads all rows at once, to put back what stands there, wants another order of axes on
         # a TPU, and would copy the whole array for it.
-        return _row_by_row(into, x, runs, count, order, table)
+        return _row_by_row(into, x, runs, count, order, table, layer)
     for run in runs:
         if table is not None:
-            into = _into_pages(into, x, run, count, table)
+            into = into_pages(into, x, run, count, table, layer)
+            continue
+        if layer is not None:
+            into = _into_layer(into, x, run, count, layer)
             continue
 
         def one(
@@ -54,40 +60,21 @@ def write_rows(
     return into
 
 
-def _into_pages(into: Array, x: Array, run: Run, count: Rows, table: Array) -> Array:
-    """``write_rows`` of a run into pages, all of them at once."""
-    page, size = pages_of(table, run), min(x.shape[2], run.high)
-    batch, pages = page.shape
-    # The first token of the call that goes to each page, and where it stands there.
-    first = jnp.arange(pages, dtype=jnp.int32) * run.high - run.start[:, None]
-    origin = jnp.clip(-first, 0, run.high - size)
-    tokens = (first + origin)[:, :, None] + jnp.arange(size, dtype=jnp.int32)
-    real = (tokens >= 0) & (tokens < count[:, None, None])
-    page = jnp.where(jnp.any(real, axis=2), page, -1)
-    index = jnp.stack([page, origin], axis=2).reshape(-1, 2)
-    new = x
-    if pages > 1:
-        at = tokens.reshape(batch, 1, -1, *[1] * (x.ndim - 3))
-        new = jnp.take_along_axis(x, at, axis=2, mode="clip")
-        new = jnp.moveaxis(new.reshape(batch, x.shape[1], pages, size, *x.shape[3:]), 2, 1)
-        new = new.reshape(-1, *new.shape[2:])
-    inside = tuple(range(1, into.ndim))
-    if size > 1:
-        dims = lax.GatherDimensionNumbers(
-            offset_dims=inside, collapsed_slice_dims=(0,), start_index_map=(0, 2)
-        )
-        old = lax.gather(into, index, dims, (1, *new.shape[1:]), mode="fill")
-        new = jnp.where(real.reshape(-1, 1, size, *[1] * (x.ndim - 3)), new, old)
-    where = lax.ScatterDimensionNumbers(
-        update_window_dims=inside, inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
-    )
-    return lax.scatter(into, index, new, where, mode="drop")
+def _into_layer(into: Array, x: Array, run: Run, count: Rows, layer: Array) -> Array:
+    """``write_rows`` of a run into the rows of a layer of [layers, batch, ...]."""
 
+    def one(row: Array, x: Array, start: Array, skip: Array, count: Array) -> tuple[Array, Array]:
+        origin, x, real = _window(run, x, start, skip, count)
+        old = AS_IS.of_row(into, (layer, row), origin, x[None])[0]
+        return origin, jnp.where(real, x, old)
 
-def pages_of(table: Array, run: Run) -> Array:
-    """int32[batch, pages]: the pages of each row that a run is of."""
-    assert run.columns is not None
-    return jnp.take_along_axis(table, run.columns, 1, mode="fill", fill_value=-1)
+    rows, skip = jnp.arange(x.shape[0], dtype=jnp.int32), jnp.broadcast_to(run.skip, count.shape)
+    if len(rows) == 1:
+        origin, new = one(rows[0], x[0], run.start[0], skip[0], count[0])
+        return AS_IS.with_row(into, (layer, rows[0]), origin, new[None])
+    origin, new = jax.vmap(one)(rows, x, run.start, skip, count)
+    index = jnp.stack([jnp.broadcast_to(layer, rows.shape), rows, origin], axis=1)
+    return scattered(into, index, new)
 
 
 def write_far(
@@ -99,13 +86,14 @@ def write_far(
     count: Rows,
     order: Order = AS_IS,
     table: Array | None = None,
+    layer: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
     there is one: row by row, for such an array takes no scatter, and not at all where no row has
     anything to write."""
     for run in runs:
         copy = near = None if near is None else write_rows(near, x, [run], count, order, table)
-        into = _row_by_row(into, x, [run], count, order, table, placement, copy)
+        into = _row_by_row(into, x, [run], count, order, table, layer, placement, copy)
     return into, near
 
 
@@ -116,6 +104,7 @@ def _row_by_row(
     count: Rows,
     order: Order,
     table: Array | None,
+    layer: Array | None = None,
     placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
@@ -126,7 +115,7 @@ def _row_by_row(
 
         def one(row: Array, into: Array, run: Run = run) -> Array:
             mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            return write_row(into, row, mine, run, count, order, table, *moved)
+            return write_row(into, row, mine, run, count, order, table, layer, *moved)
 
         rows: Any = x.shape[0]
         if placement is not None:
@@ -144,36 +133,40 @@ def write_row(
     count: Rows,
     order: Order,
     table: Array | None = None,
+    layer: Array | None = None,
     near: Callable[[Array], Array] = lambda old: old,
     far: Callable[[Array], Array] = lambda new: new,
     copy: Array | None = None,
 ) -> Array:
     """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
     if run.columns is not None and table is not None:
-        return _row_into_pages(into, row, x, run, count, order, table, near, far, copy)
+        return _row_into_pages(into, row, x, run, count, order, table, layer, near, far, copy)
     skip = jnp.broadcast_to(run.skip, count.shape)
     found = run.start[row], skip[row], count[row]
-    return _write_one(into, row, x, run, found, order, near, far, copy)
+    at = row if layer is None else (layer, row)
+    return _write_one(into, at, x, run, found, order, near, far, copy)
 
 
 def _row_into_pages(
-    into: Array, row: Array, x: Array, run: Run, count: Rows, order: Order, table: Array, near: Any,
-    far: Any, copy: Array | None,
+    into: Array, row: Array, x: Array, run: Run, count: Rows, order: Order, table: Array,
+    layer: Array | None, near: Any, far: Any, copy: Array | None,
 ) -> Array:  # fmt: skip
     """``write_row`` into one page after the other; what is to go to one that is none is dropped."""
     mine = pages_of(table, run)[row]
 
     def one(number: Array, into: Array) -> Array:
         page = mine[number]
-        real = jnp.where((page >= 0) & (page < into.shape[0]), count[row], 0)
+        pages = into.shape[0 if layer is None else 1]
+        real = jnp.where((page >= 0) & (page < pages), count[row], 0)
         found = run.start[row] - number * run.high, jnp.int32(0), real
-        return _write_one(into, page, x, run, found, order, near, far, copy)
+        at = page if layer is None else (layer, page)
+        return _write_one(into, at, x, run, found, order, near, far, copy)
 
     return one(jnp.int32(0), into) if len(mine) == 1 else lax.fori_loop(0, len(mine), one, into)
 
 
 def _write_one(
-    into: Array, row: Array, x: Array, run: Run, found: tuple[Array, ...], order: Order, near: Any,
+    into: Array, row: Row, x: Array, run: Run, found: tuple[Array, ...], order: Order, near: Any,
     far: Any, copy: Array | None,
 ) -> Array:  # fmt: skip
     """One row's units, from ``found`` start on, between skip and count of them."""

@@ -46,17 +46,16 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
     heads, tile, together = sizes_of(reading, capacity)
-    refuse(
-        "pallas",
-        {f"reads no pages of {capacity} tokens": section.pages is not None and capacity % tile},
-    )
+    # A row that has one page alone passes its end as one without pages does.
+    several = section.pages is not None and section.pages.shape[1] > 1
+    refuse("pallas", {f"reads no pages of {capacity} tokens": several and capacity % tile})
     blocks = -(-rows // together)
     padded = blocks * together
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     at = reading.at(blocks, together)
     scalars, tiles = reading.scalars(tile, at)
     pages = jnp.zeros((1, 1), jnp.int32) if section.pages is None else section.pages
-    each = capacity // tile  # tiles of a page
+    each = -(-capacity // tile)  # tiles of a page
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
     scalars = scalars.reshape(batch * blocks, -1)
 

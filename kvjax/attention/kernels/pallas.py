@@ -21,11 +21,12 @@ def pallas(call: Call) -> Mixed:
         read.
     """
     largest = max(call.sections, key=lambda each: each.size * each.unit)
-    refuse("pallas", refusals(call, largest))
+    refuse("pallas", refusals(call, largest.as_pages()))
 
     def over(section: Section, before: Partial | None = None) -> Partial:
-        if section is largest or not any(refusals(call, section).values()):
-            found: Partial = _kernels().decode(Reading.of(call, section), before)
+        pages = section.as_pages()
+        if section is largest or not any(refusals(call, pages).values()):
+            found: Partial = _kernels().decode(Reading.of(call, pages), before)
             return found
         return prefix(section, section.size, call.rows(section), call.mask, before)
 

@@ -52,8 +52,9 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     pages = []
     if section.pages is not None:
         pages, units = [section.pages], section.pages.shape[1] * page
-        tile = min(tile, page & -page)
-        refuse("pallas", {f"reads no pages of {page} units": tile * section.unit < LEAST})
+        if units > page:
+            tile = min(tile, page & -page)
+            refuse("pallas", {f"reads no pages of {page} units": tile * section.unit < LEAST})
     written = min(pl.next_power_of_2(rows), MOST)
     blocks = -(-rows // written)
     same = max(ROWS // written, 1)  # a matrix unit takes so many more
