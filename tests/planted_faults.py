@@ -505,8 +505,13 @@ FAULTS = (
     ),
     Fault(
         "what a long call showed goes along in the carry", "attention/cursor.py",
-        "replace(held, strip=None) for held in cache.layers",
+        "replace(held, strip=None, strip_of=None) for held in cache.layers",
         "replace(held, low=held.low) for held in cache.layers", ("stacks",),
+    ),
+    Fault(
+        "a long call sees what another layer's saw raw", "attention/attending.py",
+        "queries = jnp.where(mine, queries, jnp.nan)",
+        "queries = jnp.where(mine, queries, queries)", ("stacks",),
     ),
     Fault(
         "layers whose marks differ are stacked", "operations/stacks.py",

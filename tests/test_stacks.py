@@ -315,6 +315,36 @@ def test_a_layer_that_is_missed_or_met_twice_is_told():
             kvjax.check(jax.jit(wrong)(empty()))
 
 
+def one_after_the_other(cache, new=BLOCK + 1):
+    """By the functions below a call, each layer attended to behind its own tokens."""
+    queries, keys, values = numbers(new)
+    for number in range(LAYERS):
+        cache = kvjax.append(cache, number, keys, values)
+        mixed = kvjax.attend(queries, cache, number)
+    return mixed, cache
+
+
+def test_what_a_long_call_sees_raw_is_of_the_last_layer():
+    """Others are refused, and where that can't be seen they are no numbers."""
+    mixed, cache = one_after_the_other(empty("int8"))
+    assert np.all(np.isfinite(mixed)) and np.all(np.isfinite(kvjax.read(cache, LAYERS - 1)[0]))
+    for wrong in (lambda c: kvjax.attend(numbers(BLOCK + 1)[0], c, 0), lambda c: kvjax.read(c, 0)):
+        with pytest.raises(ValueError, match="for its last layer alone"):
+            wrong(cache)
+
+    def early(cache):
+        _, cache = one_after_the_other(cache)
+        return kvjax.attend(numbers(BLOCK + 1)[0], cache, 0), kvjax.read(cache, 0)[0]
+
+    assert all(np.all(np.isnan(x)) for x in jax.jit(early)(empty("int8")))
+    call = kvjax.step(empty("int8"), BLOCK + 1)
+    queries, keys, values = numbers(BLOCK + 1)
+    _, call = call.attend(0, queries, keys, values)
+    with pytest.raises(ValueError, match="for its last layer alone"):
+        call.attend(0, queries)
+    kvjax.attend(queries[:, :, :2], one_after_the_other(empty("int8"), 2)[1], 0)  # not so long
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -21,6 +21,7 @@ from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
+from kvjax.cache.stacking import strip_is_there
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
@@ -81,7 +82,8 @@ def attend(
       ValueError: if shapes do not fit the cache, nothing was appended to the layer since the last
         ``advance`` (with ``causal=False``: if something was), ``lengths`` are other ones,
         ``window`` or ``soft_cap`` is not positive, ``sinks`` are more than a ring keeps, or
-        ``path`` is not known or can't serve the call.
+        ``path`` is not known or can't serve the call; if a long call's queries of a stack attend
+        to another layer than the last one appended to (where traced, they get NaN).
     """
     cache = usable("kvjax.attend", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
@@ -108,6 +110,8 @@ def attend(
             raise ValueError(f"queries of {new} token(s), but {pending.new} were appended")
         in_step(cache, lengths)  # where that can be seen
         length = length + pending.count
+        if index is not None and (mine := strip_is_there(held, index, new)) is not None:
+            queries = jnp.where(mine, queries, jnp.nan)
     else:
         if pending is not None:
             raise ValueError(

@@ -99,7 +99,8 @@ def _between_layers(cache: KVCache) -> KVCache:
     one were shown of a long call."""
     if cache.stacks is None:
         return cache
-    return replace(cache, layers=tuple(replace(held, strip=None) for held in cache.layers))
+    layers = tuple(replace(held, strip=None, strip_of=None) for held in cache.layers)
+    return replace(cache, layers=layers)
 
 
 def step(cache: KVCache | None, tokens: Array | int, *, lengths: Counts | None = None) -> Step:

@@ -82,8 +82,9 @@ def _served(call: Call) -> bool:
         return False
     (section,), new = call.sections, call.queries.shape[2]
     rows = call.rows(section)
-    near = not section.placement.behind_tail and section.pages is not None
-    near = near and section.layer is None  # of the pages of a stack most are other layers'
+    # Of the pages of a stack most are other layers'.
+    alone = section.pages is not None and section.layer is None
+    near = alone and not section.placement.behind_tail
     # Scores, and queries and mixtures: beside what a page has of keys.
     group, head_dim = rows.shape[2:]
     few = SCORES * group <= head_dim // 2 and SCORES * group <= section.page

@@ -67,7 +67,8 @@ def append(
     cache = usable("kvjax.append", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
     old = cache.layers[entry]
-    if cache.sources is not None and entry in cache.sources[: cast(int, layer)]:
+    number = cast(int, layer)  # where it is another it goes by no sources
+    if cache.sources is not None and entry in cache.sources[:number]:
         raise ValueError(f"layer {layer} reads the keys and values of an earlier one")
     if cache.pending is not None and entry in cache.pending.entries:
         raise ValueError(
@@ -84,9 +85,7 @@ def append(
     pending = cache.pending
     assert pending is not None
     count = pending.count
-    layers = fetched_ahead(
-        cache.layers, entry, cache.sources, cast(int, layer), (keys, cache.length)
-    )
+    layers = fetched_ahead(cache.layers, entry, cache.sources, number, (keys, cache.length))
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     platform = old.policy.placement.platform()
@@ -94,6 +93,7 @@ def append(
     new = with_tokens(platform, old, keys, values, *rows, rotary, cache.table(entry), index)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
+    new = replace(new, strip_of=None if new.strip is None else index)
     layers = (*layers[:entry], new, *layers[entry + 1 :])
     return replace(cache, layers=layers, pending=_noted(pending, entry, index))
 
@@ -139,7 +139,9 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
         )
     cache = _all_turns(in_step(cache, lengths), pending)
     length = cache.length + pending.count
-    layers = tuple(replace(layer, strip=None, fetched=None) for layer in cache.layers)
+    layers = tuple(
+        replace(layer, strip=None, strip_of=None, fetched=None) for layer in cache.layers
+    )
     written = jnp.maximum(cache.written, length[:, None])
     return with_rows(cache, layers=layers, length=length, written=written, pending=None)
 

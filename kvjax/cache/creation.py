@@ -17,6 +17,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value, whole_number, whole_or_none
 from kvjax.core.device import check_here
 from kvjax.core.trees import tell_flax
+from kvjax.placement.budget import Budget
 from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
@@ -109,15 +110,7 @@ def allocate(
     kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
     stacks = None
     if truth_value("stacked", stacked):
-        if sources is not None and len(own) < len(sources):
-            raise ValueError(
-                "layers that read the keys of an earlier one can't be stacked: a scan gives every "
-                "layer some of its own"
-            )
-        if budget is not None:
-            raise ValueError(
-                "stacked layers are all in one place: policy('auto') moves them one by one"
-            )
+        check_stacks(len(own), sources, budget)
         sources, stacks = None, stacks_of(kinds)
         counts = Counter(entry for entry, _ in stacks)
         layers = [
@@ -136,6 +129,19 @@ def allocate(
         turned_for=rotary_length(config, reach), budget=budget, stacks=stacks,
     )  # fmt: skip
     return with_pools(cache)
+
+
+def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | None) -> None:
+    """Raise ``ValueError`` for layers with arrays of their own, so many, that can't be stacked."""
+    if sources is not None and layers < len(sources):
+        raise ValueError(
+            "layers that read the keys of an earlier one can't be stacked: a scan gives every "
+            "layer some of its own"
+        )
+    if budget is not None:
+        raise ValueError(
+            "stacked layers are all in one place: policy('auto') moves them one by one"
+        )
 
 
 def stacks_of(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from kvjax.codecs import Store
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, Number, Rows
 from kvjax.placement.order import kept
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -55,7 +55,7 @@ class LayerCache:
     conversion left behind the sinks. ``fetched`` is the body on the device, where a placement
     fetches it ahead, within a call. ``window`` is the layer's own, from the model's config.
     ``stack``: of so many layers that are alike it has the arrays in one, [layers, ...] of each; but
-    ``strip``, which is of one layer.
+    ``strip``, which is of one layer, ``strip_of``, int32[].
     """
 
     keys: Any
@@ -69,6 +69,7 @@ class LayerCache:
     low: Rows | None = None
     fetched: Body | None = None
     stack: int | None = static_field(default=None)
+    strip_of: Number | None = None
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         """From a pickle, which knows no kinds of memory: the body goes to where the policy says."""
@@ -178,6 +179,7 @@ class LayerCache:
         return replace(
             self, keys=keys, values=values, tail=tail, low=low,
             strip=each(self.strip, spread.of_tokens),
+            strip_of=None if self.strip_of is None else PartitionSpec(),
             fetched=None if self.fetched is None else bodies,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.sections import sections
+from kvjax.cache.stacking import strip_is_there
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
@@ -36,8 +37,10 @@ def read(
     before = length = cache.length
     if pending is not None and index is None and entry in pending.entries:
         length = length + pending.count
+    mine = None
     if pending is not None and index is not None:
         length = length + jnp.where(pending.turns[entry][index] > 0, pending.count, 0)
+        mine = strip_is_there(held, index, pending.new)
     raw_from = held.policy.split.raw_from(length - 1) if held.policy.has_tail else length
     if held.policy.prefill == "exact":
         raw_from = jnp.minimum(raw_from, before)
@@ -57,6 +60,8 @@ def read(
     rotated, at = jnp.concatenate(keys, axis=2), jnp.concatenate(positions, axis=1)
     if held.policy.keys.before_rotary:
         rotated = apply_rotary(rotated, at.clip(0), rotary)
+    if mine is not None:
+        rotated = jnp.where(mine, rotated, jnp.nan)
     return rotated, jnp.concatenate(values, axis=2), at
 
 

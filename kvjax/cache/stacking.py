@@ -7,6 +7,8 @@ import jax
 from jax import lax
 
 from kvjax.cache.layer import LayerCache
+from kvjax.core.checks import is_traced
+from kvjax.core.device import fetch
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")
@@ -20,6 +22,25 @@ def opened(held: LayerCache, index: Array) -> LayerCache:
     of it.
     """
     return replace(held, low=one_of(held.low, index), stack=None)
+
+
+def strip_is_there(held: LayerCache, index: Array, new: int) -> Array | None:
+    """Whether what queries of a call of ``new`` tokens see raw is of this layer of a stack, bool[]:
+    the stack has that of the last one appended to. None for a call that is not so long.
+
+    Raises:
+      ValueError: if it is seen not to be.
+    """
+    if held.tail is None or new <= held.policy.split.block:
+        return None
+    same = None if held.strip_of is None else held.strip_of == index
+    if same is None or not (is_traced(same) or bool(fetch(same))):
+        raise ValueError(
+            f"a call of {new} tokens, more than a block: a stack has what is seen raw of it for "
+            "its last layer alone, so attend to a layer, or read it, right behind its own append "
+            "(call.attend of kvjax.step does both, once)"
+        )
+    return same
 
 
 def one_of(arrays: _T, index: Array | None) -> _T:

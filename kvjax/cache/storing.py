@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.admission import positions_from
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail
-from kvjax.cache.stacking import one_of, opened, with_one
+from kvjax.cache.stacking import one_of, with_one
 from kvjax.codecs import Codec, Store
 from kvjax.core.device import traced_for
 from kvjax.core.rotary import RotaryTable, apply_rotary
@@ -26,7 +26,7 @@ Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
 
 def store_tokens(
     old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
+    rotary: RotaryTable | None, table: Array | None = None, layer: Array | None = None,
 ) -> Arrays:  # fmt: skip
     """A layer's arrays after a call, of a device's own slots and blocks.
 
@@ -37,19 +37,8 @@ def store_tokens(
       count: int32[batch], how many of ``new`` each row takes.
       rotary: the layer's table.
       table: int32[batch, columns], where its slots are in pages, those of each row.
-      index: int32[], which layer of a stack it is.
+      layer: int32[], which one of a stack.
     """
-    if index is not None:
-        old = opened(old, index)
-    return _stored(old, keys, values, length, count, rotary, table, index)
-
-
-def _stored(
-    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
-    rotary: RotaryTable | None, table: Array | None, layer: Array | None = None,
-) -> Arrays:  # fmt: skip
-    """``store_tokens`` of a layer. ``layer``: its number, where its arrays stand
-    among those of others."""
     policy, new = old.policy, keys.shape[2]
     if not policy.keys.before_rotary:
         keys = apply_rotary(keys, positions_from(length, new), rotary)

@@ -56,11 +56,12 @@ def cache_nbytes(
 
 def bytes_ahead(cache: KVCache, spread: Spread | None) -> int:
     """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
-    fetched ahead, at most."""
+    fetched ahead, at most; those of stacks are not."""
     return ahead_bytes(
         [
             (tree_bytes((layer.keys, layer.values)), layer.policy.placement)
             for layer in shares_of(cache, spread)
+            if layer.stack is None
         ]
     )
 

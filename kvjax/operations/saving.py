@@ -44,9 +44,9 @@ def save_cache(
 
     Args:
       path: the folder; one that is there must be empty, or written by this.
-      cache: the cache; it stays as it is. One that is stacked is written layer by layer: ``stack``
-        what is loaded. One on a mesh comes to the default device first, if slots
-        or pools are divided.
+      cache: the cache; it stays as it is. One on a mesh comes to the default device first, if slots
+        or pools are divided. One that is stacked is written layer by layer: ``stack`` what is
+        loaded.
       model: the model that it is of, or a name for its weights, which ``load_cache`` is asked for.
       tokens: of each row's text; the cache may lack the last ones (``GenerationResult.unfed``).
       wait: until it is written; else a second thread writes it, and ``wait()`` of the result waits,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.creation import stacks_of
+from kvjax.cache.creation import check_stacks, stacks_of
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
@@ -39,15 +39,7 @@ def stack(cache: KVCache) -> KVCache:
     cache = usable("kvjax.stack", cache)
     if cache.stacks is not None:
         return cache
-    if cache.sources is not None and len(cache.layers) < len(cache.sources):
-        raise ValueError(
-            "layers that read the keys of an earlier one can't be stacked: a scan gives every "
-            "layer some of its own"
-        )
-    if cache.budget is not None:
-        raise ValueError(
-            "stacked layers are all in one place: policy('auto') moves them one by one"
-        )
+    check_stacks(len(cache.layers), cache.sources, cache.budget)
     kinds = [(x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers]
     stacks, layers, marks, status = stacks_of(kinds), [], [], cache.status
     for kind in dict.fromkeys(kinds):
@@ -73,7 +65,7 @@ def unstack(cache: KVCache) -> KVCache:
     cache = usable("kvjax.unstack", cache)
     if cache.stacks is None:
         return cache
-    layers = tuple(_one_of(cache.layers[entry], index) for entry, index in cache.stacks)
+    layers = tuple(_alone(cache.layers[entry], index) for entry, index in cache.stacks)
     written = cache.written[:, jnp.array([entry for entry, _ in cache.stacks])]
     return with_rows(replace(cache, stacks=None), layers=layers, written=written)
 
@@ -81,8 +73,9 @@ def unstack(cache: KVCache) -> KVCache:
 def layer_by_layer(
     change: Callable[Concatenate[KVCache, _P], _T],
 ) -> Callable[Concatenate[KVCache, _P], _T]:
-    """An operation of a cache, done to one that is stacked by its layers, which it copies in any
-    case; a result that is a cache, or begins with one, is stacked again."""
+    """An operation of a cache, which copies what it is of in any case, done to one that is stacked
+    by its layers; a result that is a cache, or begins with one, is stacked again. A stack is copied
+    twice more for it, and is not used up."""
 
     @functools.wraps(change)
     def changed(cache: KVCache, *args: _P.args, **settings: _P.kwargs) -> Any:
@@ -101,7 +94,7 @@ def _together(layers: list[LayerCache]) -> LayerCache:
     return _kept(jax.tree.map(lambda *x: jnp.stack(x), *near))
 
 
-def _one_of(held: LayerCache, index: int) -> LayerCache:
+def _alone(held: LayerCache, index: int) -> LayerCache:
     near = replace(held.near(), stack=None)
     return _kept(jax.tree.map(lambda x: x[index], near))
 

@@ -24,8 +24,8 @@ class Host(Device):
     ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
     that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
     not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
-    device: for accelerators. Whether a copy goes on beside computation there is not known: none has
-    run it, and a TPU's compiler has it in a branch.
+    device: for accelerators, and not for stacks. Whether a copy goes on beside computation there is
+    not known: none has run it, and a TPU's compiler has it in a branch.
     """
 
     prefetch: int = 0
