@@ -62,11 +62,12 @@ def start():
     processes.stop()
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("mesh", "cache"),
     [
         # A raw cache on this mesh is the script's below, too.
-        pytest.param("data=2,tensor=2,sequence=2", ["--json"], marks=pytest.mark.rare),
+        ("data=2,tensor=2,sequence=2", ["--json"]),
         ("tensor=2,sequence=4", ["--kv-bits", "8"]),
     ],
 )

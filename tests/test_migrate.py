@@ -77,7 +77,9 @@ def test_there_and_back(layout, codec):
 
 
 @pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.rare), "int4"])
-@pytest.mark.parametrize("layers", [None, [0], [1]])
+@pytest.mark.parametrize(
+    "layers", [[0], *(pytest.param(x, marks=pytest.mark.rare) for x in (None, [1]))]
+)
 def test_a_text_goes_on_from_the_host(layers, codec):
     codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
     cache = filled(kvjax.Dense(), codec)

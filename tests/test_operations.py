@@ -60,9 +60,9 @@ def windowed():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("static", "int8"),
+        ("host", "static"),
         pytest.param("int8", "host", marks=pytest.mark.rare),
-        pytest.param("host", "static", marks=pytest.mark.rare),
+        pytest.param("static", "int8", marks=pytest.mark.rare),
     ],
 )
 def test_a_converted_cache_stays_on_its_device(old, new):
