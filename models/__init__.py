@@ -4,15 +4,16 @@
 families llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2.
 """
 
+from kvjax.generation.defaults import GenerationDefaults
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.token_text import TextStream
+
 from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
 from .config_json import read_config
-from .generation import GenerationDefaults
-from .language_model import LanguageModel
 from .loading import load
 from .rope import model_rotary
 from .text import Tokenizer
-from .token_text import TextStream
 
 __all__ = [
     "Architecture",

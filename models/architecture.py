@@ -10,12 +10,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache.admission import admit
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import note_non_finite, note_tokens
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.typing import Counts, Tokens
+from kvjax.generation.long_calls import in_parts
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
@@ -26,9 +26,6 @@ from .sharding import param_shardings
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
-
-PIECE = 1024
-"""Tokens of a prompt that are fed together, at most."""
 
 _FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
@@ -102,9 +99,12 @@ class Architecture:
         check_devices(params, cache)
         if wrong is not None:
             cache = note_tokens(cache, jnp.any(wrong, axis=1))
-        if tokens.shape[1] <= (size := _piece(cache, last_only, tokens.shape[1])):
-            return self._run(params, tokens, cache, lengths, last_only, max_len)
-        return self._in_pieces(params, tokens, cache, lengths, last_only, size)
+
+        def run(tokens: Tokens, cache: KVCache, lengths: Counts | None) -> Any:
+            return self._run(params, tokens, cache, lengths, last_only, None)
+
+        vocab = self.config.vocab_size
+        return in_parts(run, tokens, cache, lengths, last_only=last_only, vocab=vocab)
 
     def _run(
         self,
@@ -125,38 +125,6 @@ class Architecture:
         if lengths is not None:
             broken &= jnp.asarray(lengths) > 0
         return logits, note_non_finite(cache, broken)
-
-    def _in_pieces(
-        self,
-        params: Params,
-        tokens: Tokens,
-        cache: KVCache,
-        lengths: Counts | None,
-        last_only: bool,
-        size: int,
-    ) -> Any:
-        """A long call in parts of ``size`` tokens."""
-        batch, new = tokens.shape
-        count = -(-new // size)
-        # All of a row's tokens or none: a part that fits must not follow one that did not.
-        cache, taken = admit(cache, new, lengths)
-        parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
-        parts = parts.reshape(batch, count, size).swapaxes(0, 1)
-        real = jnp.clip(taken - size * jnp.arange(count)[:, None], 0, size).astype(jnp.int32)
-
-        def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
-            (cache, last), (tokens, lengths) = carry, part
-            logits, cache = self._run(params, tokens, cache, lengths, last_only, None)
-            if not last_only:
-                return (cache, last), logits
-            return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
-
-        last = jnp.zeros((batch, 1, self.config.vocab_size), jnp.float32)
-        (cache, last), every = jax.lax.scan(one, (cache, last), (parts, real))
-        if last_only:
-            return last, cache
-        logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)
-        return logits[:, :new], cache
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
@@ -181,15 +149,6 @@ class Architecture:
             return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
 
         return jax.jit(make)(jax.random.key(seed))
-
-
-def _piece(cache: KVCache, last_only: bool, new: int) -> int:
-    """Tokens of a call that are fed together: as many as rings have slack for, and where only the
-    last logits are wanted no more than ``PIECE``, for a long text's hidden states would take more
-    memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
-    exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
-    usual = PIECE if last_only and not exact else new
-    return min(usual, cache.chunk or usual)
 
 
 @functools.lru_cache(maxsize=64)

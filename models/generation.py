@@ -1,7 +1,8 @@
 """What a checkpoint says of generation: which tokens end a text, and how to sample."""
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from kvjax.generation.defaults import GenerationDefaults
 
 from .fields import Fields, read_json
 
@@ -13,22 +14,6 @@ _FAMILY_IDS = {
     "gpt2": (50256, 50256),
 }
 """First and last token where no file says: the defaults of Transformers' configurations."""
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """Token ids, and the sampling settings that ``generation_config.json`` gives; None where it
-    is silent."""
-
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 def read_generation(folder: Path, model_type: str) -> GenerationDefaults:

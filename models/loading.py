@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.errors import CheckpointError
+from kvjax.generation.loaded import LanguageModel
 from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device
 
@@ -17,7 +18,6 @@ from .config import DTYPES, Config
 from .config_json import read_config
 from .generation import read_generation
 from .hub import commit_of, locate
-from .language_model import LanguageModel
 from .stored import Stored, find_tensors
 from .text import read_tokenizer
 

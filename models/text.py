@@ -7,10 +7,10 @@ from typing import Any
 import tokenizers
 
 from kvjax.core.errors import CheckpointError
+from kvjax.generation.token_text import TextStream
 
 from .chat import ChatTemplates, Message, read_templates
 from .fields import Fields, read_json
-from .token_text import TextStream
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
           "mask_token")  # fmt: skip

@@ -23,7 +23,7 @@ from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
 from kvjax.models.generation import GenerationDefaults
-from kvjax.models.language_model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.prefixes.nodes import TIERS
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 

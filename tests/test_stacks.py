@@ -136,6 +136,7 @@ OPERATIONS = {
     "select": lambda c: kvjax.select(c, [2, 0]),
     "repeat": lambda c: kvjax.select(kvjax.repeat(c, 2), [0, 3, 5]),
     "rewind": lambda c: kvjax.rewind(c, np.array([7, 3, 1])),
+    "rewind of pages": lambda c: kvjax.rewind(c, np.array([7, 3, 1])),
     "reset": lambda c: kvjax.reset(c, np.array([False, True, False])),
     "fork": kvjax.fork,
     "concatenate": lambda c: kvjax.select(kvjax.concatenate([c, c]), [3, 1, 5]),
@@ -148,7 +149,8 @@ OPERATIONS = {
 @pytest.mark.parametrize("change", some(OPERATIONS, "rewind", "convert"))
 def test_operations(change):
     """They give a stacked cache, that of the layers' own."""
-    name = "raw" if change == "grow" else "pages" if change in ("fork", "rewind") else "int8"
+    paged = "fork", "rewind of pages"
+    name = "raw" if change == "grow" else "pages" if change in paged else "int8"
     found = OPERATIONS[change](filled(name))
     wanted = OPERATIONS[change](filled(name, UNROLLED, stacked=False))
     assert found.stacks is not None and found.length.tolist() == wanted.length.tolist()

@@ -39,11 +39,12 @@ from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
 from kvjax.bench.timing import Timed, difference
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.settings import Drawing, spelled_out
 from kvjax.memory.sizes import bytes_read
 from kvjax.memory.weights import weight_bytes_read
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -222,7 +223,7 @@ def _numbers(name: str, given: Sequence[int]) -> list[int]:
 
 def _fitting(config: Any, prompts: list[int], steps: int) -> tuple[list[int], tuple[str, ...]]:
     """The prompts that a model is made for, and a sentence for each of the others."""
-    positions = config.position_limit
+    positions = position_limit(config)
     context = getattr(config, "max_position_embeddings", None)
     fitting, left_out = [], []
     for prompt in prompts:

@@ -16,7 +16,8 @@ from jax import lax
 
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.model import LanguageModel, Model
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
 from kvjax.generation.session import Session

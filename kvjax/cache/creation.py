@@ -28,7 +28,9 @@ from kvjax.policies.model_config import (
     layer_sources,
     layer_windows,
     model_dtype,
+    position_limit,
     rotary_length,
+    scanned,
 )
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
@@ -40,7 +42,7 @@ def init_cache(
     batch: int = 1,
     max_len: int | None = None,
     mesh: Mesh | None = None,
-    stacked: bool = False,
+    stacked: bool | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
@@ -56,7 +58,8 @@ def init_cache(
         a ring is made smaller by it where the text is shorter than its window.
       mesh: devices to spread it over, see ``make_mesh``; by default it is on one.
       stacked: layers that are alike have their arrays in one, [layers, batch, kv_heads, max_len,
-        head_dim], for models that go through their layers by ``lax.scan``; see ``stack``.
+        head_dim], for models that go through their layers by ``lax.scan``; see ``stack``. By
+        default what the config's ``stacked`` says, False where it has none.
 
     Raises:
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
@@ -74,14 +77,14 @@ def allocate(
     max_len: int | None,
     room: int | None = None,
     mesh: Mesh | None = None,
-    stacked: bool = False,
+    stacked: bool | None = None,
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
     tell_flax()
     batch = whole_number("batch", batch, 1)
     config = decoder_config(config)
-    limit = getattr(config, "position_limit", None)
+    limit = position_limit(config)
     max_len = whole_or_none("max_len", max_len, 1)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
@@ -109,7 +112,7 @@ def allocate(
         resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
     kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
     stacks = None
-    if truth_value("stacked", stacked):
+    if truth_value("stacked", scanned(config) if stacked is None else stacked):
         check_stacks(len(own), sources, budget)
         sources, stacks = None, stacks_of(kinds)
         counts = Counter(entry for entry, _ in stacks)

@@ -21,7 +21,7 @@ from kvjax.policies.model_config import layer_windows
 from kvjax.policies.words import parse_policy
 
 if TYPE_CHECKING:
-    from kvjax.models.language_model import LanguageModel
+    from kvjax.generation.loaded import LanguageModel
 
 
 def bench(
@@ -116,7 +116,7 @@ def _random(name: str, dtype: str | None) -> "LanguageModel":
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
-    from kvjax.models.language_model import LanguageModel
+    from kvjax.generation.loaded import LanguageModel
 
     check_dtype(dtype)
     shape = known_shape(name)

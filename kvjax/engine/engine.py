@@ -17,7 +17,8 @@ from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.engine.terms import DEFAULT_ROWS, engine_terms
 from kvjax.generation.ahead import Compiled
-from kvjax.generation.model import LanguageModel, check_model
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import check_model
 from kvjax.generation.statistics import Meter
 from kvjax.generation.text import RowText
 from kvjax.memory.limits import InferenceLimits

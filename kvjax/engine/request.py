@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.core.checks import whole_number
 from kvjax.generation.drawing import make_settings
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.core.checks import whole_number
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 
@@ -28,7 +29,7 @@ def engine_terms(
       ValueError: as it says.
     """
     chunk = whole_number("prefill_chunk", prefill_chunk, 1)
-    if limits.max_seq_len is None and lm.config.position_limit is None:
+    if limits.max_seq_len is None and position_limit(lm.config) is None:
         raise ValueError("this model's positions have no end: give max_seq_len of limits=")
     policies = _with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
 

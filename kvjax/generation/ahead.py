@@ -12,7 +12,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
 from kvjax.generation.elsewhere import compiled_for
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.session import Session

@@ -13,7 +13,7 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import USED_UP, refuse_used_up
 from kvjax.core.context import outside
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Prompts, Request, prepare
 from kvjax.generation.results import GenerationResult

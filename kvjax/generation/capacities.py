@@ -4,7 +4,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.generation.model import ModelConfig
 from kvjax.layouts import UNLIMITED
-from kvjax.policies.model_config import same_rotary
+from kvjax.policies.model_config import position_limit, same_rotary
 
 _SMALLEST_CAPACITY = 64
 
@@ -35,7 +35,7 @@ def capacity_for(
     Raises:
       ValueError: if that is more than ``max_len``, the model's positions, or the cache given hold.
     """
-    need, positions = longest + limit, config.position_limit
+    need, positions = longest + limit, position_limit(config)
     asked = f"{longest} tokens of prompt and max_new_tokens={limit} make {need}"
     if positions is not None and need > positions:
         raise ValueError(f"{asked}, but the model has only {positions} positions")

@@ -3,7 +3,7 @@
 from typing import Unpack
 
 from kvjax.core.context import outside
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Prompts, prepare
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Options, Settings, spelled_out

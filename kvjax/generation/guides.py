@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 
 
 class Guides:

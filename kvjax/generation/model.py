@@ -1,17 +1,14 @@
-"""What generation asks of a model: ``kvjax.models`` gives it, and so can anybody else."""
+"""What generation asks of a model: ``kvjax.models`` gives it, and so does ``language_model``."""
 
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, refuse_traced
 from kvjax.core.device import default_device
 from kvjax.core.typing import Array, Tokens
-from kvjax.generation.text import Tokenizer
-from kvjax.memory.weights import Loaded
 from kvjax.policies.model_config import CacheShape, layer_heads
 
 
@@ -35,29 +32,6 @@ class ModelConfig(CacheShape, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def position_limit(self) -> int | None: ...
-
-
-class Defaults(Protocol):
-    """What generation asks of a checkpoint's generation defaults."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
-class LanguageModel(Loaded, Protocol):
-    """A loaded model: see ``kvjax.models.load``."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def generation(self) -> Defaults: ...
-    @property
-    def architecture(self) -> Model: ...
-    def on(self, mesh: Mesh) -> "LanguageModel": ...
 
 
 def check_model(lm: Any) -> None:
@@ -68,12 +42,8 @@ def check_model(lm: Any) -> None:
             f"a model is needed, as of kvjax.models.load, not a {type(lm).__name__}: it has no "
             f"{missing[0]}"
         )
-    asked = ("vocab_size", "position_limit")
-    if missing := [name for name in asked if not hasattr(lm.config, name)]:
-        raise ValueError(
-            f"the model's config has no {missing[0]}: generation asks for {', '.join(asked)} "
-            "(position_limit None where positions do not end)"
-        )
+    if not hasattr(lm.config, "vocab_size"):
+        raise ValueError("the model's config has no vocab_size, which generation asks for")
     layer_heads(lm.config)
     check_device(lm)
     try:

@@ -11,7 +11,8 @@ from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
 from kvjax.generation.drawing import make_settings
-from kvjax.generation.model import LanguageModel, check_model
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes

@@ -13,7 +13,7 @@ from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores

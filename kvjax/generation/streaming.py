@@ -11,7 +11,7 @@ from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request

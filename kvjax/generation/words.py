@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.checks import whole_number
-from kvjax.generation.model import LanguageModel, ModelConfig
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import ModelConfig
 from kvjax.generation.scores import MOST_SCORES
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]

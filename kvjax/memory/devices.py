@@ -104,7 +104,7 @@ def plan_on(
     )
     with compiling_for(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
-        groups = _alike(cache)
+        groups = _alike(cache, getattr(model, "in_one_piece", False))
         compiled = functools.partial(compiled_call, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
         step, prompt = compiled(first, device, 1), compiled(first, device, chunk)
@@ -161,11 +161,11 @@ def _own(params: Any, shardings: Any) -> Any:
     )  # fmt: skip
 
 
-def _alike(cache: KVCache) -> list[list[int]]:
+def _alike(cache: KVCache, in_one_piece: bool) -> list[list[int]]:
     """Numbers of the model's layers, together where caches, and so programs, are alike; each by
-    itself where some read others' keys and values."""
-    if cache.sources is not None:
-        return [[number] for number in range(len(cache.sources))]
+    itself where some read others' keys and values, or the model can't be taken apart."""
+    if cache.sources is not None or in_one_piece:
+        return [[number] for number in range(len(cache.sources or cache.layers))]
     found: dict[Any, list[int]] = {}
     for number, layer in enumerate(cache.layers):
         kind = layer.policy, layer.kv_heads, layer.head_dim, layer.window
@@ -206,6 +206,8 @@ def compiled_call(
 def _of_layers(model: Any, layers: list[int]) -> Any:
     """A model of some of its layers."""
     config = model.config
+    if len(layers) == config.num_hidden_layers:
+        return model
     changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
     if getattr(config, "windows", None) is not None:
         changes["windows"] = tuple(config.windows[number] for number in layers)

@@ -12,7 +12,7 @@ from kvjax.memory.limits import device_memory
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import cache_nbytes, device_bytes
 from kvjax.memory.weights import Plannable, weight_bytes
-from kvjax.policies.model_config import common_heads
+from kvjax.policies.model_config import common_heads, position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
 
@@ -96,7 +96,7 @@ def what_fits(
         except ValueError:  # too much even with all layers on the host
             return False
 
-    limit = getattr(model.config, "position_limit", None)
+    limit = position_limit(model.config)
     return [
         Room(
             name, -(-taken(name, batch, max_len) // devices),

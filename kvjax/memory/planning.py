@@ -19,7 +19,13 @@ from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
-from kvjax.memory.weights import Plannable, multiplied, weight_bytes, weight_bytes_read
+from kvjax.memory.weights import (
+    Plannable,
+    multiplied,
+    plannable,
+    weight_bytes,
+    weight_bytes_read,
+)
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import beyond_context, common_heads, layer_heads, model_dtype
 from kvjax.policies.presets import PolicyChoice
@@ -78,7 +84,7 @@ def plan(
     """What a model with a cache takes, before anything is allocated.
 
     Args:
-      model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
+      model: a loaded model, its ``Architecture``, or a ``ModelShape``.
       choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
       length: tokens that a row holds when the token comes that operations and bytes are counted
         for; by default ``max_len``.
@@ -89,13 +95,18 @@ def plan(
         not here.
 
     Raises:
-      ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``.
+      ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``, or the model's
+        config has no ``num_attention_heads`` or ``hidden_size``.
     """
     max_len = whole_number("max_len", max_len, 1)
     length = whole_number("length", max_len if length is None else length, 1)
     chunk = min(whole_number("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
+    model = plannable(model)
+    for name in ("num_attention_heads", "hidden_size"):
+        if not hasattr(model.config, name):
+            raise ValueError(f"the model's config has no {name}, which a plan goes by")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
     spread = None if mesh is None else spread_over(mesh, common_heads(model.config))
     if spread is not None:
@@ -105,7 +116,8 @@ def plan(
     # JAX compiles for arrays on the host only where it has them, and none are made here.
     on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
     if spread is None and compiled and on_device and model.apply is not None:
-        leaves, structure = jax.tree.flatten(cache)
+        fed = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
+        leaves, structure = jax.tree.flatten(fed)
         found: list[Any] = [_compiled(model, structure, tuple(leaves), new) for new in {1, chunk}]
         if None not in found:
             temporaries = max(found)

@@ -16,7 +16,7 @@ from kvjax.layouts import Growing, paged
 from kvjax.placement.budget import ahead_bytes
 from kvjax.placement.spread import Spread
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import CacheShape
+from kvjax.policies.model_config import CacheShape, position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
 
 _LONG = 2**24
@@ -30,13 +30,17 @@ def abstract_cache(
     batch: int = 1,
     max_len: int,
     mesh: Mesh | None = None,
+    stacked: bool | None = False,
 ) -> KVCache:
-    """``init_cache`` as shapes, as large as it may become: what grows has grown."""
+    """``init_cache`` as shapes, as large as it may become: what grows has grown. Figures go by
+    layers, so they are one by one but where programs are compiled for it."""
     policies = per_layer(CachePolicy() if choice is None else choice, config)
     grown = [replace(each, layout=_grown(each.layout, max_len)) for each in policies]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
-    make = functools.partial(init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh)
+    make = functools.partial(
+        init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked
+    )
     return jax.eval_shape(make)
 
 
@@ -69,7 +73,7 @@ def bytes_ahead(cache: KVCache, spread: Spread | None) -> int:
 def bytes_a_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
     """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
     grow with the text, do not count."""
-    limit = getattr(config, "position_limit", None)
+    limit = position_limit(config)
     totals: dict[str, float] = {}
     for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
         place = layer.policy.placement.place

@@ -70,7 +70,8 @@ def _rewindable(layer: LayerCache, length: Rows, written: Rows) -> Rows:
         return tokens
     window = layer.policy.layout.window or 0  # a dense layer lacks nothing
     back = length - (layer.low + window - 1)
-    return jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+    found = jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+    return found if layer.stack is None else jnp.min(found, axis=0)
 
 
 def whole_numbers(wanted: str, x: Any) -> Any:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.checks import UNLIMITED, truth_value, whole_number, whole_or_none
 
 
 class CacheShape(Protocol):
@@ -76,6 +76,18 @@ def beyond_context(config: Any, tokens: int) -> int:
     config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     return max(tokens - context, 0) if context else 0
+
+
+def position_limit(config: Any) -> int | None:
+    """How many positions a model has: its config's ``position_limit``; None, where it does not say,
+    for rotary ones, which do not end."""
+    return whole_or_none("position_limit", getattr(config, "position_limit", None), 1)
+
+
+def scanned(config: Any) -> bool:
+    """Whether a model goes through its layers by a scan, and so takes stacked caches: its config's
+    ``stacked``."""
+    return truth_value("the config's stacked", getattr(config, "stacked", False))
 
 
 def rotary_length(config: Any, reach: int) -> int | None:

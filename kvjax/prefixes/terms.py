@@ -12,7 +12,7 @@ from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache
-from kvjax.policies.model_config import decoder_config
+from kvjax.policies.model_config import decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import own, state_bytes
 from kvjax.prefixes.kinds import Kind
@@ -113,8 +113,13 @@ def terms_for(
     Raises:
       ValueError: as it says.
     """
+    if scanned(lm.config):
+        raise ValueError(
+            "trees of prefixes, and engines, keep what rows have a layer at a time: a model whose "
+            "config says stacked can't be lent it"
+        )
     most = whole_or_none("max_len", max_len, 1)
-    limit: int | None = getattr(decoder_config(lm.config), "position_limit", None)
+    limit = position_limit(decoder_config(lm.config))
     most = limit if most is None else most
     if most is None:
         raise ValueError("this model's positions have no end: give max_len=")

@@ -21,11 +21,14 @@ from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.progress import tell
 from kvjax.core.typing import Array
-from kvjax.generation.model import LanguageModel, Model, check_device
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model, check_device
 from kvjax.operations.growth import grow
 from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.stacks import unstack
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.figures import Quality, cache_bytes, quality_of, seen_encoded
 
@@ -64,7 +67,7 @@ def evaluate(
     """
     check_device(lm)
     tokens = _tokens(lm, text)
-    limit = lm.config.position_limit
+    limit = position_limit(lm.config)
     own = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
     context = whole_number("context", own if context is None else context, 2)
     if limit is not None and context > limit:
@@ -83,7 +86,7 @@ def evaluate(
     for name, cache in caches.items():
         _check_encodes(name, cache, context, chunk)
     full = empty(CachePolicy())
-    of_full = cache_bytes(full, context)
+    of_full = cache_bytes(one_by_one(full), context)
     for number, window in enumerate(cut):
         if number:
             full = empty(CachePolicy())
@@ -105,12 +108,17 @@ def evaluate(
     return {
         name: quality_of(
             np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
-            cache_bytes(caches[name], context),
+            cache_bytes(one_by_one(caches[name]), context),
             _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
             of_full,
         )
         for name in policies
     }
+
+
+def one_by_one(cache: KVCache) -> KVCache:
+    """A cache whose figures are told: of stacks, the layers' own, as shapes."""
+    return cache if cache.stacks is None else jax.eval_shape(unstack, cache)
 
 
 def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 
 from ..architecture import Architecture
-from ..language_model import LanguageModel
+from kvjax.generation.loaded import LanguageModel
 from ..loading import load
 from .card import write_card
 from .corpus import PARTS, read_parts

@@ -1,7 +1,9 @@
-"""A loaded model: its parameters, its tokenizer, and what its checkpoint says of them."""
+"""A model with its parameters: what ``generate`` and its like are given."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,42 +14,41 @@ from jaxtyping import Array, Int
 
 from kvjax.core.context import outside
 from kvjax.core.device import put_over
+from kvjax.generation.defaults import GenerationDefaults
+from kvjax.generation.model import Model, ModelConfig
+from kvjax.generation.parameters import check_like, like
 from kvjax.placement.device import Device
 from kvjax.placement.spread import spread_over
-
-from .architecture import Architecture, Params
-from .chat import Message
-from .config import Config
-from .generation import GenerationDefaults
-from .text import Tokenizer
+from kvjax.policies.model_config import common_heads
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A model and all that is needed to turn text into text.
 
-    ``params``: nested dict of arrays; the keys are the parts of the tensors' names in
-    Transformers, and all weights of linear layers are [out, in]. ``architecture``: the model
-    without its parameters, hashable: the static argument for ``jit``. ``tokenizer`` is None where
-    the checkpoint has none. ``source``: the folder that it came from. ``mesh``: the devices that
-    the parameters are spread over, None for one.
+    ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose keys are the parts of the
+    tensors' names in Transformers, and all weights of linear layers are [out, in].
+    ``architecture``: the model without its parameters, hashable: the static argument for ``jit``.
+    ``tokenizer``: None where there is none. ``source``: where it came from, a checkpoint's folder.
+    ``mesh``: the devices that the parameters are spread over, None for one.
     """
 
-    config: Config
-    params: Params
-    tokenizer: Tokenizer | None
+    config: ModelConfig | Any
+    params: Any
+    tokenizer: Any
     generation: GenerationDefaults
-    architecture: Architecture
+    architecture: Model | Any
     source: str
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
         """What it is, not its parameters."""
         config = self.config
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(self.params))
+        name = getattr(config, "model_type", "a model of one's own")
         return (
-            f"LanguageModel({config.model_type}, {config.num_hidden_layers} layers, {count:,} "
-            f"parameters in {config.dtype}, from {self.source})"
+            f"LanguageModel({name}, {config.num_hidden_layers} layers, {count:,} parameters in "
+            f"{config.dtype}, from {self.source})"
         )
 
     @outside
@@ -62,9 +63,43 @@ class LanguageModel:
         params = jax.tree.map(put_over, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
+    def with_params(self, params: Any) -> "LanguageModel":
+        """The same model with other parameters, such as those after a step of training: nothing is
+        copied, and nothing compiled again.
+
+        Raises:
+          ValueError: if they are not of the same names, shapes and dtypes; ``put`` casts them.
+        """
+        check_like(params, self.params)
+        return replace(self, params=params)
+
+    def put(self, params: Any) -> Any:
+        """Parameters of the same names and shapes, as this model has its own: in its dtypes, on its
+        devices, divided as they are there. For a trainer's, which are wider or divided otherwise.
+
+        Raises:
+          ValueError: if names or shapes are not the same.
+        """
+        return like(params, self.params)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint that ``kvjax.models.load`` and Transformers read: the parameters, and
+        config, tokenizer and settings of the folder that the model came from.
+
+        Raises:
+          ValueError: if it did not come from a checkpoint; if the folder is there and not empty.
+        """
+        writer = getattr(self.architecture, "save", None)
+        if writer is None:
+            raise ValueError(
+                "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
+                "as you save them elsewhere"
+            )
+        writer(self, Path(folder))
+
     @property
     def apply(self) -> Callable[..., Any]:
-        """``apply(params, tokens, cache=None, ...)``; see ``Architecture.apply``."""
+        """``apply(params, tokens, cache=None, ...)``; see ``kvjax.models.Architecture.apply``."""
         return self.architecture.apply
 
     @outside
@@ -88,13 +123,13 @@ class LanguageModel:
             raise ValueError("there is nothing to encode: the list of texts is empty")
         ids = [self._row(number, row) for number, row in enumerate(rows)]
         lengths = np.array([len(row) for row in ids], np.int32)
-        tokens = np.full((len(ids), int(lengths.max())), self._padding(), np.int32)
+        tokens = np.full((len(ids), int(lengths.max())), self.padding, np.int32)
         for number, row in enumerate(ids):
             tokens[number, : len(row)] = row
         found = jnp.asarray(tokens), jnp.asarray(lengths)
         if self.mesh is None:
             return Device().put(found)
-        spread = spread_over(self.mesh, self.config.num_key_value_heads)
+        spread = spread_over(self.mesh, common_heads(self.config))
         # Rows that come out uneven are everywhere.
         shares = spread.of_rows() if len(ids) % spread.rows == 0 else PartitionSpec()
         return spread.put(found, lambda shape: shares)
@@ -106,10 +141,12 @@ class LanguageModel:
         self.check_ids(ids)
         return ids
 
-    def _padding(self) -> int:
+    @property
+    def padding(self) -> int:
+        """The token that stands behind the real ones of a row: which one does not matter."""
         pad = self.generation.pad_token_id
-        if pad is None and self.tokenizer is not None:
-            pad = self.tokenizer.pad_token_id
+        if pad is None:
+            pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None and pad < self.config.vocab_size else 0
 
     def check_ids(self, ids: Iterable[int]) -> None:
@@ -133,15 +170,18 @@ class LanguageModel:
         """
         return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation, ready to be answered; see ``Tokenizer.chat``.
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready to be answered; see ``kvjax.models.Tokenizer.chat``.
 
         Raises:
           ValueError: if there is no tokenizer or no chat template, or it refuses the messages.
         """
-        return self._need_tokenizer().chat(messages, **options)
+        tokenizer = self._need_tokenizer()
+        if not hasattr(tokenizer, "chat"):
+            raise ValueError(f"the tokenizer, a {type(tokenizer).__name__}, has no chat template")
+        return tokenizer.chat(messages, **options)
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"{self.source} has no tokenizer: give token ids instead of text")
         return self.tokenizer

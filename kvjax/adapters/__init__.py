@@ -1,0 +1,1 @@
+"""Other people's models and training loops; adapters of frameworks are imported by name."""
