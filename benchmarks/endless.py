@@ -75,7 +75,7 @@ def fresh_losses(
 def run(times: int, last: int, sinks: int, context: int | None = None) -> dict[str, Any]:
     """All figures; ``context`` in place of the trained length tries the same on a smaller scale."""
     lm = models.load()
-    context = context or lm.config.max_position_embeddings
+    context = int(context or lm.config.max_position_embeddings)
     documents = read_parts()["held_out"]
     backend = lm.tokenizer.backend if lm.tokenizer else None
     assert backend is not None

@@ -6,6 +6,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 """
 
 from kvjax import bench
+from kvjax.adapters.any_model import language_model
 from kvjax.attention.attending import attend, self_attend
 from kvjax.attention.cursor import Step, step
 from kvjax.cache.appending import advance, append
@@ -38,6 +39,7 @@ from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.results import GenerationResult
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.memory.devices import DevicePlan, plan_on
@@ -74,13 +76,14 @@ __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError", "Compiled",
     "Dense", "Device", "DevicePlan", "Edges", "Engine", "EngineStats", "Float8", "GenerationResult",
     "Growing", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2",
-    "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "ModelShape", "NonFiniteError",
-    "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "Quantized", "Raw",
-    "Ring", "RotaryTable", "Rotated", "SavedCache", "Service", "Step", "Unrotated", "advance",
-    "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check", "clear_status", "compile",
-    "concatenate", "convert", "dequantize_kv", "evaluate", "fork", "generate", "generate_batches",
-    "grow", "init_cache", "load_cache", "make_mesh", "make_room", "memory_report", "migrate",
-    "nbytes", "page_map", "plan", "plan_on", "policy", "quantize_kv", "quantized_codec", "read",
-    "repeat", "reset", "rewind", "rewindable", "rotary_table", "save_cache", "select",
-    "self_attend", "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
+    "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "LanguageModel", "ModelShape",
+    "NonFiniteError", "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree",
+    "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "SavedCache", "Service", "Step",
+    "Unrotated", "advance", "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check",
+    "clear_status", "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork",
+    "generate", "generate_batches", "grow", "init_cache", "language_model", "load_cache",
+    "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",
+    "policy", "quantize_kv", "quantized_codec", "read", "repeat", "reset", "rewind", "rewindable",
+    "rotary_table", "save_cache", "select", "self_attend", "stack", "step", "stream",
+    "transformers_policy", "unstack", "what_fits",
 ]  # fmt: skip

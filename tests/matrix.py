@@ -345,3 +345,8 @@ def tiny_model(**changes: Any) -> tuple[Architecture, Any]:
     model = Architecture(tiny_config(**changes))
     params = model.init_params(0)
     return model, jax.tree.map(lambda x: x if x.ndim == 1 else 8 * x, params)
+
+
+def some(names: Iterable[str], *kept: str) -> list[Any]:
+    """Names as parameters, all but those that are kept for the shards alone."""
+    return [pytest.param(n, marks=[] if n in kept else pytest.mark.rare) for n in names]

@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import kvjax
 from kvjax.core.device import computing_on
 from kvjax.core.errors import CheckpointError
+from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
 from kvjax.models.generation import GenerationDefaults
-from kvjax.generation.loaded import LanguageModel
 from kvjax.prefixes.nodes import TIERS
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 

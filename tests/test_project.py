@@ -227,6 +227,7 @@ def test_models_are_imported_by_one_name(path):
 def test_only_declared_packages_are_imported():
     extras = PROJECT["optional-dependencies"]
     declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"]
+    declared += extras["adapters"] + extras["keras-hub"]
     distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}
     modules |= {"orbax"} if "orbax-checkpoint" in distributions else set()
@@ -237,7 +238,18 @@ def test_only_declared_packages_are_imported():
 
 
 def test_kvjax_alone_imports_nothing_of_training_plots_or_the_command_line():
-    late = {"flax", "huggingface_hub", "jinja2", "llguidance", "matplotlib", "optax", "orbax"}
+    late = {
+        "equinox",
+        "flax",
+        "keras",
+        "keras_hub",
+        "huggingface_hub",
+        "jinja2",
+        "llguidance",
+        "matplotlib",
+        "optax",
+        "orbax",
+    }
     late |= {"prometheus_client", "rich", "starlette", "typer", "uvicorn"}
     program = f"import sys, kvjax; print({late} & set(sys.modules))"
     found = subprocess.run(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.models import architecture
+from kvjax.generation import long_calls
 from tests import laws, naive
 from tests.laws import LENGTHS, WIDTH, close, texts
 from tests.matrix import (

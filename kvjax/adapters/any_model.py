@@ -64,7 +64,7 @@ def language_model(
       params: a tree of arrays.
       tokenizer: of kvjax, Transformers or ``tokenizers``, or any object with ``encode(text)`` and
         ``decode(ids)``; None for prompts of token ids alone.
-      eos_token_ids: tokens that end a text; by default the config's ``eos_token_id``, if it has one.
+      eos_token_ids: tokens that end a text; by default the config's ``eos_token_id``, if there.
       pad_token_id: what stands behind the real tokens of a row, any token.
       specs: what of each parameter the axes of a mesh divide: ``PartitionSpec``, in a tree like
         ``params`` or its upper part. By default every device of a mesh has all of them.

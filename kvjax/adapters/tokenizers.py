@@ -22,8 +22,8 @@ def as_tokenizer(given: Any) -> Any:
 
 
 class Wrapped:
-    """A tokenizer with ``encode(text)`` and ``decode(ids)``. The keywords ``add_special_tokens`` and
-    ``skip_special_tokens`` are given where it has them, as Transformers' and ``tokenizers`` do."""
+    """A tokenizer with ``encode(text)`` and ``decode(ids)``, whose keywords ``add_special_tokens``
+    and ``skip_special_tokens`` are given where it has them, as those of Transformers have."""
 
     def __init__(self, given: Any) -> None:
         self.given = given

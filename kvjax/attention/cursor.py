@@ -13,7 +13,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Mixed, Positions, Queries
+from kvjax.core.typing import Counts, KeysValues, LayerNumber, Mixed, Positions, Queries
 
 
 @state
@@ -103,7 +103,7 @@ def _between_layers(cache: KVCache) -> KVCache:
     return replace(cache, layers=layers)
 
 
-def step(cache: KVCache | None, tokens: Array | int, *, lengths: Counts | None = None) -> Step:
+def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -> Step:
     """Begin a call: the one object that its layers are handed::
 
         call = kvjax.step(cache, tokens, lengths=lengths)

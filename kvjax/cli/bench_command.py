@@ -113,10 +113,10 @@ def _numbers(option: str, words: str) -> list[int]:
 
 def _random(name: str, dtype: str | None) -> "LanguageModel":
     """A model of a well-known shape with random weights, where kvjax runs it and it has room."""
+    from kvjax.generation.loaded import LanguageModel
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
-    from kvjax.generation.loaded import LanguageModel
 
     check_dtype(dtype)
     shape = known_shape(name)

@@ -15,6 +15,7 @@ from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
+from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.scores import Scores
@@ -25,13 +26,6 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
 @dataclass(frozen=True)
-class _Defaults:
-    """There are no generation defaults without a checkpoint."""
-
-    eos_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Shapes:
     """A model whose parameters are shapes alone."""
 
@@ -39,7 +33,7 @@ class Shapes:
     config: Any
     params: Any
     mesh: Mesh | None
-    generation: Any = _Defaults()
+    generation: Any = GenerationDefaults()
     tokenizer: None = None
 
     @classmethod
@@ -56,7 +50,9 @@ class Shapes:
         if architecture.apply is None:
             raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return cls(architecture, lm.config, shapes, mesh, getattr(lm, "generation", _Defaults()))
+        return cls(
+            architecture, lm.config, shapes, mesh, getattr(lm, "generation", GenerationDefaults())
+        )
 
     def on(self, mesh: Mesh) -> "Shapes":
         """On a mesh."""
@@ -84,7 +80,7 @@ def compiled_for(
             "policy('auto') moves its layers while it runs: compile for a device with the policies "
             "that it chooses among, on the device or on the host"
         )
-    model = Shapes.of(lm, mesh)
+    model: Any = Shapes.of(lm, mesh)
     request = prepare(model, [[0]] * batch, options)
     with compiling_for(device):
         first = _cache(model, policy, request, None)  # what grows, as small as it begins

@@ -15,7 +15,6 @@ from jaxtyping import Array, Int
 from kvjax.core.context import outside
 from kvjax.core.device import put_over
 from kvjax.generation.defaults import GenerationDefaults
-from kvjax.generation.model import Model, ModelConfig
 from kvjax.generation.parameters import check_like, like
 from kvjax.placement.device import Device
 from kvjax.placement.spread import spread_over
@@ -26,18 +25,18 @@ from kvjax.policies.model_config import common_heads
 class LanguageModel:
     """A model and all that is needed to turn text into text.
 
-    ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose keys are the parts of the
+    ``config``: its numbers. ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose keys are the parts of the
     tensors' names in Transformers, and all weights of linear layers are [out, in].
     ``architecture``: the model without its parameters, hashable: the static argument for ``jit``.
     ``tokenizer``: None where there is none. ``source``: where it came from, a checkpoint's folder.
     ``mesh``: the devices that the parameters are spread over, None for one.
     """
 
-    config: ModelConfig | Any
+    config: Any
     params: Any
     tokenizer: Any
     generation: GenerationDefaults
-    architecture: Model | Any
+    architecture: Any
     source: str
     mesh: Mesh | None = None
 

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.checks import is_traced
@@ -22,11 +21,10 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
         found, wanted = np.shape(theirs[name]), np.shape(leaf)
         if found != wanted:
             raise ValueError(f"{name} is {list(found)}, and {list(wanted)} in the model's own")
-        other, dtype = jnp.result_type(theirs[name]), jnp.result_type(leaf)
+        other, dtype = theirs[name].dtype, leaf.dtype
         if dtypes and other != dtype:
             raise ValueError(
-                f"{name} is {other.name}, and {dtype.name} in the model's own: lm.put(params) "
-                "casts them"
+                f"{name} is {other}, and {dtype} in the model's own: lm.put(params) casts them"
             )
     if jax.tree.structure(params) != jax.tree.structure(own):
         raise ValueError(
@@ -39,10 +37,10 @@ def like(params: Any, own: Any) -> Any:
     """Parameters in the dtypes of a model's own and, where these are arrays, where they are."""
     check_like(params, own, dtypes=False)
     if any(is_traced(leaf) for leaf in jax.tree.leaves((params, own))):
-        return _cast(tuple(jnp.result_type(leaf) for leaf in jax.tree.leaves(own)), params)
+        return _cast(tuple(leaf.dtype for leaf in jax.tree.leaves(own)), params)
     placed = [leaf for leaf in jax.tree.leaves(own) if isinstance(leaf, jax.Array)]
     shardings = tuple(leaf.sharding for leaf in placed if leaf.committed)
-    dtypes = tuple(jnp.result_type(leaf) for leaf in jax.tree.leaves(own))
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(own))
     if len(shardings) < len(dtypes):  # of one device, and uncommitted
         return _cast(dtypes, params)
     params = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(own), shardings))

@@ -4,6 +4,7 @@ import numpy as np
 import tokenizers
 
 from kvjax.generation.loaded import LanguageModel
+
 from .augment import Renamer, repeat_stretches
 from .corpus import read_parts
 from .recipe import Recipe

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from ..architecture import Architecture
 from kvjax.generation.loaded import LanguageModel
+
+from ..architecture import Architecture
 from ..loading import load
 from .card import write_card
 from .corpus import PARTS, read_parts

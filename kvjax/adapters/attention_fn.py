@@ -1,0 +1,64 @@
+"""Flax's ``attention_fn``, which NNX and Linen have in common, with a cache."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.adapters.running import TokensFirst, current, layer_number
+from kvjax.attention.attending import self_attend
+from kvjax.core.rotary import RotaryTable
+
+
+@dataclass(frozen=True, eq=False)
+class CachedAttention:
+    """An ``attention_fn``: equal for what is made alike, so that programs of models that are made
+    twice are compiled once."""
+
+    layer: int
+    own: Callable[..., Any]
+    rotary: RotaryTable | None
+    sight: tuple[tuple[str, Any], ...]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of ``own``: Linen gives an ``attention_fn`` no argument that its signature lacks."""
+        return inspect.signature(self.own)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.layer, self.own, id(self.rotary), self.sight
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CachedAttention) and self._key() == other._key()
+
+    def __call__(
+        self, query: TokensFirst, key: TokensFirst, value: TokensFirst, *args: Any, **options: Any
+    ) -> TokensFirst:
+        """Attention, [batch, new, heads, head_dim]."""
+        call, sight = current(), dict(self.sight)
+        if call is None and self.rotary is None and not sight:
+            return self.own(query, key, value, *args, **options)
+        if options.get("dropout_rate") and not options.get("deterministic", False):
+            raise ValueError("kvjax's attention has no dropout: give deterministic=True")
+        if call is None:
+            heads_first = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+            return jnp.swapaxes(self_attend(*heads_first, rotary=self.rotary, **sight), 1, 2)
+        return call.attend(self.layer, query, key, value, rotary=self.rotary, **sight)
+
+
+def cached_attention(
+    layer: int, own: Callable[..., Any], rotary: RotaryTable | None, sight: dict[str, Any]
+) -> CachedAttention:
+    """The ``attention_fn`` of a layer: inside ``running`` it goes by the call's cache. Elsewhere it
+    is ``own``, Flax's, or where that lacks ``rotary`` positions or a ``sight``, kvjax's without a
+    cache.
+
+    Raises:
+      ValueError: if ``layer`` is no number.
+    """
+    return CachedAttention(layer_number(layer), own, rotary, tuple(sorted(sight.items())))

@@ -1,0 +1,138 @@
+"""KerasHub: its language models with a cache of kvjax, in place of ``call_with_cache``.
+
+KerasHub's attention layers ask a serving context, which its vLLM bridge fills, for the positions of
+tokens and a function that attends; here the function is kvjax's. Layers are counted as they come.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+from keras import StatelessScope
+from keras_hub.src.vllm.context import vllm_context_scope
+
+from kvjax.adapters import keras
+from kvjax.adapters.any_model import language_model
+from kvjax.attention.cursor import step
+from kvjax.cache.state import KVCache
+from kvjax.core.typing import Array, Counts, Tokens
+from kvjax.generation.loaded import LanguageModel
+
+__all__ = ["as_language_model"]
+
+
+def as_language_model(model: Any, **options: Any) -> LanguageModel:
+    """A ``keras_hub`` ``CausalLM`` as a model for ``kvjax.generate`` and its like.
+
+    Args:
+      model: of a family whose attention asks KerasHub's serving context: Llama, Mistral, Qwen 2 and
+        3, Gemma to Gemma 3 and others of version 0.32 or later.
+      options: ``tokenizer`` (by default the model's own, where it has one, as ids and text),
+        ``eos_token_ids`` and the others of ``kvjax.language_model``.
+
+    Raises:
+      ValueError: if Keras runs on another backend than JAX, or a backbone lacks a number.
+    """
+    backbone = model.backbone
+    heads = _number(backbone, "num_query_heads", "num_heads")
+    dtype = str(backbone.compute_dtype)
+    config = SimpleNamespace(
+        num_hidden_layers=_number(backbone, "num_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=_number(backbone, "num_key_value_heads", default=heads),
+        head_dim=_number(
+            backbone, "head_dim", default=_number(backbone, "hidden_dim", default=0) // heads
+        ),
+        hidden_size=_number(backbone, "hidden_dim"),
+        vocab_size=_number(backbone, "vocabulary_size"),
+        dtype=dtype,
+    )
+    _, params = keras.as_function(backbone)
+    own = model.preprocessor.tokenizer if model.preprocessor is not None else None
+    if own is not None and "tokenizer" not in options:
+        options = {"tokenizer": _Tokenizer(own), **options}
+    if own is not None and "eos_token_ids" not in options:
+        options = {"eos_token_ids": getattr(own, "end_token_id", None), **options}
+    return language_model(CausalFunction(backbone), config, params, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class CausalFunction:
+    """A backbone and its tied head as a pure function."""
+
+    backbone: Any
+
+    @property
+    def __name__(self) -> str:
+        """The backbone's."""
+        return str(self.backbone.name)
+
+    def __call__(
+        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+    ) -> tuple[Array, KVCache | None]:
+        """Run the model; its layers see every token as a row of its own."""
+        batch, new = tokens.shape
+        call, layer = step(cache, tokens, lengths=lengths), 0
+
+        def attend(
+            held: None, query: Array, key: Array, value: Array, scale: float, head_dim: int,
+            heads: int, kv_heads: int, *, sliding_window: int | None = None,
+            soft_cap: float | None = None,
+        ) -> tuple[None, Array]:  # fmt: skip
+            nonlocal call, layer
+            q, k, v = (
+                jnp.swapaxes(x.reshape(batch, new, count, head_dim), 1, 2)
+                for x, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+            )
+            mixed, call = call.attend(
+                layer, q, k, v, scale=scale, window=sliding_window, soft_cap=soft_cap
+            )
+            layer += 1
+            return held, jnp.swapaxes(mixed, 1, 2).reshape(batch * new, heads * head_dim)
+
+        positions = jnp.broadcast_to(call.positions, (batch, new)).reshape(-1)
+        flat = tokens.reshape(-1, 1)
+        inputs = {"token_ids": flat, "padding_mask": jnp.ones_like(flat)}
+        with vllm_context_scope(paged_attention_func=attend, positions=positions):
+            hidden, _ = self.backbone.stateless_call(
+                params["trainable"], params["others"], inputs, training=False
+            )
+        if layer != self.backbone.num_layers:
+            raise ValueError(
+                f"{layer} of {self.backbone.num_layers} attention layers of {self.__name__} asked "
+                "KerasHub's serving context: the others take no cache of somebody else's"
+            )
+        return self._logits(params, hidden.reshape(batch, new, -1)), call.done()
+
+    def _logits(self, params: Any, hidden: Array) -> Array:
+        every = [
+            *zip(self.backbone.trainable_variables, params["trainable"], strict=True),
+            *zip(self.backbone.non_trainable_variables, params["others"], strict=True),
+        ]
+        with StatelessScope(every):
+            return self.backbone.token_embedding(hidden, reverse=True)
+
+
+class _Tokenizer:
+    """A tokenizer of KerasHub, with lists of ids."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return [int(i) for i in self.given.tokenize(text)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids."""
+        return str(self.given.detokenize(ids))
+
+
+def _number(backbone: Any, *names: str, default: int | None = None) -> int:
+    for name in names:
+        if getattr(backbone, name, None) is not None:
+            return int(getattr(backbone, name))
+    if default:
+        return default
+    raise ValueError(f"the backbone, a {type(backbone).__name__}, has no {names[0]}")
