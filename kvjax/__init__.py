@@ -40,7 +40,9 @@ from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.prefilling import prefill
 from kvjax.generation.results import GenerationResult
+from kvjax.generation.scoring import Scored, score
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.memory.devices import DevicePlan, plan_on
 from kvjax.memory.fitting import what_fits
@@ -69,6 +71,8 @@ from kvjax.policies.transformers import transformers_policy
 from kvjax.prefixes.stats import PrefixStats
 from kvjax.prefixes.tree import PrefixTree
 from kvjax.quality.evaluation import evaluate
+from kvjax.rollouts.results import Rollout
+from kvjax.rollouts.rolling import rollout
 
 __version__ = "0.1.0"
 
@@ -78,12 +82,12 @@ __all__ = [
     "Growing", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2",
     "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "LanguageModel", "ModelShape",
     "NonFiniteError", "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree",
-    "Quantized", "Raw", "Ring", "RotaryTable", "Rotated", "SavedCache", "Service", "Step",
-    "Unrotated", "advance", "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check",
-    "clear_status", "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork",
-    "generate", "generate_batches", "grow", "init_cache", "language_model", "load_cache",
-    "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",
-    "policy", "quantize_kv", "quantized_codec", "read", "repeat", "reset", "rewind", "rewindable",
-    "rotary_table", "save_cache", "select", "self_attend", "stack", "step", "stream",
-    "transformers_policy", "unstack", "what_fits",
+    "Quantized", "Raw", "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored",
+    "Service", "Step", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
+    "cache_nbytes", "check", "clear_status", "compile", "concatenate", "convert", "dequantize_kv",
+    "evaluate", "fork", "generate", "generate_batches", "grow", "init_cache", "language_model",
+    "load_cache", "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map",
+    "plan", "plan_on", "policy", "prefill", "quantize_kv", "quantized_codec", "read", "repeat",
+    "reset", "rewind", "rewindable", "rollout", "rotary_table", "save_cache", "score", "select",
+    "self_attend", "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .decoder import Decoder
 from .frame import Frame
 from .gpt2 import GPT2
+from .saving import save
 from .sharding import param_shardings
 
 Params = dict[str, Any]
@@ -141,6 +143,10 @@ class Architecture:
             self.abstract_params(), _FAMILIES[type(config)].divided, mesh,
             heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
         )  # fmt: skip
+
+    def save(self, params: Params, source: Path, folder: Path) -> None:
+        """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
+        save(self.config, params, source, folder)
 
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""

@@ -119,7 +119,8 @@ ELSEWHERE = {
     "compile": "takes a policy", "generate": "tests/test_generate.py", "stream": "the same",
     "generate_batches": "tests/test_batches.py", "self_attend": "without a cache",
     "init_cache": "makes one", "page_map": "tests/test_pages.py",
-    "save_cache": "tests/test_saving.py",
+    "save_cache": "tests/test_saving.py", "prefill": "tests/test_scores.py",
+    "score": "the same", "rollout": "tests/test_rollouts.py",
 }  # fmt: skip
 """Functions of the cache's business that are not called here, and why."""
 

@@ -21,6 +21,7 @@ from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Cached, Progress, choose, whole
+from kvjax.generation.sampling import filter_logits
 from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages
 from kvjax.placement.pages import pages_at
@@ -205,9 +206,16 @@ def _chosen(
     batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
 
     def scored(logits: Logits) -> Scores:
-        found = scores_of(logits, after.token, most)
+        filtered = filter_logits(
+            logits.astype(jnp.float32), settings.filters, settings, count=progress.count,
+            seen=seen, allowed=allowed,
+        )  # fmt: skip
+        found = scores_of(
+            logits, after.token, most, filtered=filtered, temperature=settings.temperature
+        )
         more = ((0, 0), (0, MOST_SCORES - most))
-        return Scores(found.chosen, jnp.pad(found.ids, more), jnp.pad(found.likeliest, more))
+        ids, likeliest = jnp.pad(found.ids, more), jnp.pad(found.likeliest, more)
+        return replace(found, ids=ids, likeliest=likeliest)
 
     def none(logits: Logits) -> Scores:
         return Scores.zeros((batch,), MOST_SCORES)

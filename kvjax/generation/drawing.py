@@ -1,11 +1,12 @@
 """How tokens are drawn: the numbers of sampling, as a user gives them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvjax.generation.past import LogitsHook
 from kvjax.generation.sampling import NO_TOKEN, Filters, Sampling
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -32,6 +33,7 @@ def make_settings(
     min_new_tokens: int = 0,
     eos_token_ids: Sequence[int] = (),
     logit_bias: Mapping[int, float] | None = None,
+    logits_hook: LogitsHook | None = None,
 ) -> tuple[Filters, Sampling]:
     """What ``sample`` needs, from the numbers as a user gives them.
 
@@ -44,6 +46,7 @@ def make_settings(
       repetition_penalty: above 1 makes tokens that the row has already less likely.
       min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
       logit_bias: numbers that are added to the logits of tokens.
+      logits_hook: a function that changes the logits first, see ``kvjax.generation.past``.
 
     Raises:
       ValueError: naming the value that is out of its range, and the range.
@@ -75,6 +78,7 @@ def make_settings(
         repetition_penalty=repetition_penalty not in (None, 1),
         min_new_tokens=least > 0,
         bias=bool(bias),
+        hook=_hashable(logits_hook),
     )
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
     numbers: dict[str, Any] = {
@@ -93,6 +97,17 @@ def make_settings(
     rows: Any = {name: np.stack([x] * len(words)) for name, x in numbers.items()}
     rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
     return filters, Sampling(**rows)
+
+
+def _hashable(hook: LogitsHook | None) -> LogitsHook | None:
+    """A hook that a program can be compiled for.
+
+    Raises:
+      ValueError: if it is no function, or has no hash.
+    """
+    if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
+        raise ValueError(f"logits_hook must be a function with a hash, got {hook!r:.80}")
+    return hook
 
 
 def _padded(numbers: Sequence[Any], least: int, fill: Any = NO_TOKEN) -> np.ndarray:

@@ -17,12 +17,16 @@ from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
+from kvjax.generation.past import past_of
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
 from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
+
+_DEFAULTS = GenerationDefaults()
+"""There are none without a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Shapes:
     config: Any
     params: Any
     mesh: Mesh | None
-    generation: Any = GenerationDefaults()
+    generation: GenerationDefaults = _DEFAULTS
     tokenizer: None = None
 
     @classmethod
@@ -50,9 +54,7 @@ class Shapes:
         if architecture.apply is None:
             raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return cls(
-            architecture, lm.config, shapes, mesh, getattr(lm, "generation", GenerationDefaults())
-        )
+        return cls(architecture, lm.config, shapes, mesh, getattr(lm, "generation", _DEFAULTS))
 
     def on(self, mesh: Mesh) -> "Shapes":
         """On a mesh."""
@@ -126,8 +128,11 @@ class _Programs:
             self._weights = _sharded(model.architecture)(model.mesh)
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
-        penalty = request.filters.repetition_penalty
-        self._seen = self._of_rows(jnp.bool_, vocab) if penalty else None
+        past = past_of(
+            [[]] * self._rows, vocab=vocab, room=request.capacity,
+            penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
+        )  # fmt: skip
+        self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)
         self._progress = programs.Progress(
             self._of_rows(jnp.int32), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
@@ -149,11 +154,11 @@ class _Programs:
         """Of the first token."""
         filters, scores = self._request.filters, self._request.scores
 
-        def call(logits: Any, settings: Any, limit: Any, seen: Any) -> Any:
-            return unwrap(programs.begin)(logits, filters, settings, limit, seen, scores)
+        def call(logits: Any, settings: Any, limit: Any, past: Any) -> Any:
+            return unwrap(programs.begin)(logits, filters, settings, limit, past, scores)
 
-        given = self._logits, self._request.settings, self._limit, self._seen
-        return self._compiled(call, (3,), given, (self._progress, self._seen, self._scores(1)))
+        given = self._logits, self._request.settings, self._limit, self._past
+        return self._compiled(call, (3,), given, (self._progress, self._past, self._scores(1)))
 
     def decode(self) -> jax.stages.Compiled:
         """Of the decode loop."""
@@ -162,12 +167,12 @@ class _Programs:
             scores=self._request.scores,
         )  # fmt: skip
         given = (
-            self._model.params, self._context, self._progress, self._seen,
+            self._model.params, self._context, self._progress, self._past,
             self._of_rows(jnp.bool_), self._request.settings, self._limit, self._limit,
         )  # fmt: skip
         chosen = self._of_rows(jnp.int32, programs.CHUNK), self._scores(programs.CHUNK)
         return self._compiled(
-            call, (1, 3), given, (self._context, self._progress, self._seen, *chosen)
+            call, (1, 3), given, (self._context, self._progress, self._past, *chosen)
         )
 
     def _scores(self, tokens: int) -> Scores | None:

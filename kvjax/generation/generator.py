@@ -51,8 +51,14 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``: what it has of a prompt is not
         computed again, and what is new stays with it. It has a policy of its own.
       logprobs: tell each new token's log-probability by the model's own distribution, before bias,
-        filters and temperature, and those of so many of the likeliest tokens, 0 to 20
-        (``result.logprobs``).
+        filters and temperature, that by the distribution that it was drawn from, behind them, and
+        those of so many of the likeliest tokens, 0 to 20; True is 0 (``result.logprobs``).
+      padded: give ``result.tokens`` and its log-probabilities as arrays of ``max_new_tokens`` a
+        row, and ``result.lengths``.
+      logits_hook: ``hook(logits, tokens, length) -> logits``, a pure function of jax.numpy, traced
+        once for a program, that changes the logits before everything else: float32[batch, vocab],
+        each row's tokens so far, int32[batch, room], of these prompts and the new text, and how
+        many they are, int32[batch].
 
     Raises:
       ValueError: before anything runs, if a prompt is empty or has a token that the model has

@@ -25,8 +25,9 @@ from kvjax.policies.model_config import common_heads
 class LanguageModel:
     """A model and all that is needed to turn text into text.
 
-    ``config``: its numbers. ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose keys are the parts of the
-    tensors' names in Transformers, and all weights of linear layers are [out, in].
+    ``config``: its numbers. ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose
+    keys are the parts of the tensors' names in Transformers, and all weights of linear layers are
+    [out, in].
     ``architecture``: the model without its parameters, hashable: the static argument for ``jit``.
     ``tokenizer``: None where there is none. ``source``: where it came from, a checkpoint's folder.
     ``mesh``: the devices that the parameters are spread over, None for one.
@@ -88,13 +89,13 @@ class LanguageModel:
         Raises:
           ValueError: if it did not come from a checkpoint; if the folder is there and not empty.
         """
-        writer = getattr(self.architecture, "save", None)
-        if writer is None:
+        write = getattr(self.architecture, "save", None)
+        if write is None:
             raise ValueError(
                 "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
                 "as you save them elsewhere"
             )
-        writer(self, Path(folder))
+        write(self.params, Path(self.source), Path(folder))
 
     @property
     def apply(self) -> Callable[..., Any]:

@@ -34,8 +34,9 @@ class ModelConfig(CacheShape, Protocol):
     def vocab_size(self) -> int: ...
 
 
-def check_model(lm: Any) -> None:
-    """Raise ``ValueError`` for what is no model to generate with, or inside ``jit``."""
+def check_model(lm: Any, *, inside: bool = False) -> None:
+    """Raise ``ValueError`` for what is no model to generate with, or within ``jit``, unless it may
+    be ``inside``."""
     parts = ("config", "params", "mesh", "tokenizer", "generation", "architecture")
     if missing := [part for part in parts if not hasattr(lm, part)]:
         raise ValueError(
@@ -53,8 +54,9 @@ def check_model(lm: Any) -> None:
             "lm.architecture has no hash, and is a static argument of compiled programs: make it "
             "a frozen dataclass of what can be hashed"
         ) from None
-    # Inside ``jit`` what is made is traced.
-    refuse_traced("generation", jnp.zeros(()))
+    if not inside:
+        # There, what is made is traced.
+        refuse_traced("generation", jnp.zeros(()))
 
 
 def check_device(lm: Any) -> None:

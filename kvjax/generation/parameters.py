@@ -34,23 +34,27 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
 
 
 def like(params: Any, own: Any) -> Any:
-    """Parameters in the dtypes of a model's own and, where these are arrays, where they are."""
+    """Parameters in the dtypes of a model's own and, where these are arrays that are committed to
+    devices, where they are. What is so already is not copied."""
     check_like(params, own, dtypes=False)
-    if any(is_traced(leaf) for leaf in jax.tree.leaves((params, own))):
-        return _cast(tuple(leaf.dtype for leaf in jax.tree.leaves(own)), params)
-    placed = [leaf for leaf in jax.tree.leaves(own) if isinstance(leaf, jax.Array)]
-    shardings = tuple(leaf.sharding for leaf in placed if leaf.committed)
-    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(own))
-    if len(shardings) < len(dtypes):  # of one device, and uncommitted
-        return _cast(dtypes, params)
-    params = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(own), shardings))
-    return _cast(dtypes, params)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _cast(dtypes: tuple[Any, ...], params: Any) -> Any:
     leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten(x.astype(d) for x, d in zip(leaves, dtypes, strict=True))
+    wanted = jax.tree.leaves(own)
+    placed = [
+        jax.device_put(x, to.sharding)
+        if not is_traced(x) and isinstance(to, jax.Array) and not is_traced(to) and to.committed
+        else x
+        for x, to in zip(leaves, wanted, strict=True)
+    ]
+    other = [n for n, to in enumerate(wanted) if placed[n].dtype != to.dtype]
+    dtypes = tuple(wanted[n].dtype for n in other)
+    for n, x in zip(other, _cast([placed[n] for n in other], dtypes), strict=True):
+        placed[n] = x
+    return structure.unflatten(placed)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(arrays: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
+    return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def _named(params: Any) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.filters import Allowed, Logits, Seen
 from kvjax.generation.model import Model
-from kvjax.generation.sampling import Filters, Sampling, sample
+from kvjax.generation.past import Past
+from kvjax.generation.sampling import Filters, Sampling, filter_logits, sample
 from kvjax.generation.scores import Scores, scores_of
 from kvjax.operations.rows import repeat
 
@@ -132,26 +133,25 @@ def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[K
     return cache, whole(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
-@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="seen")
+@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
 def begin(
     logits: Logits,
     filters: Filters,
     settings: Sampling,
     limit: Array,
-    seen: Seen | None,
+    past: Past | None,
     scores: int | None = None,
-) -> tuple[Progress, Seen | None, Scores | None]:
-    """Choose the first new token of each row, from the logits after its prompt; ``scores`` as of
-    ``decode``, of [batch, 1]."""
+) -> tuple[Progress, Past | None, Scores | None]:
+    """Choose the first new token of each row, from the logits after its prompt; ``past`` and
+    ``scores`` as of ``decode``, of [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    progress, seen = choose(progress, seen, logits, filters, settings, limit)
-    found = None if scores is None else scores_of(logits, progress.token, scores)
-    return progress, seen, jax.tree.map(lambda x: x[:, None], found)
+    progress, past, found = _chosen(progress, past, logits, filters, settings, limit, scores)
+    return progress, past, jax.tree.map(lambda x: x[:, None], found)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "filters", "scores"), donate_argnames=("context", "seen")
+    jax.jit, static_argnames=("model", "filters", "scores"), donate_argnames=("context", "past")
 )
 def decode(
     model: Model,
@@ -159,25 +159,36 @@ def decode(
     params: Any,
     context: Context,
     progress: Progress,
-    seen: Seen | None,
+    past: Past | None,
     halt: SomeRows,
     settings: Sampling,
     limit: Array,
     steps: Array,
     scores: int | None = None,
-) -> tuple[Context, Progress, Seen | None, Int[Array, "batch chunk"], Scores | None]:
+) -> tuple[Context, Progress, Past | None, Int[Array, "batch chunk"], Scores | None]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
-    ``seen``: tokens of each row, where their penalty asks for them; ``halt``: rows to end now;
+    ``past``: of each row, where a penalty or a hook asks for it; ``halt``: rows to end now;
     ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``;
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities.
 
     Returns:
-      Context, progress and ``seen``, and int32[batch, CHUNK], the tokens chosen: as many of a row
+      Context, progress and ``past``, and int32[batch, CHUNK], the tokens chosen: as many of a row
       as its ``count`` has grown by; their scores, of [batch, CHUNK].
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
-    shape = progress.token.shape[0], CHUNK
+    return decoded(
+        model, filters, params, context, progress, past, settings, limit, steps, scores, CHUNK
+    )
+
+
+def decoded(
+    model: Model, filters: Filters, params: Any, context: Context, progress: Progress,
+    past: Past | None, settings: Sampling, limit: Array, steps: Array, scores: int | None,
+    room: int,
+) -> tuple[Context, Progress, Past | None, Int[Array, "batch room"], Scores | None]:  # fmt: skip
+    """``decode``, inside a program, of at most ``room`` steps."""
+    shape = progress.token.shape[0], room
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
 
     def go_on(carry: Any) -> Array:
@@ -185,22 +196,43 @@ def decode(
         return (step < steps) & ~jnp.all(progress.done) & ~jnp.any(progress.broken)
 
     def one(carry: Any) -> Any:
-        step, context, progress, seen, out = carry
+        step, context, progress, past, out = carry
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
         logits = logits if filters.greedy and scores is None else whole(logits, context)
-        progress, seen = choose(progress, seen, logits, filters, settings, limit)
-        found = None if scores is None else scores_of(logits, progress.token, scores)
+        progress, past, found = _chosen(progress, past, logits, filters, settings, limit, scores)
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
             out, (progress.token, found),
         )  # fmt: skip
-        return step + 1, context, progress, seen, out
+        return step + 1, context, progress, past, out
 
-    carry = jnp.int32(0), context, progress, seen, out
-    _, context, progress, seen, out = lax.while_loop(go_on, one, carry)
-    return context, progress, seen, *out
+    carry = jnp.int32(0), context, progress, past, out
+    _, context, progress, past, out = lax.while_loop(go_on, one, carry)
+    return context, progress, past, *out
+
+
+def _chosen(
+    before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
+    limit: Array, scores: int | None,
+) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
+    """The next token of the rows that are not done, their texts with it, and its scores."""
+    raw, seen = logits, None
+    if past is not None:
+        logits, seen = past.hooked(logits, filters.hook), past.seen
+    after, marked = choose(before, seen, logits, filters, settings, limit)
+    found = None
+    if scores is not None:
+        filtered = filter_logits(
+            logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
+        )
+        found = scores_of(
+            raw, after.token, scores, filtered=filtered, temperature=settings.temperature
+        )
+    if past is not None:
+        past = past.with_token(marked, after.token, after.count > before.count)
+    return after, past, found
 
 
 def whole(logits: Logits, context: Context) -> Logits:

@@ -70,6 +70,7 @@ class Request:
     samples: int = 1
     prefixes: Tenant | None = None
     scores: int | None = None
+    padded: bool = False
 
     @property
     def texts(self) -> list[list[int]]:
@@ -150,6 +151,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
         min_p=options.min_p, repetition_penalty=options.repetition_penalty,
         min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
+        logits_hook=options.logits_hook,
     )  # fmt: skip
     return Request(
         prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
@@ -160,7 +162,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
-        scores=told_scores(lm.config, options.logprobs),
+        scores=told_scores(lm.config, options.logprobs), padded=options.padded,
     )  # fmt: skip
 
 

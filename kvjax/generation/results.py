@@ -1,9 +1,12 @@
 """What generation gives: the whole result, or pieces of it as they come."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from kvjax.cache.state import KVCache
-from kvjax.generation.scores import TokenScore
+from kvjax.generation.scores import Scores, TokenScore
 from kvjax.generation.statistics import GenerationStats
 
 
@@ -22,6 +25,9 @@ class GenerationResult:
     ``unfed``: tokens of each row that belong to it, but are not in the cache yet: the newest one,
     or none where a stop string took back later ones. A continuation's prompts begin with them.
     ``logprobs``: of each of ``tokens``, where they were asked for, else None.
+    ``lengths``: None, but where ``padded`` arrays were asked for: then ``tokens`` is int32[rows,
+    max_new_tokens], ``lengths`` int32[rows], how many of these are real, and ``logprobs`` are
+    ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
 
     A row that met a stop string has the text before it, and the longest run of tokens whose text
     does not reach into it. Where a stop string begins inside a token, ``text`` has the first
@@ -34,7 +40,32 @@ class GenerationResult:
     stats: GenerationStats
     cache: KVCache
     unfed: list[list[int]]
-    logprobs: list[list[TokenScore]] | None = None
+    logprobs: Any = None  # list[list[TokenScore]] | Scores | None
+    lengths: Any = None
+
+
+def padded(
+    result: GenerationResult, width: int, padding: int, most: int | None
+) -> GenerationResult:
+    """A result with arrays in place of lists; ``most``: likeliest tokens that were told with each,
+    None for no log-probabilities."""
+    shape = len(result.tokens), width
+    tokens: Any = np.full(shape, padding, np.int32)
+    for row, ids in enumerate(result.tokens):
+        tokens[row, : len(ids)] = ids
+    scores = None
+    if most is not None:
+        one, ids, likeliest = np.zeros((2, *shape)), *np.zeros((2, *shape, most))
+        for row, told in enumerate(result.logprobs):
+            for at, each in enumerate(told):
+                one[:, row, at] = each.logprob, each.drawn
+                if most:
+                    ids[row, at], likeliest[row, at] = zip(*each.likeliest, strict=True)
+        chosen, drawn, likeliest = (x.astype(np.float32) for x in (*one, likeliest))
+        arrays: Any = chosen, drawn, ids.astype(np.int32), likeliest
+        scores = Scores(*arrays)
+    lengths = np.array([len(ids) for ids in result.tokens], np.int32)
+    return replace(result, tokens=tokens, logprobs=scores, lengths=lengths)
 
 
 @dataclass(frozen=True)

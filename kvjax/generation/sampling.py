@@ -30,6 +30,7 @@ from kvjax.generation.filters import (
     likeliest,
     penalize,
 )
+from kvjax.generation.past import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
 
@@ -37,7 +38,8 @@ NO_TOKEN = np.int32(2**31 - 1)
 @dataclass(frozen=True)
 class Filters:
     """Which steps of ``sample`` there are: compiled in, hashable, as a static argument of ``jit``;
-    or taken as the program runs, where they are traced (``Sampling.filters``)."""
+    or taken as the program runs, where they are traced (``Sampling.filters``). ``hook``: a user's
+    own, that comes before all of them (``Past.hooked``)."""
 
     greedy: bool | Array = True
     top_k: bool | Array = False
@@ -46,6 +48,7 @@ class Filters:
     repetition_penalty: bool | Array = False
     min_new_tokens: bool | Array = False
     bias: bool | Array = False
+    hook: LogitsHook | None = None
 
 
 @state

@@ -14,6 +14,7 @@ from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
@@ -78,26 +79,26 @@ class Session:
     def begin(self) -> Report:
         """Choose the first token of each row, of which a prompt may have several, from the logits
         after its prompt."""
-        request, seen = self._request, None
+        request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
         self._settings = self.put(request.settings)
-        if request.filters.repetition_penalty:
-            mask = np.zeros(self.logits.shape, bool)
-            for row, ids in enumerate(request.texts):
-                mask[row, ids] = True
-            seen = self.put(mask)
-        self._progress, self._seen, scores = programs.begin(
-            self.logits, request.filters, self._settings, self._limit, seen, request.scores
-        )
+        past = past_of(
+            request.texts, vocab=self.logits.shape[1], room=request.capacity,
+            penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
+        )  # fmt: skip
+        self._progress, self._past, scores = programs.begin(
+            self.logits, request.filters, self._settings, self._limit,
+            None if past is None else self.put(past), request.scores,
+        )  # fmt: skip
         del self.logits
         return self._progress.token[:, None], self._progress, scores
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
         (bool[batch])."""
-        self.context, self._progress, self._seen, out, scores = programs.decode(
+        self.context, self._progress, self._past, out, scores = programs.decode(
             *self._decoding(steps, halt)
         )
         return out, self._progress, scores
@@ -150,7 +151,7 @@ class Session:
         lm = self._lm
         return (
             lm.architecture, self._request.filters, lm.params, self.context, self._progress,
-            self._seen, halt, self._settings, self._limit, steps, self._request.scores,
+            self._past, halt, self._settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
     def _new_context(self) -> programs.Context:

@@ -9,6 +9,8 @@ from typing import ParamSpec, TypedDict, TypeVar
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
+from kvjax.core.checks import truth_value
+from kvjax.generation.past import LogitsHook
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
 from kvjax.policies.presets import PolicyChoice
@@ -37,7 +39,8 @@ class Compiling(Drawing, total=False):
     min_new_tokens: int
     eos_token_ids: int | Sequence[int] | None
     prefill_chunk: int
-    logprobs: int | None
+    logprobs: int | bool | None
+    logits_hook: LogitsHook | None
 
 
 class Settings(Compiling, total=False):
@@ -52,6 +55,7 @@ class Settings(Compiling, total=False):
     limits: InferenceLimits | None
     mesh: Mesh | None
     n: int
+    padded: bool
     prefix_cache: PrefixTree | Tenant | None
 
 
@@ -77,10 +81,13 @@ class Options:
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
     n: int = 1
-    logprobs: int | None = None
+    padded: bool = False
+    logprobs: int | bool | None = None
+    logits_hook: LogitsHook | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:
+        truth_value("padded", self.padded)
         if not isinstance(self.limits, InferenceLimits | None):
             raise ValueError(f"limits must be InferenceLimits, got {self.limits!r:.80}")
         if not isinstance(self.prefix_cache, PrefixTree | Tenant | None):

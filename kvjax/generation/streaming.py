@@ -15,7 +15,7 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
-from kvjax.generation.results import GenerationResult, Piece
+from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.scores import TokenScore, token_scores
 from kvjax.generation.session import Report, Session
 from kvjax.generation.statistics import GenerationStats, Meter
@@ -44,6 +44,7 @@ class Stream(Iterator[Piece]):
         self._request, self._chunks = request, chunks
         self._session = Session(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
+        self._padding = getattr(lm, "padding", 0)
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.texts]
         for row in self._rows[request.rows :]:
             row.finish("padding")
@@ -122,10 +123,14 @@ class Stream(Iterator[Piece]):
         cache: Any = self._session.cache if self._request.prefixes is None else None
         both = zip(self._request.texts, self._rows, strict=True)
         self._session.end([prompt + row.tokens for prompt, row in both])
-        self._result = GenerationResult(
+        result = GenerationResult(
             texts, tokens, self._stats(), cache, unfed[: len(asked)],
             self._logprobs([slice(len(row.tokens)) for row in asked]),
         )  # fmt: skip
+        if self._request.padded:
+            limit, scores = self._request.limit, self._request.scores
+            result = padded(result, limit, self._padding, scores)
+        self._result = result
         yield self._piece()
 
     def _revocable(self) -> int:

@@ -68,10 +68,11 @@ def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[
     return found
 
 
-def told_scores(config: ModelConfig, logprobs: int | None) -> int | None:
+def told_scores(config: ModelConfig, logprobs: int | bool | None) -> int | None:
     """How many of the likeliest tokens are told with each new one; None for no log-probability."""
-    if logprobs is None:
+    if logprobs is None or logprobs is False:
         return None
+    logprobs = 0 if logprobs is True else logprobs
     most = whole_number("logprobs", logprobs, 0)
     if most > MOST_SCORES:
         raise ValueError(f"logprobs is {logprobs}, and must be at most {MOST_SCORES}")

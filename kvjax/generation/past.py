@@ -1,0 +1,77 @@
+"""What of a row's text so far a choice of the next token goes by."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.generation.filters import Logits, Seen
+
+LogitsHook = Callable[[Logits, Int[Array, "batch room"], Rows], Logits]
+"""A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,
+int32[batch, room], and how many they are, int32[batch]. Pure, and traced once for a program."""
+
+
+@state
+class Past:
+    """``seen``: which tokens stand in a row, for the repetition penalty; ``tokens``: all of them,
+    int32[batch, room], and ``length``, how many, int32[batch], for a hook; None where that is not
+    asked for."""
+
+    seen: Seen | None = None
+    tokens: Array | None = None
+    length: Rows | None = None
+
+    def hooked(self, logits: Logits, hook: LogitsHook | None) -> Logits:
+        """Logits as a hook changes them; what it sets to minus infinity is not drawn.
+
+        Raises:
+          ValueError: if it gives something else.
+        """
+        if hook is None:
+            return logits
+        assert self.tokens is not None and self.length is not None
+        found: Any = hook(logits.astype(jnp.float32), self.tokens, self.length)
+        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+        if shape != logits.shape or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"logits_hook must give logits [batch={logits.shape[0]}, vocab={logits.shape[1]}], "
+                f"and gave {dtype}{list(shape or ())}"
+            )
+        # Minus infinity forbids a token; where nothing is left, a row has no numbers.
+        none = jnp.all(found == -jnp.inf, axis=-1, keepdims=True)
+        lowest = jnp.finfo(jnp.float32).min
+        return jnp.where(none, jnp.nan, jnp.maximum(found.astype(jnp.float32), lowest))
+
+    def with_token(self, seen: Seen | None, token: Rows, taken: SomeRows) -> "Past":
+        """With a token more of the rows that took one; ``seen``: with it already."""
+        if self.tokens is None or self.length is None:
+            return Past(seen)
+        at = jnp.where(taken, self.length, self.tokens.shape[1])
+        tokens = self.tokens.at[jnp.arange(len(token)), at].set(token, mode="drop")
+        return Past(seen, tokens, self.length + taken)
+
+
+def past_of(
+    texts: list[list[int]], *, vocab: int, room: int, penalty: bool, hook: bool
+) -> Past | None:
+    """Of rows' texts so far, as NumPy's arrays; None where nothing is asked for. ``room``: tokens
+    that a row may come to."""
+    if not penalty and not hook:
+        return None
+    seen: Any = None
+    if penalty:
+        seen = np.zeros((len(texts), vocab), bool)
+        for row, ids in enumerate(texts):
+            seen[row, ids] = True
+    if not hook:
+        return Past(seen)
+    tokens: Any = np.zeros((len(texts), room), np.int32)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)] = ids
+    length: Any = np.array([len(ids) for ids in texts], np.int32)
+    return Past(seen, tokens, length)

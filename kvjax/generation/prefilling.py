@@ -1,0 +1,50 @@
+"""Prompts as a cache, and what the model says behind them."""
+
+from jax.sharding import Mesh
+
+from kvjax.cache.state import KVCache
+from kvjax.core.context import outside
+from kvjax.generation.filters import Logits
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.prompts import prompt_chunks
+from kvjax.generation.request import prepare
+from kvjax.generation.session import Session
+from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.words import Prompts
+from kvjax.memory.planning import PREFILL
+
+
+@outside
+def prefill(
+    lm: LanguageModel,
+    prompts: Prompts,
+    *,
+    cache: CacheChoice = "static",
+    max_len: int | None = None,
+    prefill_chunk: int = PREFILL,
+    mesh: Mesh | None = None,
+) -> tuple[KVCache, Logits]:
+    """Read prompts into a cache, as ``generate`` does before its first token.
+
+    Args:
+      lm, prompts, cache, max_len, prefill_chunk, mesh: as of ``generate``; without ``max_len``
+        there is room for a token more, rounded up.
+
+    Returns:
+      The cache, and the logits behind each prompt, float32[batch, vocab]. Any loop of one's own
+      goes on from these; ``kvjax.repeat(cache, n)`` has each prompt ``n`` times.
+
+    Raises:
+      ValueError, CacheOverflowError: as ``generate``.
+    """
+    lm = lm if mesh is None else lm.on(mesh)
+    options = Options(max_new_tokens=1, cache=cache, max_len=max_len, prefill_chunk=prefill_chunk)
+    request = prepare(lm, prompts, options)
+    session = Session(lm, request)
+    session.start()
+    for chunk in prompt_chunks(request):
+        session.make_room(chunk.held)
+        session.fill(chunk)
+    session.check()
+    assert session.cache is not None
+    return session.cache, session.logits[: request.rows]

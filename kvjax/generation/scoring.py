@@ -1,0 +1,187 @@
+"""Log-probabilities of texts that are given."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.creation import allocate
+from kvjax.cache.state import KVCache
+from kvjax.core.checks import whole_number
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.generation.capacities import capacity_for
+from kvjax.generation.drawing import make_settings
+from kvjax.generation.filters import Logits
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model, check_model
+from kvjax.generation.request import chunk_bucket
+from kvjax.generation.sampling import Filters, Sampling, filter_logits
+from kvjax.generation.scores import of_tokens
+from kvjax.generation.words import Prompts, token_ids
+from kvjax.memory.planning import PREFILL
+from kvjax.operations.rows import select
+from kvjax.policies.presets import PolicyChoice
+
+Continuations = Sequence[str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]]
+
+
+@state
+class Scored:
+    """Of each continuation, a row: ``tokens``, int32[rows, new], and ``lengths``, how many are
+    real, int32[rows]; ``logprobs``, float32[rows, new], by the model's own distribution, and
+    ``drawn``, by the one that tokens would be drawn from with the temperature and filters that were
+    given; both are 0 behind a row's tokens."""
+
+    tokens: Array
+    lengths: Array
+    logprobs: Array
+    drawn: Array
+
+    @property
+    def totals(self) -> Array:
+        """The log-probability of each continuation as a whole, by the model's own distribution:
+        float32[rows]."""
+        return jnp.sum(self.logprobs, axis=1)
+
+
+def score(
+    lm: LanguageModel,
+    prompts: Prompts,
+    continuations: Continuations,
+    *,
+    cache: PolicyChoice = "static",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    prefill_chunk: int = PREFILL,
+) -> Scored:
+    """Log-probabilities of continuations of prompts, each prompt read once for all of its own.
+
+    Differentiable through the parameters: ``jax.grad(lambda params:
+    kvjax.score(lm.with_params(params), prompts, continuations).totals.sum())``; it may stand in
+    ``jit``.
+
+    Args:
+      lm, prompts: as of ``generate``.
+      continuations: for each prompt a text or a list of token ids, or a list of several of these.
+      cache: a policy, or its name.
+      temperature, top_k, top_p, min_p: of the distribution that ``drawn`` is of.
+      prefill_chunk: tokens of prompts and of continuations that are fed together.
+
+    Returns:
+      One row for each continuation, a prompt's one behind the other.
+
+    Raises:
+      ValueError: if there is not an entry of continuations for each prompt, one is empty, or a
+        token is not in the vocabulary; if prompt and continuation are more than the model's
+        positions.
+    """
+    check_model(lm, inside=True)
+    chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    rows = token_ids(lm, prompts, [])
+    if isinstance(continuations, str):
+        continuations = [continuations]
+    if len(continuations) != len(rows):
+        raise ValueError(
+            f"{len(rows)} prompts and {len(continuations)} entries of continuations: give one a "
+            "prompt, a continuation or a list of several"
+        )
+    each = [_several(lm, n, entry) for n, entry in enumerate(continuations)]
+    of = np.array([prompt for prompt, entry in enumerate(each) for _ in entry], np.int32)
+    new = [ids for entry in each for ids in entry]
+    longest, most = max(map(len, rows)), max(map(len, new))
+    capacity = capacity_for(lm.config, longest, most, None, None)
+    held = allocate(
+        lm.config, cache, batch=len(rows), max_len=capacity, room=capacity, mesh=lm.mesh
+    )
+    last, held = _fed(lm, held, rows, chunk, last_only=True)
+    held = select(held, of) if len(of) != len(rows) else held
+    # The last token of a continuation is fed to nobody.
+    every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)
+    filters, settings = make_settings(
+        seeds=[0] * len(new), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    before = last[of] if every is None else jnp.concatenate([last[of], every], axis=1)
+    tokens, lengths = _padded(new, before.shape[1])
+    logprobs, drawn = _scored(filters, settings, before, tokens, lengths)
+    return Scored(
+        jnp.asarray(tokens[:, :most]), jnp.asarray(lengths), logprobs[:, :most], drawn[:, :most]
+    )
+
+
+def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
+    """The continuations of a prompt, as token ids."""
+    if isinstance(entry, str) or (len(entry) and not isinstance(entry[0], str | Sequence)):
+        entry = [entry]
+    if not len(entry):
+        raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
+    # A second BOS token would stand inside the text.
+    return token_ids(lm, entry, [1] * len(entry))
+
+
+def _fed(
+    lm: LanguageModel, cache: KVCache, rows: list[list[int]], chunk: int, *, last_only: bool
+) -> tuple[Any, KVCache]:
+    """Logits of rows' tokens, [batch, 1 or new, vocab], None where there are none, and the cache;
+    ``new`` is their number, filled up so that few programs are compiled."""
+    longest = max(map(len, rows))
+    full, rest = longest // chunk * chunk, longest % chunk
+    tokens, lengths = _padded(rows, full + (chunk_bucket(rest, chunk) if rest else 0))
+    found: list[Any] = []
+    for start in range(0, tokens.shape[1], chunk):
+        part = tokens[:, start : start + chunk]
+        real = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
+        logits, cache = _call(lm.architecture, lm.params, part, cache, real, last_only)
+        if last_only and found:
+            found = [jnp.where((real > 0)[:, None, None], logits, found[0])]
+        else:
+            found.append(logits)
+    return (jnp.concatenate(found, axis=1) if found else None), cache
+
+
+@functools.partial(jax.jit, static_argnames=("model", "last_only"))
+def _call(
+    model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: Rows, last_only: bool
+) -> tuple[Array, KVCache]:
+    # Not donated: what a derivative needs of it is kept.
+    return model.apply(params, tokens, cache, lengths=lengths, last_only=last_only)
+
+
+@functools.partial(jax.jit, static_argnames="filters")
+def _scored(
+    filters: Filters, settings: Sampling, logits: Array, tokens: Tokens, lengths: Rows
+) -> tuple[Array, Array]:
+    """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
+    logits = logits.astype(jnp.float32)
+    real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    own = of_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
+    drawn = jax.vmap(
+        lambda each: filtered_log_softmax(each, filters, settings), in_axes=1, out_axes=1
+    )(logits)
+    return jnp.where(real, own, 0), jnp.where(real, of_tokens(drawn, tokens), 0)
+
+
+def filtered_log_softmax(logits: Logits, filters: Filters, settings: Sampling) -> Array:
+    """log-probabilities, float32[batch, vocab], of what tokens are drawn from, differentiable: what
+    the filters leave out is at minus infinity."""
+    if filters.greedy:
+        best = jnp.argmax(logits, axis=-1)[:, None] == jnp.arange(logits.shape[1])
+        return jnp.where(best, 0.0, -jnp.inf)
+    count = jnp.zeros(logits.shape[0], jnp.int32)
+    left = filter_logits(jax.lax.stop_gradient(logits), filters, settings, count=count)
+    warm = logits / settings.temperature[:, None]
+    return jax.nn.log_softmax(jnp.where(jnp.isfinite(left), warm, -jnp.inf), axis=-1)
+
+
+def _padded(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32[batch, width], padded with 0, and int32[batch]."""
+    lengths = np.array([len(ids) for ids in rows], np.int32)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens, lengths

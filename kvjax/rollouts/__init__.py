@@ -1,0 +1,1 @@
+"""Generation inside a training loop: fixed shapes, one program."""

@@ -1,0 +1,268 @@
+"""Rollouts: generation as one program, from parameters that change at every step."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.creation import allocate
+from kvjax.cache.state import KVCache
+from kvjax.cache.usable import usable
+from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.context import outside
+from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.generation.capacities import capacity_for
+from kvjax.generation.drawing import make_settings
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model, check_model
+from kvjax.generation.parameters import check_like
+from kvjax.generation.past import Past
+from kvjax.generation.programs import Cached, begin, decoded, whole
+from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.settings import Drawing, spelled_out
+from kvjax.generation.sharing import for_samples
+from kvjax.generation.words import Prompts, biases, check_ids, token_ids
+from kvjax.operations.rows import repeat, reset
+from kvjax.policies.presets import PolicyChoice, budget_of
+from kvjax.rollouts.results import Rollout
+
+
+class RolloutSettings(Drawing, total=False):
+    """How tokens are drawn, and what else is compiled in."""
+
+    repetition_penalty: float | None
+    logit_bias: Any
+    min_new_tokens: int
+    eos_token_ids: Any
+    logits_hook: Any
+
+
+@spelled_out(RolloutSettings)
+@outside
+def rollout(
+    lm: LanguageModel,
+    params: Any,
+    prompts: Prompts | tuple[Tokens, Rows],
+    *,
+    n: int = 1,
+    max_new_tokens: int = 64,
+    seed: int | Array = 0,
+    cache: PolicyChoice = "static",
+    buffer: KVCache | None = None,
+    put: bool | Callable[[Any], Any] = False,
+    **settings: Unpack[RolloutSettings],
+) -> Rollout:
+    """Draw ``n`` continuations of each prompt from parameters that are an argument: new ones at
+    every step compile nothing and copy nothing. One program, which may stand inside ``jit``.
+
+    Args:
+      lm: the model; its own parameters are not used.
+      params: of the same names, shapes and dtypes.
+      prompts: as of ``generate``; or int32[batch, prompt], padded on the right, and int32[batch],
+        how many are real, arrays that may be traced. Programs are compiled for a width: texts of
+        one's own are padded to a power of two, from 16 up.
+      n: continuations of each, which share its one prefill, and in a paged cache its full pages.
+      max_new_tokens: a row ends after so many.
+      seed: a whole number below 2**32, or uint32[], which may be traced. Row ``i`` draws as that of
+        ``generate(seed=seed * 2**32 + i)``: rows of other seeds are never the same.
+      cache: a policy, its name, or one a layer, of one device memory or a mesh's.
+      buffer: the ``cache`` of an earlier rollout of the same shapes, whose memory is used again; it
+        is used up, by donation.
+      put: True for parameters of another dtype or sharding than the model's own, such as a
+        trainer's: they go through ``lm.put`` first. Or a function of them.
+      temperature: 1 by default. It, the filters and ``logits_hook`` are those of ``generate``.
+
+    Raises:
+      ValueError: as of ``generate``; if the parameters are those of another model, or the buffer is
+        not of these shapes.
+    """
+    check_model(lm, inside=True)
+    if put is not False:
+        params = lm.put(params) if put is True else put(params)
+    check_like(params, lm.params)
+    new = whole_number("max_new_tokens", max_new_tokens, 1)
+    samples = whole_number("n", n, 1)
+    tokens, lengths = _arrays(lm, prompts)
+    rows, width = tokens.shape[0] * samples, tokens.shape[1]
+    filters, drawing = _drawing(lm, rows, seed, settings)
+    capacity = capacity_for(lm.config, width, new, None, None)
+    if budget_of(cache) is not None:
+        raise ValueError(
+            "policy('auto') moves its layers while it runs, and a rollout is one program"
+        )
+    made = _Made(
+        lm.config, for_samples(lm.config, cache, [[0] * width] * tokens.shape[0], new, samples),
+        tokens.shape[0], capacity, lm.mesh,
+    )  # fmt: skip
+    if buffer is not None:
+        _check_buffer(buffer, jax.eval_shape(lambda: repeat(made(), samples)))
+    return _rolled(
+        lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """How a cache is made: equal for one config, and equal policies and sizes."""
+
+    config: Any
+    policy: Any
+    batch: int
+    capacity: int
+    mesh: Any
+
+    def _key(self) -> tuple[Any, ...]:
+        policy = tuple(self.policy) if isinstance(self.policy, list) else self.policy
+        return id(self.config), policy, self.batch, self.capacity, self.mesh
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Made) and self._key() == other._key()
+
+    def __call__(self) -> KVCache:
+        """The empty cache."""
+        return allocate(
+            self.config, self.policy, batch=self.batch, max_len=self.capacity, room=self.capacity,
+            mesh=self.mesh,
+        )  # fmt: skip
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "filters", "made", "n", "new"),
+    donate_argnames="buffer",
+    keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken
+)
+def _rolled(
+    model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
+    lengths: Rows, drawing: Sampling, buffer: KVCache | None,
+) -> Rollout:  # fmt: skip
+    """The program of a rollout."""
+    cache = reset(buffer) if buffer is not None and n == 1 else made()
+    logits, cache = model.apply(params, tokens, cache, lengths=lengths, last_only=True)
+    if n > 1:
+        cache, logits = repeat(cache, n), jnp.repeat(logits, n, axis=0)
+        tokens, lengths = (jnp.repeat(x, n, axis=0) for x in (tokens, lengths))
+    rows, width = tokens.shape
+    context, limit = Cached(cache), jnp.int32(new)
+    at = jnp.arange(width + new)
+    text = jnp.where(at < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
+    past = _past(filters, text, lengths, logits.shape[-1])
+    progress, past, first = begin(whole(logits[:, 0], context), filters, drawing, limit, past, 0)
+    start = progress.token[:, None]
+    context, progress, _, out, scores = decoded(
+        model,
+        filters,
+        params,
+        context,
+        progress,
+        past,
+        drawing,
+        limit,
+        limit - 1,
+        0,
+        max(new - 1, 1),
+    )
+    assert first is not None and scores is not None and context.cache is not None
+    chosen, logprobs, drawn = (
+        jnp.concatenate([x, y], axis=1)[:, :new]
+        for x, y in ((start, out), (first.chosen, scores.chosen), (first.drawn, scores.drawn))
+    )
+    real = jnp.arange(new) < progress.count[:, None]
+    where = jnp.where(real, lengths[:, None] + jnp.arange(new), width + new)
+    text = text.at[jnp.arange(rows)[:, None], where].set(chosen, mode="drop")
+    ended = jnp.any(progress.token[:, None] == drawing.eos, axis=-1) & (progress.count > 0)
+    return Rollout(
+        text, lengths, progress.count, jnp.where(real, logprobs, 0), jnp.where(real, drawn, 0),
+        ended, progress.broken, context.cache,
+    )  # fmt: skip
+
+
+def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | None:
+    """What a penalty or a hook go by, from the prompts."""
+    if not filters.repetition_penalty and filters.hook is None:
+        return None
+    rows = jnp.arange(text.shape[0])[:, None]
+    seen = None
+    if filters.repetition_penalty:
+        real = jnp.arange(text.shape[1]) < lengths[:, None]
+        seen = jnp.zeros((text.shape[0], vocab), bool)
+        seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
+    return Past(seen) if filters.hook is None else Past(seen, text, lengths)
+
+
+def _arrays(lm: LanguageModel, prompts: Any) -> tuple[Any, Any]:
+    """Prompts as int32[batch, prompt] and int32[batch].
+
+    Raises:
+      ValueError: if they are none.
+    """
+    arrays = isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2
+    if not arrays:
+        rows = token_ids(lm, prompts, [])
+        width = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
+        width = min(width, getattr(lm.config, "position_limit", None) or width)
+        tokens = np.zeros((len(rows), max(width, max(map(len, rows)))), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        return tokens, np.array([len(ids) for ids in rows], np.int32)
+    tokens, lengths = prompts
+    if np.shape(lengths) != np.shape(tokens)[:1]:
+        raise ValueError(
+            f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
+            f"and {list(np.shape(lengths))}"
+        )
+    if not any(map(is_traced, (tokens, lengths))):
+        for row, (ids, real) in enumerate(
+            zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        ):
+            if not 1 <= real <= len(ids):
+                raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
+            check_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _drawing(
+    lm: LanguageModel, rows: int, seed: Any, settings: RolloutSettings
+) -> tuple[Filters, Sampling]:
+    """How tokens are drawn, with a seed that may be traced."""
+    given: dict[str, Any] = {"temperature": 1.0, **settings}
+    least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
+    ends = given.pop("eos_token_ids", None)
+    ends = lm.generation.eos_token_ids if ends is None else ends
+    ends = (ends,) if isinstance(ends, int) else tuple(ends)
+    check_ids(lm.config, ends, "eos_token_ids")
+    bias = biases(lm.config, given.pop("logit_bias", None))
+    filters, found = make_settings(
+        seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
+    )
+    if not is_traced(seed) and not isinstance(seed, jax.Array):
+        seed = np.uint32(_below(seed))
+    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
+    return filters, replace(found, seeds=jnp.stack([jnp.asarray(found.seeds[:, 0]), high], axis=1))
+
+
+def _below(seed: Any) -> int:
+    """A seed, or a ``ValueError``."""
+    if whole_number("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed is {seed}, and must be below 2**32")
+    return int(seed)
+
+
+def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:
+    """Raise ``ValueError`` for a buffer that can't be used again."""
+    usable("kvjax.rollout", buffer)
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(buffer)]
+    if jax.tree.structure(buffer) != jax.tree.structure(wanted) or shapes != [
+        (x.shape, x.dtype) for x in jax.tree.leaves(wanted)
+    ]:
+        raise ValueError(
+            f"the buffer, {buffer!r:.60}..., is not of this rollout's policy and shapes: give the "
+            "cache of one with the same prompts' width, n and max_new_tokens, or none"
+        )

@@ -1,0 +1,256 @@
+"""Rollouts: one program, from parameters that change at every step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kvjax
+from kvjax.generation.statistics import Meter
+from kvjax.rollouts import rolling
+from tests.alive import alive
+from tests.matrix import tiny_model
+from tests.test_prefixes import small
+
+PROMPTS = [[5, 3, 8, 1], [2, 9, 4, 4, 7, 1, 6]]
+TOKENS = np.array([[5, 3, 8, 1, 0, 0, 0, 0], [2, 9, 4, 4, 7, 1, 6, 0]], np.int32)
+LENGTHS = np.array([4, 7], np.int32)
+POLICIES = {
+    "static": "static", "dynamic": "dynamic", "paged": kvjax.CachePolicy(kvjax.Paged(16)),
+    "int8": kvjax.policy(bits=8, block=8),
+    "ring and sinks": kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=15)),
+    "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return small()
+
+
+def lists(found):
+    return [row[:real].tolist() for row, real in zip(found.new_tokens, found.lengths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [name if name in ("static", "paged") else pytest.param(name, marks=pytest.mark.rare)
+     for name in POLICIES],
+)  # fmt: skip
+def test_rows_are_those_of_generate(lm, policy):
+    given = {
+        "n": 3,
+        "max_new_tokens": 9,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "eos_token_ids": range(0, 61, 7),
+    }
+    given |= {"cache": POLICIES[policy], "repetition_penalty": 1.1, "min_new_tokens": 2}
+    found = kvjax.rollout(lm, lm.params, PROMPTS, seed=5, **given).check()
+    wanted = kvjax.generate(lm, PROMPTS, seed=5 * 2**32, logprobs=True, padded=True, **given)
+    assert found.lengths.tolist() == wanted.lengths.tolist()
+    assert lists(found) == [row[:real].tolist() for row, real in
+                            zip(wanted.tokens, wanted.lengths, strict=True)]  # fmt: skip
+    assert found.reasons == wanted.stats.stop_reasons and "eos" in found.reasons
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs.chosen, atol=1e-6)
+    np.testing.assert_allclose(found.drawn, wanted.logprobs.drawn, atol=1e-6)
+    for row, (tokens, real) in enumerate(zip(found.tokens, found.lengths, strict=True)):
+        prompt = PROMPTS[row // 3]
+        new = slice(len(prompt), len(prompt) + int(real))
+        assert tokens[: len(prompt)].tolist() == prompt and not tokens[new.stop :].any()
+        assert tokens[new].tolist() == lists(found)[row]
+        assert np.flatnonzero(found.mask[row]).tolist() == list(range(*new.indices(99)))
+    kvjax.check(found.cache)
+    assert found.cache.length.tolist() == [
+        len(PROMPTS[row // 3]) + int(real) - 1 for row, real in enumerate(found.lengths)
+    ]
+
+
+def trainer(architecture, params, found, temperature=1.0):
+    """Log-probabilities of the new tokens as a training pass computes them, beside the tokens."""
+    logits = architecture.apply(params, found.tokens)[:, :-1].astype(jnp.float32) / temperature
+    known = jax.nn.log_softmax(logits)
+    each = jnp.take_along_axis(known, found.tokens[:, 1:, None], axis=2)[..., 0]
+    return jnp.where(found.mask[:, 1:], each, 0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_drawn_log_probabilities_are_the_trainers(dtype, tolerance):
+    """The mismatch that other stacks are known for, as a law: within what the dtype rounds."""
+    model, params = tiny_model(dtype=dtype)
+    lm = dataclasses.replace(small(), config=model.config, params=params, architecture=model)
+    found = kvjax.rollout(lm, params, PROMPTS, n=4, max_new_tokens=24, temperature=0.8)
+    wanted = trainer(model, params, found, 0.8)
+    mean = jnp.sum(jnp.abs(found.beside(found.drawn)[:, 1:] - wanted)) / found.lengths.sum()
+    np.testing.assert_allclose(found.beside(found.drawn)[:, 1:], wanted, atol=tolerance)
+    assert mean < tolerance / 10
+    own = trainer(model, params, found)
+    np.testing.assert_allclose(found.beside(found.logprobs)[:, 1:], own, atol=tolerance)
+
+
+def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
+    optimizer = optax.sgd(1e-2)
+
+    @jax.jit
+    def train(params, state, found):
+        def loss(params):
+            return -jnp.mean(trainer(lm.architecture, params, found))
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state, buffer, texts = lm.params, optimizer.init(lm.params), None, []
+    size = max(x.nbytes for x in jax.tree.leaves(params))
+    before = rolling._rolled._cache_size()
+    for step in range(10):
+        if step == 2:
+            (meter := Meter()).running().__enter__()
+            held = len(alive())
+        found = kvjax.rollout(
+            lm, params, (TOKENS, LENGTHS), n=2, max_new_tokens=8, seed=step, buffer=buffer
+        )
+        buffer = found.cache
+        texts.append(lists(found))
+        params, state = train(params, state, found)
+    assert meter.compilations == 0 and len(alive()) <= held
+    # With the buffer, and the first time without.
+    assert rolling._rolled._cache_size() - before == 2
+    assert len({str(each) for each in texts}) == 10
+    program = lowered(lm, buffer)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(buffer).values())
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < size
+
+
+def lowered(lm, buffer):
+    """The program of a rollout with a buffer, compiled."""
+    found = {}
+
+    def keep(*given):
+        found["program"] = rolled.lower(*given).compile()
+        return rolled(*given)
+
+    rolled, rolling._rolled = rolling._rolled, keep
+    try:
+        kvjax.rollout(
+            lm, lm.params, (TOKENS, LENGTHS), n=2, max_new_tokens=8, seed=99, buffer=buffer
+        )
+    finally:
+        rolling._rolled = rolled
+    return found["program"]
+
+
+def test_eight_samples_of_a_long_prompt_share_its_prefill():
+    """Operations that the compiler counts: of eight, hardly more than of one."""
+    lm, prompt = small(max_position_embeddings=2048), (np.ones((1, 1024), np.int32), [1024])
+
+    def operations(n):
+        call = jax.jit(lambda params: kvjax.rollout(lm, params, prompt, n=n, max_new_tokens=2))
+        return call.lower(lm.params).compile().cost_analysis()["flops"]
+
+    assert operations(8) < 1.1 * operations(1)
+
+
+def test_inside_jit_with_a_traced_seed(lm):
+    @jax.jit
+    def step(params, tokens, lengths, seed):
+        found = kvjax.rollout(lm, params, (tokens, lengths), n=2, max_new_tokens=5, seed=seed)
+        return found.new_tokens, found.drawn
+
+    for seed in (0, 7):
+        tokens, drawn = step(lm.params, TOKENS, LENGTHS, jnp.uint32(seed))
+        wanted = kvjax.rollout(lm, lm.params, PROMPTS, n=2, max_new_tokens=5, seed=seed)
+        np.testing.assert_array_equal(tokens, wanted.new_tokens)
+        np.testing.assert_allclose(drawn, wanted.drawn, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.rare)])
+def test_on_a_mesh(lm, n):
+    spread = lm.on(kvjax.make_mesh(data=2, tensor=2))
+    given = {"n": n, "max_new_tokens": 6, "seed": 3}
+    found = kvjax.rollout(spread, spread.params, PROMPTS, **given)
+    assert len(found.cache.layers[0].keys.sharding.device_set) == 4
+    wanted = kvjax.rollout(lm, lm.params, PROMPTS, **given)
+    np.testing.assert_array_equal(found.new_tokens, wanted.new_tokens)
+    # A trainer's parameters are elsewhere and wider.
+    other = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), lm.params)
+    moved = kvjax.rollout(spread, other, PROMPTS, put=True, **given)
+    alone = kvjax.rollout(lm, other, PROMPTS, **given)
+    np.testing.assert_array_equal(moved.new_tokens, alone.new_tokens)
+
+
+def test_a_trainers_dtype(lm):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), lm.params)
+    narrow = dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide))
+    given = {"max_new_tokens": 4}
+    with pytest.raises(ValueError, match=r"lm\.put"):
+        kvjax.rollout(narrow, wide, PROMPTS, **given)
+    found = kvjax.rollout(narrow, wide, PROMPTS, put=True, **given)
+    by = kvjax.rollout(narrow, wide, PROMPTS, put=narrow.put, **given)
+    wanted = kvjax.rollout(narrow, narrow.params, PROMPTS, **given)
+    for each in (found, by):
+        np.testing.assert_array_equal(each.tokens, wanted.tokens)
+    same = lm.put(lm.params)
+    old = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(lm.params)}
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(same)} == old  # no copy
+
+
+def test_a_stacked_model_rolls_out():
+    from tests.test_adapters import model
+
+    lm = model("plain_scan")
+    found = kvjax.rollout(lm, lm.params, PROMPTS, n=2, max_new_tokens=6, temperature=20.0)
+    wanted = kvjax.generate(lm, PROMPTS, n=2, max_new_tokens=6, temperature=20.0)
+    assert found.cache.stacks is not None and lists(found) == wanted.tokens
+
+
+def test_what_is_not_finite_is_told(lm):
+    broken = jax.tree.map(lambda x: x * jnp.nan, lm.params)
+    found = kvjax.rollout(lm, broken, PROMPTS, max_new_tokens=3)
+    assert found.lengths.tolist() == [0, 0] and not found.mask.any()
+    with pytest.raises(kvjax.NonFiniteError, match=r"row\(s\) 0, 1"):
+        found.check()
+
+
+def test_a_model_is_saved_and_loaded_as_it_was_trained(tmp_path):
+    lm = kvjax.models.load()
+    trained = lm.with_params(jax.tree.map(lambda x: x * 1.01, lm.params))
+    trained.save(tmp_path / "model")
+    again = kvjax.models.load(tmp_path / "model")
+    jax.tree.map(np.testing.assert_array_equal, again.params, trained.params)
+    assert again.config == trained.config and again.generation == trained.generation
+    assert again.encode("def f(x):")[0].tolist() == lm.encode("def f(x):")[0].tolist()
+    with pytest.raises(ValueError, match="not an empty folder"):
+        trained.save(tmp_path / "model")
+
+
+WRONG = {
+    "n": ({"n": 0}, "n must be a whole number, at least 1"),
+    "seed": ({"seed": 2**32}, "seed is 4294967296"),
+    "auto": ({"cache": kvjax.policy("auto", memory=10**6)}, "moves its layers"),
+    "lengths": ({"prompts": (TOKENS, np.array([4]))}, "lengths .batch."),
+    "an empty prompt": ({"prompts": (TOKENS, np.array([4, 0]))}, "prompt 1 has 0 tokens"),
+    "no token": ({"prompts": ([[999]])}, "token id 999"),
+    "temperature": ({"temperature": -1.0}, "temperature must be"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_told(lm, name):
+    given, words = WRONG[name]
+    given = {"prompts": PROMPTS, "max_new_tokens": 2, **given}
+    with pytest.raises(ValueError, match=words):
+        kvjax.rollout(lm, lm.params, given.pop("prompts"), **given)
+
+
+def test_wrong_parameters_and_buffers_are_told(lm):
+    found = kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=2)
+    with pytest.raises(ValueError, match="is not of this rollout's policy and shapes"):
+        kvjax.rollout(lm, lm.params, PROMPTS, n=2, max_new_tokens=2, buffer=found.cache)
+    with pytest.raises(ValueError, match="the parameters lack"):
+        kvjax.rollout(lm, {}, PROMPTS)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_len'"):
+        kvjax.rollout(lm, lm.params, PROMPTS, max_len=3)
