@@ -44,7 +44,7 @@ def check_model(lm: Any, *, inside: bool = False) -> None:
             f"{missing[0]}"
         )
     if not hasattr(lm.config, "vocab_size"):
-        raise ValueError("the model's config has no vocab_size, which generation asks for")
+        raise ValueError("the model's config has no vocab_size: generation asks for it")
     layer_heads(lm.config)
     check_device(lm)
     try:

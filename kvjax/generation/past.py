@@ -36,7 +36,7 @@ class Past:
             return logits
         assert self.tokens is not None and self.length is not None
         found: Any = hook(logits.astype(jnp.float32), self.tokens, self.length)
-        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", np.dtype(object))
         if shape != logits.shape or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"logits_hook must give logits [batch={logits.shape[0]}, vocab={logits.shape[1]}], "

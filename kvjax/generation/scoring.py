@@ -100,7 +100,7 @@ def score(
         lm.config, cache, batch=len(rows), max_len=capacity, room=capacity, mesh=lm.mesh
     )
     last, held = _fed(lm, held, rows, chunk, last_only=True)
-    held = select(held, of) if len(of) != len(rows) else held
+    held = select(held, of.tolist()) if len(of) != len(rows) else held
     # The last token of a continuation is fed to nobody.
     every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)
     filters, settings = make_settings(
@@ -108,7 +108,7 @@ def score(
     )
     before = last[of] if every is None else jnp.concatenate([last[of], every], axis=1)
     tokens, lengths = _padded(new, before.shape[1])
-    logprobs, drawn = _scored(filters, settings, before, tokens, lengths)
+    logprobs, drawn = _scored(filters, settings, before, jnp.asarray(tokens), lengths)
     return Scored(
         jnp.asarray(tokens[:, :most]), jnp.asarray(lengths), logprobs[:, :most], drawn[:, :most]
     )
@@ -154,7 +154,7 @@ def _call(
 
 @functools.partial(jax.jit, static_argnames="filters")
 def _scored(
-    filters: Filters, settings: Sampling, logits: Array, tokens: Tokens, lengths: Rows
+    filters: Filters, settings: Sampling, logits: Array, tokens: Array, lengths: Rows
 ) -> tuple[Array, Array]:
     """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
     logits = logits.astype(jnp.float32)
