@@ -212,3 +212,55 @@ def test_a_model_of_keras_hub_that_takes_no_cache_is_refused():
     lm = as_language_model(keras_hub_model("phi3"))
     with pytest.raises(ValueError, match="0 of 2 attention layers"):
         lm.apply(lm.params, TOKENS)
+
+
+class TunixTokenizer:
+    """What tunix asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 50 + 5 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return 2
+
+    def pad_id(self) -> int:
+        return 0
+
+
+def test_rollouts_of_tunix():
+    needed("tunix")
+    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
+
+    from kvjax.adapters.tunix import KvjaxRollout
+
+    actor = Model()
+    worker = KvjaxRollout(actor, TunixTokenizer(), config=CONFIG)
+    assert isinstance(worker, BaseRollout) and worker.model() is actor
+    assert (worker.pad_id(), worker.eos_id()) == (0, 2)
+    asked = RolloutConfig(
+        max_tokens_to_generate=6, temperature=1.0, max_prompt_length=8, return_logprobs=True,
+        seed=jax.random.PRNGKey(3), eos_tokens=[],
+    )  # fmt: skip
+    prompts, before = ["abc", "abcdef"], []
+    for step in range(3):
+        found = worker.generate(prompts, asked)
+        assert [len(row) for row in found.tokens] == [6, 6]
+        assert found.left_padded_prompt_tokens.shape == (2, 8)
+        assert found.left_padded_prompt_tokens[0].tolist() == [0, 0, 0, 0, 1, 52, 53, 54]
+        logps = worker.get_per_token_logps(
+            jnp.asarray(found.left_padded_prompt_tokens), jnp.asarray(np.stack(found.tokens))
+        )
+        np.testing.assert_allclose(np.stack(found.logprobs), logps, atol=1e-4)
+        before.append(np.stack(found.logprobs))
+        # The trainer's own state, and a part of it in a wider dtype.
+        new = jax.tree.map(lambda x: x * 1.1, nnx.state(actor, nnx.Param))
+        worker.update_params(new, (nnx.Param,)) if step else nnx.update(actor, new)
+    assert not np.allclose(before[0], before[1]) and not np.allclose(before[1], before[2])
+    with pytest.raises(ValueError, match="max_prompt_length is 8"):
+        worker.generate(["a" * 20], asked)

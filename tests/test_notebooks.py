@@ -49,6 +49,7 @@ SMALLER = {
         "[64, 128, 256, 512, 960]": "[64, 128]",
         "max_len=64": "max_len=128",  # a token is a byte
     },
+    "rollouts.ipynb": {"STEPS = 40": "STEPS = 2"},
     "serving.ipynb": {
         "counts = [1, 2, 4, 8, 16]": "counts = [4]",
         "range(5)": "range(2)",
