@@ -227,9 +227,10 @@ def test_models_are_imported_by_one_name(path):
 def test_only_declared_packages_are_imported():
     extras = PROJECT["optional-dependencies"]
     declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"]
-    declared += extras["adapters"] + extras["keras-hub"]
+    declared += extras["adapters"] + extras["keras-hub"] + extras["tunix"]
     distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}
+    modules |= {"tunix"}  # of google-tunix
     modules |= {"orbax"} if "orbax-checkpoint" in distributions else set()
     for path in python_files("kvjax") + python_files(MODELS):
         for name in imports(path, "kvjax." + package_of(path).removeprefix("kvjax.")):

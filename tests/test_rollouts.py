@@ -1,6 +1,9 @@
 """Rollouts: one program, from parameters that change at every step."""
 
 import dataclasses
+import re
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -225,6 +228,20 @@ def test_a_model_is_saved_and_loaded_as_it_was_trained(tmp_path):
     assert again.encode("def f(x):")[0].tolist() == lm.encode("def f(x):")[0].tolist()
     with pytest.raises(ValueError, match="not an empty folder"):
         trained.save(tmp_path / "model")
+
+
+def test_the_page_of_training_loops_runs(capsys):
+    page = Path(kvjax.__file__).parents[1] / "docs" / "rollouts.md"
+    if not page.is_file():
+        pytest.skip("an unpacked wheel has no docs")
+    found: dict[str, Any] = {}
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec("\n".join(code), found)
+    drawn = found["found"].beside(found["found"].drawn)[:, 1:]
+    assert drawn.shape == found["trained"].shape and found["cache"].length.tolist()[0] > 1
+    assert "(1, 8) [8] (1, 8)" in capsys.readouterr().out
+    slopes = jax.tree.leaves(found["slopes"])
+    assert all(jnp.isfinite(x).all() for x in slopes) and any(jnp.any(x != 0) for x in slopes)
 
 
 WRONG = {
