@@ -528,6 +528,81 @@ FAULTS = (
         'found: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
         "found: Any = json.loads(raw or b'0')", ("batch_command",),
     ),
+    Fault(
+        "a hook's text grows in rows that are done", "generation/past.py",
+        "return Past(seen, tokens, self.length + taken)",
+        "return Past(seen, tokens, self.length + 1)", ("scores", "rollouts"),
+    ),
+    Fault(
+        "tokens are drawn from what the hook has not seen", "generation/programs.py",
+        "after, marked = choose(before, seen, logits, filters, settings, limit)",
+        "after, marked = choose(before, seen, raw, filters, settings, limit)", ("scores",),
+    ),
+    Fault(
+        "the unfiltered distribution is told as that drawn from", "generation/scores.py",
+        "drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)",
+        "drawn = chosen", ("scores",),
+    ),
+    Fault(
+        "continuations are fed from their second token on", "generation/scoring.py",
+        "every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)",
+        "every, _ = _fed(lm, held, [ids[1:] for ids in new], chunk, last_only=False)",
+        ("scores",),
+    ),
+    Fault(
+        "a score forgets its temperature", "generation/scoring.py",
+        "warm = logits / settings.temperature[:, None]", "warm = logits", ("scores",),
+    ),
+    Fault(
+        "a rollout's seed is not looked at", "rollouts/rolling.py",
+        "high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))",
+        "high = jnp.zeros((rows,), jnp.uint32)", ("rollouts",),
+    ),
+    Fault(
+        "a rollout's buffer is dropped", "rollouts/rolling.py",
+        "keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken",
+        "keep_unused=False,", ("rollouts",),
+    ),
+    Fault(
+        "new tokens of a rollout stand one behind their places", "rollouts/rolling.py",
+        "where = jnp.where(real, lengths[:, None] + jnp.arange(new), width + new)",
+        "where = jnp.where(real, lengths[:, None] + jnp.arange(new) + 1, width + new)",
+        ("rollouts",),
+    ),
+    Fault(
+        "parameters of other shapes are taken", "generation/parameters.py",
+        "if found != wanted:", "if len(found) != len(wanted):", ("adapters",),
+    ),
+    Fault(
+        "a stack is rewound as far as one of its layers can be", "operations/rewinding.py",
+        "return found if layer.stack is None else jnp.min(found, axis=0)",
+        "return found if layer.stack is None else jnp.max(found, axis=0)", ("stacks",),
+    ),
+    Fault(
+        "a ragged row's last logits are those behind its padding", "adapters/any_model.py",
+        "at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)",
+        "at = jnp.full_like(jnp.asarray(lengths, jnp.int32), logits.shape[1] - 1)",
+        ("adapters",),
+    ),
+    Fault(
+        "positions of a framework's layers begin at 0", "adapters/running.py",
+        "call = current()\n    return jnp", "call = None\n    return jnp", ("adapters",),
+    ),
+    Fault(
+        "Linen gives an attention no mask", "adapters/attention_fn.py",
+        "return inspect.signature(self.own)",
+        "return inspect.signature(lambda query, key, value: query)", ("frameworks",),
+    ),
+    Fault(
+        "a call that was not ended is taken for a cache", "adapters/any_model.py",
+        "if after.pending is not None:", "if False:", ("adapters",),
+    ),
+    Fault(
+        "grouped queries share the first keys", "adapters/keras.py",
+        "keys, values = (x[:, :, :: self.num_repeats] for x in (key, value))",
+        "keys, values = (x[:, :, : x.shape[2] // self.num_repeats] for x in (key, value))",
+        ("frameworks",),
+    ),
 )  # fmt: skip
 
 
