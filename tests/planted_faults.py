@@ -529,9 +529,9 @@ FAULTS = (
         "found: Any = json.loads(raw or b'0')", ("batch_command",),
     ),
     Fault(
-        "a hook's text grows in rows that are done", "generation/past.py",
+        "a hook's text lacks the newest token", "generation/past.py",
         "return Past(seen, tokens, self.length + taken)",
-        "return Past(seen, tokens, self.length + 1)", ("scores", "rollouts"),
+        "return Past(seen, self.tokens, self.length + taken)", ("scores",),
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/programs.py",
@@ -574,9 +574,9 @@ FAULTS = (
         "if found != wanted:", "if len(found) != len(wanted):", ("adapters",),
     ),
     Fault(
-        "a stack is rewound as far as one of its layers can be", "operations/rewinding.py",
+        "a stack's rows are rewound a layer at a time", "operations/rewinding.py",
         "return found if layer.stack is None else jnp.min(found, axis=0)",
-        "return found if layer.stack is None else jnp.max(found, axis=0)", ("stacks",),
+        "return found", ("stacks",),
     ),
     Fault(
         "a ragged row's last logits are those behind its padding", "adapters/any_model.py",

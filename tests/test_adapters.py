@@ -176,6 +176,24 @@ def test_on_a_mesh(name):
             wrong.param_shardings(mesh)
 
 
+def test_configs_of_transformers_and_without_a_dtype():
+    """An object with the name that Transformers has for its decoder's part."""
+    lm = model("plain_scan")
+
+    class Config(types.SimpleNamespace):
+        def get_text_config(self, decoder=False):
+            return self
+
+    config = Config(**example("plain_scan").CONFIG, eos_token_id=[3, 5])
+    own = kvjax.language_model(example("plain_scan").apply, config, lm.params)
+    assert own.config.dtype == "float32" and own.generation.eos_token_ids == (3, 5)
+    given = {"max_new_tokens": 4, "eos_token_ids": ()}
+    found = kvjax.generate(own, [[1, 2]], **given).tokens
+    assert found == kvjax.generate(lm, [[1, 2]], **given).tokens
+    mixed = {"a": jnp.ones(3), "b": jnp.ones((9, 9), jnp.bfloat16)}
+    assert kvjax.language_model(whole, changed(), mixed).config.dtype == "bfloat16"
+
+
 class Letters:
     """A tokenizer of one's own."""
 
@@ -307,6 +325,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.PrefixTree(model("plain_scan"), max_len=64), "config says stacked"
     ),
     "a checkpoint": (lambda: model("plain_scan").save("nowhere"), "only models of kvjax.models"),
+    "a text beyond the positions": (
+        lambda: kvjax.score(model("nnx_model"), [[1] * 250], [[1] * 10]),
+        "250 tokens of prompt and a continuation of 10 make 260",
+    ),
     "a chat": (
         lambda: dataclasses.replace(model("plain_scan"), tokenizer=Letters()).chat([]),
         "no chat template",

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.generation.statistics import Meter
+from kvjax.models.config import RopeConfig
 from kvjax.rollouts import rolling
 from tests.alive import alive
 from tests.matrix import tiny_model
@@ -148,7 +149,7 @@ def lowered(lm, buffer):
 
 def test_eight_samples_of_a_long_prompt_share_its_prefill():
     """Operations that the compiler counts: of eight, hardly more than of one."""
-    lm, prompt = small(max_position_embeddings=2048), (np.ones((1, 1024), np.int32), [1024])
+    lm, prompt = small(), (np.ones((1, 1024), np.int32), np.array([1024]))
 
     def operations(n):
         call = jax.jit(lambda params: kvjax.rollout(lm, params, prompt, n=n, max_new_tokens=2))
@@ -201,6 +202,73 @@ def test_a_trainers_dtype(lm):
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(same)} == old  # no copy
 
 
+@pytest.mark.parametrize("real", [10, pytest.param(15, marks=pytest.mark.rare)])
+def test_pages_are_enough_for_prompts_of_any_length(lm, real):
+    """A prompt that ends inside a page shares less of it than one that fills it."""
+    tokens = np.zeros((1, 16), np.int32)
+    tokens[0, :real] = np.arange(1, real + 1)
+    given = {"n": 4, "max_new_tokens": 16, "seed": 2}
+    paged = POLICIES["paged"]
+    found = kvjax.rollout(lm, lm.params, (tokens, np.array([real])), cache=paged, **given).check()
+    wanted = kvjax.rollout(lm, lm.params, (tokens, np.array([real])), **given)
+    assert lists(found) == lists(wanted)
+    few = kvjax.CachePolicy(kvjax.Paged(16, pages=3))
+    with pytest.raises(kvjax.CacheOverflowError):
+        kvjax.rollout(lm, lm.params, (tokens, np.array([real])), cache=few, **given).check()
+
+
+def test_frequencies_that_depend_on_the_length_are_those_of_generate():
+    scaled = (("factor", 2.0), ("original_max_position_embeddings", 16))
+    lm = small(max_position_embeddings=16, rope=RopeConfig("dynamic", parameters=scaled))
+    prompts = [list(range(1, 20))]
+    found = kvjax.rollout(lm, lm.params, prompts, max_new_tokens=6, seed=0)
+    wanted = kvjax.generate(
+        lm, prompts, max_new_tokens=6, seed=0, temperature=1.0, logprobs=True, padded=True
+    )
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs.chosen, atol=1e-5)
+
+
+def test_traced_prompts_that_are_none_break_their_rows_alone(lm):
+    @jax.jit
+    def rolled(tokens, lengths):
+        found = kvjax.rollout(lm, lm.params, (tokens, lengths), max_new_tokens=5)
+        return found.broken, found.new_tokens, found.lengths
+
+    tokens = np.array([[5, 3, 8, 1], [5, 999, 1, 1], [5, 3, 8, 1], [5, 3, 999, 999]], np.int32)
+    broken, new, lengths = rolled(tokens, np.array([4, 3, 0, 2]))
+    assert broken.tolist() == [False, True, True, False] and lengths.tolist() == [5, 0, 0, 5]
+    wanted = kvjax.rollout(lm, lm.params, PROMPTS[:1], max_new_tokens=5)
+    assert new[0].tolist() == wanted.new_tokens[0].tolist()
+    with pytest.raises(ValueError, match="whole numbers, got float"):
+        kvjax.rollout(lm, lm.params, (tokens * 1.5, np.array([4] * 4)))
+
+
+def test_texts_up_to_the_models_positions():
+    from tests.test_adapters import model
+
+    lm = model("nnx_model")
+    prompt = np.random.default_rng(0).integers(1, 97, 200).tolist()
+    found = kvjax.rollout(lm, lm.params, [prompt], max_new_tokens=20)
+    assert found.tokens.shape == (1, 256) and found.check().lengths.tolist() == [20]
+
+
+def test_a_model_that_is_made_anew_compiles_nothing():
+    """As NNX modules are after an update of their state; parameters elsewhere are fetched."""
+    from tests.test_adapters import example
+
+    before = None
+    for step in range(3):
+        lm = example("nnx_model").language_model(step)
+        kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=4, seed=step)
+        before = rolling._rolled._cache_size() if before is None else before
+    assert rolling._rolled._cache_size() == before
+    away = jax.device_put(jax.tree.map(np.asarray, lm.params), jax.devices()[1])
+    found = kvjax.rollout(lm, away, PROMPTS, max_new_tokens=4, seed=2, put=True)
+    assert {x.devices().pop() for x in jax.tree.leaves(lm.put(away))} == {jax.devices()[0]}
+    wanted = kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=4, seed=2)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
 def test_a_stacked_model_rolls_out():
     from tests.test_adapters import model
 
@@ -251,6 +319,7 @@ WRONG = {
     "lengths": ({"prompts": (TOKENS, np.array([4]))}, "lengths .batch."),
     "an empty prompt": ({"prompts": (TOKENS, np.array([4, 0]))}, "prompt 1 has 0 tokens"),
     "no token": ({"prompts": ([[999]])}, "token id 999"),
+    "too few tokens": ({"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens only 2"),
     "temperature": ({"temperature": -1.0}, "temperature must be"),
 }
 

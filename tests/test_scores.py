@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.generation import scoring
 from kvjax.generation.scoring import filtered_log_softmax
 from kvjax.generation.statistics import Meter
 from tests.test_prefixes import small
@@ -180,9 +181,29 @@ def test_prefill_gives_a_cache_and_what_follows(lm):
 WRONG = {
     "too few": ((PROMPTS, [[1]]), "2 prompts and 1 entries"),
     "none": ((PROMPTS, [[[1]], []]), "prompt 1 has no continuations"),
-    "an empty one": ((PROMPTS, [[[1], []], [2]]), "prompt 1 is empty"),
+    "an empty one": ((PROMPTS, [[[1], []], [2]]), "of prompt 0 continuation 1 is empty"),
     "no token": ((PROMPTS, [[1], [999]]), "token id 999 is out of range"),
 }
+
+
+def test_rows_of_arrays_are_continuations(lm):
+    rows = np.array([[4, 4, 2], [7, 1, 2]])
+    found = kvjax.score(lm, PROMPTS[:1], [rows])
+    assert found.tokens.tolist() == rows.tolist()
+    ragged = kvjax.score(lm, PROMPTS[:1], [[rows[0], rows[1][:1]]])
+    np.testing.assert_allclose(ragged.logprobs[0], found.logprobs[0], atol=1e-6)
+
+
+def test_a_score_writes_its_cache_where_it_is(lm):
+    """But for what a derivative needs of it."""
+    cache = kvjax.init_cache(lm.config, batch=1, max_len=64)
+    given = lm.architecture, lm.params, np.zeros((1, 16), np.int32), cache, np.array([4]), True
+    memory = scoring._donating.lower(*given).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
+    kvjax.score(lm, PROMPTS, CONTINUATIONS)
+    with (meter := Meter()).running():
+        kvjax.score(lm, PROMPTS, CONTINUATIONS)
+    assert meter.compilations == 0
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -233,6 +254,17 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
         found = kvjax.generate(lm, PROMPTS, max_new_tokens=9, cache="static", **given)
     assert meter.compilations == 0 and len(traced) == programs and set(traced) == {(2, 48)}
     assert found.tokens == kvjax.generate(lm, PROMPTS, max_new_tokens=9).tokens
+    with pytest.raises(kvjax.NonFiniteError):
+        kvjax.generate(lm, PROMPTS, logits_hook=lambda logits, tokens, length: logits - jnp.inf)
+
+    def only_five(logits, tokens, length):
+        return jnp.full_like(logits, -jnp.inf).at[:, 5].set(0.0)
+
+    # What it forbids is not drawn, though another filter forbids the rest.
+    given = {"logits_hook": only_five, "temperature": 1.0, "max_new_tokens": 4}
+    assert kvjax.generate(lm, PROMPTS, **given).tokens == [[5] * 4] * 2
+    with pytest.raises(kvjax.NonFiniteError):
+        kvjax.generate(lm, PROMPTS, eos_token_ids=5, min_new_tokens=3, **given)
     for wrong, words in (
         ("no function", "must be a function"),
         (lambda x, y, z: x[0], "gave float"),

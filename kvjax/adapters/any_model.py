@@ -1,7 +1,8 @@
 """A function, a few numbers and parameters, as a model that text can be generated with."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ def language_model(
         defined anew is compiled anew.
       config: an object or a mapping with ``num_hidden_layers``, ``num_key_value_heads``,
         ``head_dim`` and ``vocab_size``, Transformers' names, whose own configs serve as well.
-        ``dtype``, of caches, is by default that of ``params``. Where it has them:
+        ``dtype``, of caches, is by default that of most of ``params``. Where it has them:
         ``position_limit``, how many positions the model has; ``windows`` or ``layer_types``;
         ``stacked``, True for a model that goes through its layers by a scan and so takes stacked
         caches; ``num_attention_heads`` and ``hidden_size``, which ``plan`` goes by.
@@ -91,9 +92,11 @@ def language_model(
 
 @dataclass(frozen=True, eq=False)
 class AnyModel:
-    """A function as a model without its parameters; what else than ``Architecture`` does.
+    """A function as a model without its parameters: what ``kvjax.models.Architecture`` is of those.
 
-    Equal are those of one function, for parameters of the same shapes.
+    Equal are those of one function, for parameters of the same shapes: that is what a program of
+    it is traced by. Config and specs are not: caches, and where parameters are, come from them
+    before, and are arguments of the program.
     """
 
     function: Callable[..., Any]
@@ -217,8 +220,12 @@ def _config(config: Any, params: Any) -> Any:
         raise ValueError("params must be a tree of arrays, with nothing else in it")
     if getattr(config, "dtype", None) is not None:
         return config
-    floats = (x.dtype for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
-    return _With(config, dtype=jnp.dtype(next(floats, jnp.float32)).name)
+    bytes_of: Counter[str] = Counter()
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            bytes_of[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
+    # That of most: norms are often wider.
+    return _With(config, dtype=max(bytes_of, key=lambda name: bytes_of[name], default="float32"))
 
 
 class _With:
@@ -226,6 +233,10 @@ class _With:
 
     def __init__(self, config: Any, **said: Any) -> None:
         vars(self).update(said, _config=config)
+
+    def get_text_config(self, decoder: bool = True) -> "_With":
+        """Itself: of Transformers' configs it has the decoder's."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -254,10 +265,10 @@ def _last_real(logits: Array, lengths: Counts | None) -> Array:
     return jnp.take_along_axis(logits, at[:, None, None], axis=1)
 
 
-def _ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ids(given: Any) -> tuple[int, ...]:
     if given is None:
         return ()
-    return tuple(given) if isinstance(given, Sequence) else (given,)
+    return tuple(int(i) for i in given) if isinstance(given, Iterable) else (given,)
 
 
 def _is_spec(x: Any) -> bool:

@@ -68,6 +68,12 @@ class ModelFunction:
     leaves: tuple[Any, ...]
     structure: Any
 
+    @property
+    def __name__(self) -> str:
+        """Of the model's class."""
+        kind, _ = self.structure.node_data() or (type(self), None)
+        return str(kind.__name__)
+
     def __call__(
         self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:

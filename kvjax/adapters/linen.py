@@ -26,8 +26,9 @@ def attention_fn(
 def as_function(module: nn.Module) -> "ModuleFunction":
     """``apply`` for ``kvjax.language_model``, of a module, whose variables are the parameters.
 
-    Its call takes ``(tokens, cache, lengths)`` and gives ``(logits, cache)``; or ``(tokens)`` and
-    gives logits, where its attention is of ``attention_fn``: then it is run inside ``running``.
+    Its call takes ``(tokens, cache, lengths)``, by these names, and gives ``(logits, cache)``; or
+    it has no ``cache``, and gives logits of tokens, where its attention is of ``attention_fn``:
+    then it is run inside ``running``.
     """
     return ModuleFunction(module)
 

@@ -37,8 +37,9 @@ def attention_fn(
 def as_function(module: nnx.Module) -> tuple["ModuleFunction", Any]:
     """``apply`` and ``params`` for ``kvjax.language_model``, of a module.
 
-    Its call takes ``(tokens, cache, lengths)`` and gives ``(logits, cache)``; or ``(tokens)`` and
-    gives logits, where its attention is of ``attention_fn``: then it is run inside ``running``.
+    Its call takes ``(tokens, cache, lengths)``, by these names, and gives ``(logits, cache)``; or
+    it has no ``cache``, and gives logits of tokens, where its attention is of ``attention_fn``:
+    then it is run inside ``running``.
     What an update of ``nnx.state(module)`` has changed, ``as_function`` is asked for again, and the
     function is the same, so nothing is compiled again.
     """

@@ -93,15 +93,13 @@ def positions(tokens: Array) -> Positions:
 def called(
     model: Callable[..., Any], tokens: Tokens, cache: KVCache | None, lengths: Counts | None
 ) -> tuple[Array, KVCache | None]:
-    """A model that takes ``(tokens, cache, lengths)`` and gives ``(logits, cache)``; or that takes
-    tokens and gives logits, inside ``running``."""
-    try:
-        inspect.signature(model).bind(tokens, cache, lengths)
-    except TypeError:
-        with running(cache, tokens, lengths=lengths) as call:
-            logits = model(tokens)
-        return logits, call.done()
-    return model(tokens, cache, lengths)
+    """A model whose call has a parameter ``cache`` is given ``(tokens, cache, lengths)``, and gives
+    ``(logits, cache)``; any other is given tokens, inside ``running``, and gives logits."""
+    if "cache" in inspect.signature(model).parameters:
+        return model(tokens, cache, lengths)
+    with running(cache, tokens, lengths=lengths) as call:
+        logits = model(tokens)
+    return logits, call.done()
 
 
 def layer_number(layer: Any) -> int:

@@ -54,6 +54,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         self.mesh, self._tokenizer, self._cache = None, tokenizer, cache
         self._actor, self._buffer = rollout_actor, None
         self._held: tuple[int, ...] = ()
+        self._calls = 0
         apply, params = as_function(rollout_actor)
         self._lm = language_model(apply, config, params, eos_token_ids=self.eos_id())
 
@@ -82,9 +83,10 @@ class KvjaxRollout(base_rollout.BaseRollout):
         new = wanted.max_tokens_to_generate
         shape = len(rows), width, new
         buffer: KVCache | None = self._buffer if self._held == shape else None
+        self._buffer, self._calls = None, self._calls + 1
         found = rollout(
             self._lm, self._params(), (tokens, lengths), max_new_tokens=new, cache=self._cache,
-            buffer=buffer, seed=_seed(wanted.seed), temperature=wanted.temperature,
+            buffer=buffer, seed=_seed(wanted.seed, self._calls), temperature=wanted.temperature,
             top_k=None if wanted.top_k in (None, -1) else wanted.top_k, top_p=wanted.top_p,
             eos_token_ids=wanted.eos_tokens,
         ).check()  # fmt: skip
@@ -143,10 +145,10 @@ class KvjaxRollout(base_rollout.BaseRollout):
         return ids if once is None else list(once(ids))
 
 
-def _seed(given: Any) -> Any:
-    """A seed, of a number, a key or none."""
+def _seed(given: Any, calls: int) -> Any:
+    """A seed, of a number or a key; where there is none, another one each time."""
     if given is None:
-        return 0
+        return calls
     if isinstance(given, jax.Array):
         words = given if jnp.issubdtype(given.dtype, jnp.integer) else jax.random.key_data(given)
         return words.ravel()[-1].astype(jnp.uint32)

@@ -27,16 +27,17 @@ def grown_to(cache: KVCache, tokens: int) -> int:
 
 
 def capacity_for(
-    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None
-) -> int:
-    """For prompts of at most ``longest`` tokens and ``limit`` new ones, with a cache that was given
-    or without one.
+    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None,
+    *, new: str = "max_new_tokens=",
+) -> int:  # fmt: skip
+    """For prompts of at most ``longest`` tokens and ``limit`` ``new`` ones, with a cache that was
+    given or without one.
 
     Raises:
       ValueError: if that is more than ``max_len``, the model's positions, or the cache given hold.
     """
     need, positions = longest + limit, position_limit(config)
-    asked = f"{longest} tokens of prompt and max_new_tokens={limit} make {need}"
+    asked = f"{longest} tokens of prompt and {new}{limit} make {need}"
     if positions is not None and need > positions:
         raise ValueError(f"{asked}, but the model has only {positions} positions")
     if given is not None:

@@ -12,6 +12,8 @@ from kvjax.core.checks import is_traced
 def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
     """Raise ``ValueError`` if parameters are not of the names and shapes of a model's own, and with
     ``dtypes`` of their dtypes."""
+    if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
+        raise ValueError("parameters must be a tree of arrays, with nothing else in it")
     theirs, ours = _named(params), _named(own)
     for name in ours.keys() - theirs.keys():
         raise ValueError(f"the parameters lack {name}, which the model's own have")
@@ -34,22 +36,26 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
 
 
 def like(params: Any, own: Any) -> Any:
-    """Parameters in the dtypes of a model's own and, where these are arrays that are committed to
-    devices, where they are. What is so already is not copied."""
+    """Parameters in the dtypes of a model's own and, where these are arrays, where they are. What
+    is so already is not copied."""
     check_like(params, own, dtypes=False)
     leaves, structure = jax.tree.flatten(params)
     wanted = jax.tree.leaves(own)
-    placed = [
-        jax.device_put(x, to.sharding)
-        if not is_traced(x) and isinstance(to, jax.Array) and not is_traced(to) and to.committed
-        else x
-        for x, to in zip(leaves, wanted, strict=True)
-    ]
+    placed = [_there(x, to) for x, to in zip(leaves, wanted, strict=True)]
     other = [n for n, to in enumerate(wanted) if placed[n].dtype != to.dtype]
     dtypes = tuple(wanted[n].dtype for n in other)
     for n, x in zip(other, _cast([placed[n] for n in other], dtypes), strict=True):
         placed[n] = x
     return structure.unflatten(placed)
+
+
+def _there(x: Any, to: Any) -> Any:
+    """An array where another one is, if both are somewhere."""
+    if is_traced(x) or is_traced(to) or not isinstance(to, jax.Array):
+        return x
+    here = isinstance(x, jax.Array) and x.sharding.device_set == to.sharding.device_set
+    # What is uncommitted, and on the same device, stays so.
+    return x if here and not to.committed else jax.device_put(x, to.sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -42,10 +42,7 @@ class Past:
                 f"logits_hook must give logits [batch={logits.shape[0]}, vocab={logits.shape[1]}], "
                 f"and gave {dtype}{list(shape or ())}"
             )
-        # Minus infinity forbids a token; where nothing is left, a row has no numbers.
-        none = jnp.all(found == -jnp.inf, axis=-1, keepdims=True)
-        lowest = jnp.finfo(jnp.float32).min
-        return jnp.where(none, jnp.nan, jnp.maximum(found.astype(jnp.float32), lowest))
+        return found
 
     def with_token(self, seen: Seen | None, token: Rows, taken: SomeRows) -> "Past":
         """With a token more of the rows that took one; ``seen``: with it already."""

@@ -185,15 +185,19 @@ def decode(
 def decoded(
     model: Model, filters: Filters, params: Any, context: Context, progress: Progress,
     past: Past | None, settings: Sampling, limit: Array, steps: Array, scores: int | None,
-    room: int,
+    room: int, *, go_on_broken: bool = False,
 ) -> tuple[Context, Progress, Past | None, Int[Array, "batch room"], Scores | None]:  # fmt: skip
-    """``decode``, inside a program, of at most ``room`` steps."""
+    """``decode``, inside a program, of at most ``room`` steps; with ``go_on_broken`` rows go on
+    beside those that are."""
     shape = progress.token.shape[0], room
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
 
     def go_on(carry: Any) -> Array:
         step, _, progress, *_ = carry
-        return (step < steps) & ~jnp.all(progress.done) & ~jnp.any(progress.broken)
+        ending = jnp.all(progress.done)
+        if not go_on_broken:
+            ending |= jnp.any(progress.broken)
+        return (step < steps) & ~ending
 
     def one(carry: Any) -> Any:
         step, context, progress, past, out = carry

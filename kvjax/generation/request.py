@@ -129,7 +129,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chunk = tree.terms.prefill_chunk
     capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
     if chosen is not None and n > 1 and prefixes is None:
-        chosen = for_samples(lm.config, chosen, rows, limit, n)
+        chosen = for_samples(
+            lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)
+        )
     if chosen is not None:
         chosen = _with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
     if given is not None:

@@ -105,8 +105,12 @@ def sample(
       allowed: bits of those that may be chosen; by default all.
     """
     logits = logits.astype(jnp.float32)
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    # Of a hook minus infinity is no mistake: it forbids a token, as long as one is left.
+    finite = jnp.isfinite(logits) if filters.hook is None else logits < jnp.inf
+    finite = jnp.all(finite, axis=-1)
     logits = _changed(logits, filters, settings, count, seen, allowed)
+    if filters.hook is not None:
+        finite &= jnp.any(logits > -jnp.inf, axis=-1)
 
     def drawn(logits: Logits) -> Rows:
         token = draw(_narrowed(logits, filters, settings), settings.seeds, count)

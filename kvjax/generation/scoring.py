@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
@@ -79,7 +79,7 @@ def score(
     Raises:
       ValueError: if there is not an entry of continuations for each prompt, one is empty, or a
         token is not in the vocabulary; if prompt and continuation are more than the model's
-        positions.
+        positions; on a mesh, if its ``data`` does not divide the prompts, and the continuations.
     """
     check_model(lm, inside=True)
     chunk = whole_number("prefill_chunk", prefill_chunk, 1)
@@ -95,7 +95,7 @@ def score(
     of = np.array([prompt for prompt, entry in enumerate(each) for _ in entry], np.int32)
     new = [ids for entry in each for ids in entry]
     longest, most = max(map(len, rows)), max(map(len, new))
-    capacity = capacity_for(lm.config, longest, most, None, None)
+    capacity = capacity_for(lm.config, longest, most, None, None, new="a continuation of ")
     held = allocate(
         lm.config, cache, batch=len(rows), max_len=capacity, room=capacity, mesh=lm.mesh
     )
@@ -116,12 +116,13 @@ def score(
 
 def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
     """The continuations of a prompt, as token ids."""
-    if isinstance(entry, str) or (len(entry) and not isinstance(entry[0], str | Sequence)):
-        entry = [entry]
+    single = isinstance(entry, str)
+    single |= bool(len(entry)) and not isinstance(entry[0], str) and np.ndim(entry[0]) == 0
+    entry = [entry] if single else entry
     if not len(entry):
         raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
     # A second BOS token would stand inside the text.
-    return token_ids(lm, entry, [1] * len(entry))
+    return token_ids(lm, entry, [1] * len(entry), what=f"of prompt {prompt} continuation")
 
 
 def _fed(
@@ -133,10 +134,12 @@ def _fed(
     full, rest = longest // chunk * chunk, longest % chunk
     tokens, lengths = _padded(rows, full + (chunk_bucket(rest, chunk) if rest else 0))
     found: list[Any] = []
+    # What a derivative needs of the cache is kept; else it is written where it is.
+    call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
         real = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
-        logits, cache = _call(lm.architecture, lm.params, part, cache, real, last_only)
+        logits, cache = call(lm.architecture, lm.params, part, cache, real, last_only)
         if last_only and found:
             found = [jnp.where((real > 0)[:, None, None], logits, found[0])]
         else:
@@ -144,12 +147,14 @@ def _fed(
     return (jnp.concatenate(found, axis=1) if found else None), cache
 
 
-@functools.partial(jax.jit, static_argnames=("model", "last_only"))
-def _call(
+def _fed_once(
     model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: Rows, last_only: bool
 ) -> tuple[Array, KVCache]:
-    # Not donated: what a derivative needs of it is kept.
     return model.apply(params, tokens, cache, lengths=lengths, last_only=last_only)
+
+
+_call = jax.jit(_fed_once, static_argnames=("model", "last_only"))
+_donating = jax.jit(_fed_once, static_argnames=("model", "last_only"), donate_argnames="cache")
 
 
 @functools.partial(jax.jit, static_argnames="filters")

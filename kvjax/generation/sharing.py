@@ -1,11 +1,14 @@
 """What rows of a request share: beginnings that a tree knows, and the pages of several samples."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvjax.generation.model import ModelConfig
 from kvjax.generation.settings import Options
 from kvjax.layouts import paged
 from kvjax.memory.planning import PREFILL
+from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer
 from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.tree import Tenant
@@ -40,25 +43,32 @@ def known_prefixes(options: Options) -> Tenant | None:
 
 
 def for_samples(
-    config: ModelConfig, choice: PolicyChoice, rows: list[list[int]], limit: int, samples: int
-) -> PolicyChoice:
-    """A policy whose pools have as many pages as ``samples`` continuations of each row can need,
-    who share the full ones of their prompt."""
+    config: ModelConfig, choice: PolicyChoice, texts: Sequence[int], limit: int, samples: int,
+    *, rows: int,
+) -> PolicyChoice:  # fmt: skip
+    """A policy whose pools have as many pages as ``samples`` continuations of each of so many rows
+    can need, who share the full ones of their prompt, of one of the lengths ``texts``."""
     if isinstance(choice, Auto):
         return choice
     found = []
     for each in per_layer(choice, config):
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
-            longest = max(map(len, rows)) + limit
-            paging = replace(each, layout=layout.resolve(longest, None)).paging
-            assert paging is not None
-            needs = []
-            for tokens in map(len, rows):
-                full = len(Kind(paging).needed(tokens)[0])
-                most = -(-(tokens + limit) // layout.page_size)
-                needs.append(full + samples * (most - full))
-            layout = replace(layout, pages=max(needs) * len(rows))
+            each = replace(each, layout=layout.resolve(max(texts) + limit, None))
+            layout = replace(layout, pages=rows * _pages(each, tuple(texts), limit, samples))
             each = replace(each, layout=layout)
         found.append(each)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _pages(policy: CachePolicy, texts: tuple[int, ...], limit: int, samples: int) -> int:
+    """The most pages that ``samples`` continuations of a prompt need, of one of these lengths."""
+    paging = policy.paging
+    assert paging is not None
+    needs = []
+    for tokens in texts:
+        full = len(Kind(paging).needed(tokens)[0])
+        most = -(-(tokens + limit) // paging.layout.page_size)
+        needs.append(full + samples * (most - full))
+    return max(needs)

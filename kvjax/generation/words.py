@@ -15,8 +15,11 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 _PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids"
 
 
-def token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[list[int]]:
-    """Token ids of each prompt; ``held``: tokens that the rows of a given cache hold already."""
+def token_ids(
+    lm: LanguageModel, prompts: Prompts, held: Sequence[int], *, what: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of each prompt, or of ``what`` else; ``held``: tokens that the rows of a given
+    cache hold already."""
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
@@ -32,19 +35,19 @@ def token_ids(lm: LanguageModel, prompts: Prompts, held: Sequence[int]) -> list[
             begun = number < len(held) and held[number] > 0
             ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
         else:
-            ids = _ints(entry, number)
+            ids = _ints(entry, f"{what} {number}")
         if not ids:
-            raise ValueError(f"prompt {number} is empty: there is no token to continue from")
-        check_ids(lm.config, ids, f"prompt {number}")
+            raise ValueError(f"{what} {number} is empty: there is no token to continue from")
+        check_ids(lm.config, ids, f"{what} {number}")
         rows.append(ids)
     return rows
 
 
-def _ints(entry: Any, number: int) -> list[int]:
+def _ints(entry: Any, which: str) -> list[int]:
     ids = np.asarray(entry)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         wanted = "must be a text or a list of token ids"
-        raise ValueError(f"prompt {number} {wanted}, got {entry!r:.80}: {_PROMPTS}")
+        raise ValueError(f"{which} {wanted}, got {entry!r:.80}: {_PROMPTS}")
     return ids.tolist()
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.state import KVCache
+from kvjax.cache.status import check
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.trees import state
@@ -19,7 +20,8 @@ class Rollout:
     ``logprobs``: float32[rows, new], of each new token by the model's own distribution, and
     ``drawn``, by the one that it was drawn from, behind temperature and filters; 0 behind the last.
     ``ended``: bool[rows], by an end token, which is the row's last; the others came to their limit.
-    ``broken``: bool[rows], whose logits were not finite numbers: nothing was drawn from these.
+    ``broken``: bool[rows], whose logits were not finite numbers, or whose traced prompt is none:
+    nothing was drawn from these; the other rows go on.
     ``cache``: the texts but for their last tokens, and the buffer for the next rollout.
     """
 
@@ -62,10 +64,15 @@ class Rollout:
         """The same; waits for the device.
 
         Raises:
-          NonFiniteError: if a row's logits were not finite numbers.
+          NonFiniteError: if a row's logits were not finite numbers, or its prompt, which was
+            traced, has no length or a token that the model has not.
+          ValueError: as ``kvjax.check`` of the cache.
         """
         broken = np.flatnonzero(fetch(self.broken))
         if broken.size:
             rows = ", ".join(map(str, broken))
-            raise NonFiniteError(f"the logits of row(s) {rows} are not finite numbers")
+            raise NonFiniteError(
+                f"the logits of row(s) {rows} are not finite numbers, or their prompts no tokens"
+            )
+        check(self.cache)
         return self

@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import UNLIMITED, is_traced, whole_number
 from kvjax.core.context import outside
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
@@ -26,7 +26,18 @@ from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Drawing, spelled_out
 from kvjax.generation.sharing import for_samples
 from kvjax.generation.words import Prompts, biases, check_ids, token_ids
+from kvjax.layouts.paged import MOST
 from kvjax.operations.rows import repeat, reset
+from kvjax.policies.model_config import (
+    layer_heads,
+    layer_sources,
+    layer_windows,
+    model_dtype,
+    position_limit,
+    rotary_length,
+    same_rotary,
+    scanned,
+)
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.results import Rollout
 
@@ -63,13 +74,14 @@ def rollout(
       lm: the model; its own parameters are not used.
       params: of the same names, shapes and dtypes.
       prompts: as of ``generate``; or int32[batch, prompt], padded on the right, and int32[batch],
-        how many are real, arrays that may be traced. Programs are compiled for a width: texts of
-        one's own are padded to a power of two, from 16 up.
+        how many are real, arrays that may be traced (then a row that is no prompt is ``broken``).
+        Programs are compiled for a width: texts are padded to a power of two, from 16 up, but for
+        a model whose rotary frequencies depend on the length of its text, which goes by the width.
       n: continuations of each, which share its one prefill, and in a paged cache its full pages.
       max_new_tokens: a row ends after so many.
       seed: a whole number below 2**32, or uint32[], which may be traced. Row ``i`` draws as that of
         ``generate(seed=seed * 2**32 + i)``: rows of other seeds are never the same.
-      cache: a policy, its name, or one a layer, of one device memory or a mesh's.
+      cache: a policy, its name, or one a layer. On a mesh, ``data`` must divide the prompts.
       buffer: the ``cache`` of an earlier rollout of the same shapes, whose memory is used again; it
         is used up, by donation.
       put: True for parameters of another dtype or sharding than the model's own, such as a
@@ -81,25 +93,25 @@ def rollout(
         not of these shapes.
     """
     check_model(lm, inside=True)
-    if put is not False:
+    if put:
         params = lm.put(params) if put is True else put(params)
     check_like(params, lm.params)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     samples = whole_number("n", n, 1)
-    tokens, lengths = _arrays(lm, prompts)
+    tokens, lengths = _arrays(lm, prompts, new)
     rows, width = tokens.shape[0] * samples, tokens.shape[1]
-    filters, drawing = _drawing(lm, rows, seed, settings)
+    filters, drawing = _drawing(lm, rows, new, seed, settings)
     capacity = capacity_for(lm.config, width, new, None, None)
     if budget_of(cache) is not None:
         raise ValueError(
             "policy('auto') moves its layers while it runs, and a rollout is one program"
         )
-    made = _Made(
-        lm.config, for_samples(lm.config, cache, [[0] * width] * tokens.shape[0], new, samples),
-        tokens.shape[0], capacity, lm.mesh,
-    )  # fmt: skip
+    # Of a page the prompts may have any part, and be as long as they are wide or shorter.
+    texts = range(max(1, width - MOST + 1), width + 1)
+    policy = for_samples(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
+    made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
     if buffer is not None:
-        _check_buffer(buffer, jax.eval_shape(lambda: repeat(made(), samples)))
+        _check_buffer(buffer, _abstract(made, samples))
     return _rolled(
         lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
     )
@@ -107,7 +119,7 @@ def rollout(
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """How a cache is made: equal for one config, and equal policies and sizes."""
+    """How a cache is made: equal where all is that a cache goes by."""
 
     config: Any
     policy: Any
@@ -116,8 +128,13 @@ class _Made:
     mesh: Any
 
     def _key(self) -> tuple[Any, ...]:
-        policy = tuple(self.policy) if isinstance(self.policy, list) else self.policy
-        return id(self.config), policy, self.batch, self.capacity, self.mesh
+        policy, config = self.policy, self.config
+        policy = tuple(policy) if isinstance(policy, list) else policy
+        return (
+            layer_heads(config), str(model_dtype(config)), layer_windows(config),
+            layer_sources(config), position_limit(config), scanned(config),
+            rotary_length(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
+        )  # fmt: skip
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -131,6 +148,12 @@ class _Made:
             self.config, self.policy, batch=self.batch, max_len=self.capacity, room=self.capacity,
             mesh=self.mesh,
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(made: _Made, n: int) -> KVCache:
+    """The cache that a rollout gives, as shapes."""
+    return jax.eval_shape(lambda: repeat(made(), n))
 
 
 @functools.partial(
@@ -153,22 +176,20 @@ def _rolled(
     context, limit = Cached(cache), jnp.int32(new)
     at = jnp.arange(width + new)
     text = jnp.where(at < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
+    real = at[:width] < lengths[:, None]
+    unknown = (tokens < 0) | (tokens >= logits.shape[-1])
+    wrong = (lengths < 1) | (lengths > width) | jnp.any(unknown & real, axis=1)
     past = _past(filters, text, lengths, logits.shape[-1])
     progress, past, first = begin(whole(logits[:, 0], context), filters, drawing, limit, past, 0)
+    progress = replace(
+        progress, count=jnp.where(wrong, 0, progress.count), done=progress.done | wrong,
+        broken=progress.broken | wrong,
+    )  # fmt: skip
     start = progress.token[:, None]
     context, progress, _, out, scores = decoded(
-        model,
-        filters,
-        params,
-        context,
-        progress,
-        past,
-        drawing,
-        limit,
-        limit - 1,
-        0,
-        max(new - 1, 1),
-    )
+        model, filters, params, context, progress, past, drawing, limit, limit - 1, 0,
+        max(new - 1, 1), go_on_broken=True,
+    )  # fmt: skip
     assert first is not None and scores is not None and context.cache is not None
     chosen, logprobs, drawn = (
         jnp.concatenate([x, y], axis=1)[:, :new]
@@ -197,18 +218,19 @@ def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | No
     return Past(seen) if filters.hook is None else Past(seen, text, lengths)
 
 
-def _arrays(lm: LanguageModel, prompts: Any) -> tuple[Any, Any]:
+def _arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
     """Prompts as int32[batch, prompt] and int32[batch].
 
     Raises:
       ValueError: if they are none.
     """
-    arrays = isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2
-    if not arrays:
+    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
         rows = token_ids(lm, prompts, [])
-        width = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
-        width = min(width, getattr(lm.config, "position_limit", None) or width)
-        tokens = np.zeros((len(rows), max(width, max(map(len, rows)))), np.int32)
+        width = longest = max(map(len, rows))
+        if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
+            width = max(16, 1 << (longest - 1).bit_length())
+            width = max(longest, min(width, (position_limit(lm.config) or UNLIMITED) - new))
+        tokens = np.zeros((len(rows), width), np.int32)
         for row, ids in enumerate(rows):
             tokens[row, : len(ids)] = ids
         return tokens, np.array([len(ids) for ids in rows], np.int32)
@@ -218,10 +240,12 @@ def _arrays(lm: LanguageModel, prompts: Any) -> tuple[Any, Any]:
             f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
             f"and {list(np.shape(lengths))}"
         )
+    for name, each in (("tokens", tokens), ("lengths", lengths)):
+        if not jnp.issubdtype(jnp.result_type(each), jnp.integer):
+            raise ValueError(f"{name} of prompts are whole numbers, got {jnp.result_type(each)}")
     if not any(map(is_traced, (tokens, lengths))):
-        for row, (ids, real) in enumerate(
-            zip(np.asarray(tokens), np.asarray(lengths), strict=True)
-        ):
+        known = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        for row, (ids, real) in enumerate(known):
             if not 1 <= real <= len(ids):
                 raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
             check_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
@@ -229,11 +253,13 @@ def _arrays(lm: LanguageModel, prompts: Any) -> tuple[Any, Any]:
 
 
 def _drawing(
-    lm: LanguageModel, rows: int, seed: Any, settings: RolloutSettings
+    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
 ) -> tuple[Filters, Sampling]:
     """How tokens are drawn, with a seed that may be traced."""
     given: dict[str, Any] = {"temperature": 1.0, **settings}
     least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
+    if least > new:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
     ends = given.pop("eos_token_ids", None)
     ends = lm.generation.eos_token_ids if ends is None else ends
     ends = (ends,) if isinstance(ends, int) else tuple(ends)
