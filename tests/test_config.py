@@ -11,7 +11,7 @@ import kvjax
 from kvjax.models import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig, read_config
 from kvjax.models.config import Config
 from kvjax.models.generation import GenerationDefaults, read_generation
-from kvjax.policies.model_config import same_rotary
+from kvjax.policies.positions import same_rotary
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -206,7 +206,7 @@ def test_log_probabilities_of_what_was_drawn_from_are_those_of_generate():
     for number in (1, 3, 5):
         (prompt, settings), (tokens, _, scores, _) = asked()[number], alone("raw")[number]
         found = kvjax.generate(lettered(), [prompt], **settings)
-        assert found.tokens == [tokens] and found.logprobs is not None
+        assert found.tokens == [tokens] and found.logprobs is not None and scores is not None
         drawn = [score.drawn for score in found.logprobs[0]]
         np.testing.assert_allclose([score.drawn for score in scores], drawn, atol=1e-4)
         texts += any(abs(score.drawn - score.logprob) > 0.01 for score in scores)

@@ -1,5 +1,6 @@
 """Adapters of frameworks' own attention layers, with the real packages."""
 
+import importlib
 import importlib.util
 import os
 from typing import Any
@@ -235,7 +236,8 @@ class TunixTokenizer:
 
 def test_rollouts_of_tunix():
     needed("tunix")
-    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
+    base: Any = importlib.import_module("tunix.rl.rollout.base_rollout")
+    BaseRollout, RolloutConfig = base.BaseRollout, base.RolloutConfig
 
     from kvjax.adapters.tunix import KvjaxRollout
 

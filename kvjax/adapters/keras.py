@@ -12,10 +12,8 @@ from kvjax.core.typing import Array, Counts, Tokens
 __all__ = ["GroupQueryAttention", "MultiHeadAttention", "as_function", "positions", "running"]
 
 
-class MultiHeadAttention(keras.layers.MultiHeadAttention):
-    """``keras.layers.MultiHeadAttention``, with a cache: inside ``running`` its keys and values are
-    appended, and its queries attend. Causal there, whatever masks it is given, and within its
-    ``sliding_window``."""
+class _Numbered(keras.layers.Layer):
+    """A layer that knows its number."""
 
     def __init__(self, *args: Any, layer: int, **options: Any) -> None:
         """Make one; arguments as of Keras' own, and ``layer``, its number.
@@ -25,6 +23,16 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
         """
         super().__init__(*args, **options)
         self.layer = layer_number(layer)
+
+    def get_config(self) -> dict[str, Any]:
+        """As Keras', with ``layer``."""
+        return {**super().get_config(), "layer": self.layer}
+
+
+class MultiHeadAttention(_Numbered, keras.layers.MultiHeadAttention):
+    """``keras.layers.MultiHeadAttention(..., layer=)`` with a cache: inside ``running`` its keys
+    and values are appended, and its queries attend. Causal there, whatever masks it is given, and
+    within its ``sliding_window``."""
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
@@ -34,23 +42,10 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
             return super()._compute_attention(query, key, value, *args, **options)
         return call.attend(self.layer, query, key, value, window=self._sliding_window), None
 
-    def get_config(self) -> dict[str, Any]:
-        """As Keras', with ``layer``."""
-        return {**super().get_config(), "layer": self.layer}
 
-
-class GroupQueryAttention(keras.layers.GroupQueryAttention):
-    """``keras.layers.GroupQueryAttention``, with a cache, as ``MultiHeadAttention`` here; the cache
-    has ``num_key_value_heads`` heads."""
-
-    def __init__(self, *args: Any, layer: int, **options: Any) -> None:
-        """Make one; arguments as of Keras' own, and ``layer``, its number.
-
-        Raises:
-          ValueError: if ``layer`` is no number.
-        """
-        super().__init__(*args, **options)
-        self.layer = layer_number(layer)
+class GroupQueryAttention(_Numbered, keras.layers.GroupQueryAttention):
+    """``keras.layers.GroupQueryAttention(..., layer=)`` with a cache, as ``MultiHeadAttention``
+    here; the cache has ``num_key_value_heads`` heads."""
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
@@ -61,10 +56,6 @@ class GroupQueryAttention(keras.layers.GroupQueryAttention):
         # Keras has given every query head a copy of its own.
         keys, values = (x[:, :, :: self.num_repeats] for x in (key, value))
         return call.attend(self.layer, query, keys, values, window=self.sliding_window), None
-
-    def get_config(self) -> dict[str, Any]:
-        """As Keras', with ``layer``."""
-        return {**super().get_config(), "layer": self.layer}
 
 
 def as_function(model: keras.Model) -> tuple["ModelFunction", Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.rl.rollout import base_rollout
+from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
 from kvjax.adapters.any_model import language_model
 from kvjax.adapters.nnx import as_function
@@ -80,12 +80,12 @@ class KvjaxRollout(base_rollout.BaseRollout):
             tokens[row, : len(ids)] = ids
             padded[row, width - len(ids) :] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        new = wanted.max_tokens_to_generate
+        new, given = wanted.max_tokens_to_generate, (jnp.asarray(tokens), jnp.asarray(lengths))
         shape = len(rows), width, new
         buffer: KVCache | None = self._buffer if self._held == shape else None
         self._buffer, self._calls = None, self._calls + 1
         found = rollout(
-            self._lm, self._params(), (tokens, lengths), max_new_tokens=new, cache=self._cache,
+            self._lm, self._params(), given, max_new_tokens=new, cache=self._cache,
             buffer=buffer, seed=_seed(wanted.seed, self._calls), temperature=wanted.temperature,
             top_k=None if wanted.top_k in (None, -1) else wanted.top_k, top_p=wanted.top_p,
             eos_token_ids=wanted.eos_tokens,

@@ -28,10 +28,9 @@ from kvjax.policies.model_config import (
     layer_sources,
     layer_windows,
     model_dtype,
-    position_limit,
-    rotary_length,
     scanned,
 )
+from kvjax.policies.positions import position_limit, rotary_length
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 

@@ -128,8 +128,7 @@ class Engine:
 
         Args:
           prompt: a text, or token ids.
-          listener: called, in the thread that calls ``step``, when the request has something new,
-            or has ended.
+          listener: called, in the thread of ``step``, when the request has something new or ended.
           max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias,
             min_new_tokens, stop, eos_token_ids: as of ``generate``.
           seed: of its draws.

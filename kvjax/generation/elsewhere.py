@@ -15,6 +15,7 @@ from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
+from kvjax.generation.contexts import Cached
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
 from kvjax.generation.past import past_of
@@ -120,8 +121,8 @@ class _Programs:
     def __init__(self, model: Shapes, request: Request, cache: KVCache, device: Any) -> None:
         self._model, self._request = model, request
         self._rows = len(request.prompts)
-        self._context = programs.Cached(cache)
-        self._there = programs.Cached(places(cache, device))
+        self._context = Cached(cache)
+        self._there = Cached(places(cache, device))
         self._near = SingleDeviceSharding(device)
         self._weights: Any = jax.tree.map(lambda _: self._near, model.params)
         if model.mesh is not None:

@@ -30,7 +30,8 @@ from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.sizes import abstract_cache
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import common_heads, same_rotary
+from kvjax.policies.model_config import common_heads
+from kvjax.policies.positions import same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 from kvjax.prefixes.tree import Tenant
 

@@ -13,6 +13,7 @@ from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
+from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
@@ -37,7 +38,7 @@ class Session:
     layers that changed their place.
     """
 
-    context: programs.Context
+    context: Context
     logits: jax.Array
 
     def __init__(self, lm: LanguageModel, request: Request) -> None:
@@ -54,7 +55,7 @@ class Session:
         """The text so far, where it is in a cache."""
         return self.context.cache
 
-    def start(self, context: programs.Context | None = None) -> None:
+    def start(self, context: Context | None = None) -> None:
         """Take up what the prompts are appended to: by default what the request asks for."""
         request, vocab = self._request, self._lm.config.vocab_size
         self.context = self._new_context() if context is None else context
@@ -74,7 +75,7 @@ class Session:
         self.context, self.logits = programs.prefill(*self._filling(chunk))
         self._held = self._held + chunk.lengths
         if self._lease is not None and self.cache is not None:
-            self.context = programs.Cached(self._lease.reached(self.cache, self._held))
+            self.context = Cached(self._lease.reached(self.cache, self._held))
 
     def begin(self) -> Report:
         """Choose the first token of each row, of which a prompt may have several, from the logits
@@ -118,7 +119,7 @@ class Session:
     def take_back(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""
         if self.cache is not None:
-            self.context = programs.Cached(rewind(self.cache, tokens))
+            self.context = Cached(rewind(self.cache, tokens))
 
     def end(self, texts: list[list[int]] | None) -> None:
         """Give back what was lent; of its rows' ``texts`` is kept what others may begin with."""
@@ -154,7 +155,7 @@ class Session:
             self._past, halt, self._settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
-    def _new_context(self) -> programs.Context:
+    def _new_context(self) -> Context:
         request, rows = self._request, self._rows
         if request.cache is not None:
             self._hold(*settled(request.cache, grown_to(request.cache, request.need)))
@@ -179,10 +180,10 @@ class Session:
             self._hold(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
-            return programs.Uncached(*Device(spread=request.spread).put(empty))
+            return Uncached(*Device(spread=request.spread).put(empty))
         return self.context
 
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:
-        self.context = programs.Cached(cache)
+        self.context = Cached(cache)
         self.cache_bytes = nbytes(cache)
         self.moves += moves

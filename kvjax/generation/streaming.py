@@ -20,7 +20,7 @@ from kvjax.generation.scores import TokenScore, token_scores
 from kvjax.generation.session import Report, Session
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
-from kvjax.policies.model_config import beyond_context
+from kvjax.policies.positions import beyond_context
 
 _WATCHED_STEPS = 32
 """The most steps of a dispatch where somebody waits for its text."""

@@ -16,7 +16,8 @@ from kvjax.layouts import Growing, paged
 from kvjax.placement.budget import ahead_bytes
 from kvjax.placement.spread import Spread
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import CacheShape, position_limit
+from kvjax.policies.model_config import CacheShape
+from kvjax.policies.positions import position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
 
 _LONG = 2**24

@@ -28,7 +28,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.stacks import unstack
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import position_limit
+from kvjax.policies.positions import position_limit
 from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.figures import Quality, cache_bytes, quality_of, seen_encoded
 

@@ -7,25 +7,24 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
-from kvjax.core.checks import UNLIMITED, is_traced, whole_number
+from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
-from kvjax.generation.drawing import make_settings
+from kvjax.generation.contexts import Cached
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.parameters import check_like
 from kvjax.generation.past import Past
-from kvjax.generation.programs import Cached, begin, decoded, whole
+from kvjax.generation.programs import begin, decoded, whole
 from kvjax.generation.sampling import Filters, Sampling
-from kvjax.generation.settings import Drawing, spelled_out
+from kvjax.generation.settings import spelled_out
 from kvjax.generation.sharing import for_samples
-from kvjax.generation.words import Prompts, biases, check_ids, token_ids
+from kvjax.generation.words import Prompts
 from kvjax.layouts.paged import MOST
 from kvjax.operations.rows import repeat, reset
 from kvjax.policies.model_config import (
@@ -33,23 +32,12 @@ from kvjax.policies.model_config import (
     layer_sources,
     layer_windows,
     model_dtype,
-    position_limit,
-    rotary_length,
-    same_rotary,
     scanned,
 )
+from kvjax.policies.positions import position_limit, rotary_length
 from kvjax.policies.presets import PolicyChoice, budget_of
+from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
-
-
-class RolloutSettings(Drawing, total=False):
-    """How tokens are drawn, and what else is compiled in."""
-
-    repetition_penalty: float | None
-    logit_bias: Any
-    min_new_tokens: int
-    eos_token_ids: Any
-    logits_hook: Any
 
 
 @spelled_out(RolloutSettings)
@@ -98,9 +86,9 @@ def rollout(
     check_like(params, lm.params)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     samples = whole_number("n", n, 1)
-    tokens, lengths = _arrays(lm, prompts, new)
+    tokens, lengths = prompt_arrays(lm, prompts, new)
     rows, width = tokens.shape[0] * samples, tokens.shape[1]
-    filters, drawing = _drawing(lm, rows, new, seed, settings)
+    filters, drawing = drawing_of(lm, rows, new, seed, settings)
     capacity = capacity_for(lm.config, width, new, None, None)
     if budget_of(cache) is not None:
         raise ValueError(
@@ -216,69 +204,6 @@ def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | No
         seen = jnp.zeros((text.shape[0], vocab), bool)
         seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
     return Past(seen) if filters.hook is None else Past(seen, text, lengths)
-
-
-def _arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
-    """Prompts as int32[batch, prompt] and int32[batch].
-
-    Raises:
-      ValueError: if they are none.
-    """
-    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
-        rows = token_ids(lm, prompts, [])
-        width = longest = max(map(len, rows))
-        if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
-            width = max(16, 1 << (longest - 1).bit_length())
-            width = max(longest, min(width, (position_limit(lm.config) or UNLIMITED) - new))
-        tokens = np.zeros((len(rows), width), np.int32)
-        for row, ids in enumerate(rows):
-            tokens[row, : len(ids)] = ids
-        return tokens, np.array([len(ids) for ids in rows], np.int32)
-    tokens, lengths = prompts
-    if np.shape(lengths) != np.shape(tokens)[:1]:
-        raise ValueError(
-            f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
-            f"and {list(np.shape(lengths))}"
-        )
-    for name, each in (("tokens", tokens), ("lengths", lengths)):
-        if not jnp.issubdtype(jnp.result_type(each), jnp.integer):
-            raise ValueError(f"{name} of prompts are whole numbers, got {jnp.result_type(each)}")
-    if not any(map(is_traced, (tokens, lengths))):
-        known = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
-        for row, (ids, real) in enumerate(known):
-            if not 1 <= real <= len(ids):
-                raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
-            check_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-
-
-def _drawing(
-    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
-) -> tuple[Filters, Sampling]:
-    """How tokens are drawn, with a seed that may be traced."""
-    given: dict[str, Any] = {"temperature": 1.0, **settings}
-    least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
-    if least > new:
-        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
-    ends = given.pop("eos_token_ids", None)
-    ends = lm.generation.eos_token_ids if ends is None else ends
-    ends = (ends,) if isinstance(ends, int) else tuple(ends)
-    check_ids(lm.config, ends, "eos_token_ids")
-    bias = biases(lm.config, given.pop("logit_bias", None))
-    filters, found = make_settings(
-        seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
-    )
-    if not is_traced(seed) and not isinstance(seed, jax.Array):
-        seed = np.uint32(_below(seed))
-    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
-    return filters, replace(found, seeds=jnp.stack([jnp.asarray(found.seeds[:, 0]), high], axis=1))
-
-
-def _below(seed: Any) -> int:
-    """A seed, or a ``ValueError``."""
-    if whole_number("seed", seed, 0) >= 2**32:
-        raise ValueError(f"seed is {seed}, and must be below 2**32")
-    return int(seed)
 
 
 def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:

@@ -1,0 +1,55 @@
+"""The text so far, as programs go on from it: a cache, or all of its tokens."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.state import KVCache
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.generation.filters import Logits
+from kvjax.generation.model import Model
+
+
+@state
+class Cached:
+    """The text so far, as a cache."""
+
+    cache: KVCache
+
+    def feed(
+        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+    ) -> tuple[Logits, "Cached"]:
+        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
+        return logits[:, 0], Cached(cache)
+
+
+@state
+class Uncached:
+    """The text so far, as tokens, all of which every step computes again.
+
+    ``tokens``: int32[batch, capacity]; ``length``: int32[batch].
+    """
+
+    tokens: Array
+    length: Array
+
+    @property
+    def cache(self) -> None:
+        """There is none."""
+
+    def feed(
+        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+    ) -> tuple[Logits, "Uncached"]:
+        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        capacity = self.tokens.shape[1]
+        index = jnp.arange(capacity) - self.length[:, None]
+        new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
+        text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
+        length = self.length + lengths
+        logits = model.apply(params, text, lengths=length, last_only=True, max_len=capacity)
+        return logits[:, 0], Uncached(text, length)
+
+
+Context = Cached | Uncached

@@ -1,0 +1,45 @@
+"""What a model's config says of positions: how many there are, and how keys are turned for them."""
+
+from typing import Any
+
+from kvjax.core.checks import UNLIMITED, whole_or_none
+from kvjax.policies.model_config import decoder_config
+
+
+def beyond_context(config: Any, tokens: int) -> int:
+    """By how many tokens a distance between two of them is beyond what the model was trained for:
+    the config's ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    config = decoder_config(config)
+    context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
+    return max(tokens - context, 0) if context else 0
+
+
+def position_limit(config: Any) -> int | None:
+    """How many positions a model has: its config's ``position_limit``; None, where it does not say,
+    for rotary ones, which do not end."""
+    return whole_or_none("position_limit", getattr(config, "position_limit", None), 1)
+
+
+def rotary_length(config: Any, reach: int) -> int | None:
+    """The length of text that a cache's keys are turned for, or None if all lengths are alike.
+
+    ``reach``: positions that its distances stay below. By the config's ``same_rotary(length,
+    other)``, where it has that.
+
+    Raises:
+      ValueError: if frequencies depend on the length, and the cache has no end.
+    """
+    if same_rotary(config, 1, UNLIMITED):
+        return None
+    if reach >= UNLIMITED:
+        raise ValueError(
+            "the model's rotary frequencies depend on the length of the text: a cache that grows "
+            "needs max_len, the tokens that a row can ever hold"
+        )
+    return 1 if same_rotary(config, 1, reach) else reach
+
+
+def same_rotary(config: Any, length: int, other: int) -> bool:
+    """Whether texts of up to these two lengths have the same rotary frequencies."""
+    told = getattr(config, "same_rotary", None)
+    return told is None or told(length, other)

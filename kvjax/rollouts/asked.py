@@ -1,0 +1,89 @@
+"""What a rollout is asked for: its prompts as arrays, and how tokens are drawn."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.checks import UNLIMITED, is_traced, whole_number
+from kvjax.generation.drawing import make_settings
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.settings import Drawing
+from kvjax.generation.words import biases, check_ids, token_ids
+from kvjax.policies.positions import position_limit, same_rotary
+
+
+class RolloutSettings(Drawing, total=False):
+    """How tokens are drawn, and what else is compiled in."""
+
+    repetition_penalty: float | None
+    logit_bias: Any
+    min_new_tokens: int
+    eos_token_ids: Any
+    logits_hook: Any
+
+
+def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
+    """Prompts as int32[batch, prompt] and int32[batch].
+
+    Raises:
+      ValueError: if they are none.
+    """
+    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
+        rows = token_ids(lm, prompts, [])
+        width = longest = max(map(len, rows))
+        if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
+            width = max(16, 1 << (longest - 1).bit_length())
+            width = max(longest, min(width, (position_limit(lm.config) or UNLIMITED) - new))
+        tokens = np.zeros((len(rows), width), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        return tokens, np.array([len(ids) for ids in rows], np.int32)
+    tokens, lengths = prompts
+    if np.shape(lengths) != np.shape(tokens)[:1]:
+        raise ValueError(
+            f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
+            f"and {list(np.shape(lengths))}"
+        )
+    for name, each in (("tokens", tokens), ("lengths", lengths)):
+        if not jnp.issubdtype(jnp.result_type(each), jnp.integer):
+            raise ValueError(f"{name} of prompts are whole numbers, got {jnp.result_type(each)}")
+    if not any(map(is_traced, (tokens, lengths))):
+        known = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        for row, (ids, real) in enumerate(known):
+            if not 1 <= real <= len(ids):
+                raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
+            check_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def drawing_of(
+    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
+) -> tuple[Filters, Sampling]:
+    """How tokens are drawn, with a seed that may be traced."""
+    given: dict[str, Any] = {"temperature": 1.0, **settings}
+    least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
+    if least > new:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
+    ends = given.pop("eos_token_ids", None)
+    ends = lm.generation.eos_token_ids if ends is None else ends
+    ends = (ends,) if isinstance(ends, int) else tuple(ends)
+    check_ids(lm.config, ends, "eos_token_ids")
+    bias = biases(lm.config, given.pop("logit_bias", None))
+    filters, found = make_settings(
+        seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
+    )
+    if not is_traced(seed) and not isinstance(seed, jax.Array):
+        seed = np.uint32(_below(seed))
+    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
+    return filters, replace(found, seeds=jnp.stack([jnp.asarray(found.seeds[:, 0]), high], axis=1))
+
+
+def _below(seed: Any) -> int:
+    """A seed, or a ``ValueError``."""
+    if whole_number("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed is {seed}, and must be below 2**32")
+    return int(seed)
