@@ -1,7 +1,7 @@
 """Models: configurations, architectures, weights and tokenizers of checkpoints.
 
 ``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
-families llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2.
+families that ``supported()`` lists.
 """
 
 from kvjax.generation.defaults import GenerationDefaults
@@ -9,10 +9,11 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.token_text import TextStream
 
 from .architecture import Architecture
-from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
+from .config import GemmaConfig, GPT2Config, LlamaConfig, Phi3Config, RopeConfig
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary
+from .supported import supported
 from .text import Tokenizer
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "GenerationDefaults",
     "LanguageModel",
     "LlamaConfig",
+    "Phi3Config",
     "RopeConfig",
     "TextStream",
     "Tokenizer",
     "load",
     "model_rotary",
     "read_config",
+    "supported",
 ]

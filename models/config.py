@@ -18,12 +18,16 @@ class TensorNames:
     ``embedding``: what a tied ``lm_head.weight`` is the same as.
     ``buffers``: tensors that older files hold and Transformers ignores too.
     ``transposed``: tensors stored [in, out].
+    ``renamed``: what stands otherwise in names of files, and what it is here.
+    ``written``: the same for names that are written.
     """
 
     prefix: str
     embedding: str
     buffers: re.Pattern[str]
     transposed: re.Pattern[str] | None = None
+    renamed: tuple[tuple[re.Pattern[str], str], ...] = ()
+    written: tuple[tuple[re.Pattern[str], str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,13 @@ class RopeConfig:
 class DecoderConfig:
     """A decoder with rotary positions, and what it does. Names are those of ``config.json``.
 
-    ``qk_norm``: queries and keys are normed, a head at a time. ``rope``: rotary positions;
+    ``qk_norm``: queries and keys are normed, a head at a time, or with ``qk_norm_joint`` all heads
+    together. ``rope``: rotary positions;
     ``local_rope``: of the layers that have a window, where those have others. ``windows``: one a
     layer; the query at ``p`` sees positions above ``p - window``, None all. ``dtype``: what the
     model computes in and, by default, what its cache holds. ``norm_offset``: norms scale by
-    ``norm_offset + weight``. ``post_norms``: a layer's parts are normed behind as well.
+    ``norm_offset + weight``; ``wide_norms``: they scale in float32, as those with an offset do.
+    ``pre_norms``: a layer's parts are normed before; ``post_norms``: behind.
     ``scale_embeddings``: by the root of their width. ``query_pre_attn_scalar``: scores are divided
     by its root, and by that of ``head_dim`` where it is None. Of the soft caps, None is none.
     """
@@ -97,7 +103,10 @@ class DecoderConfig:
     _: KW_ONLY
     local_rope: RopeConfig | None = None
     norm_offset: float = 0.0
+    wide_norms: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    qk_norm_joint: bool = False
     scale_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -150,6 +159,11 @@ class GemmaConfig(DecoderConfig):
     norm_offset: float = 1.0
     post_norms: bool = True
     scale_embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """A model of the Phi-3 family: its projections are joined."""
 
 
 @dataclass(frozen=True)

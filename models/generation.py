@@ -12,6 +12,7 @@ _FAMILY_IDS = {
     "gemma2": (2, 1),
     "gemma3_text": (2, 1),
     "gpt2": (50256, 50256),
+    "phi3": (1, 32000),
 }
 """First and last token where no file says: the defaults of Transformers' configurations."""
 
