@@ -20,7 +20,14 @@ _LLAMAS = {
     "mistral": Family(32000, 14336, 8, None, 131072, sliding_window="all"),
     "qwen2": Family(qkv_bias=True, sliding_window="some"),
     "qwen3": Family(head_dim=128, attention_bias=True, qk_norm=True, sliding_window="some"),
-}
+    "olmo2": Family(
+        50304, 11008, None, None, 2048, attention_bias=True, qk_norm=True,
+        norm=("rms_norm_eps", 1e-5),
+        settings={
+            "pre_norms": False, "post_norms": True, "qk_norm_joint": True, "wide_norms": True,
+        },
+    ),
+}  # fmt: skip
 _GEMMA2 = Family(
     256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,
     num_hidden_layers=26, num_attention_heads=8, tie_word_embeddings=True, score_cap=50.0,

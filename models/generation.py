@@ -13,6 +13,7 @@ _FAMILY_IDS = {
     "gemma3_text": (2, 1),
     "gpt2": (50256, 50256),
     "phi3": (1, 32000),
+    "olmo2": (None, 50279),
 }
 """First and last token where no file says: the defaults of Transformers' configurations."""
 

@@ -19,6 +19,7 @@ FAMILIES: dict[str, dict[str, str]] = {
     "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
     "llama": {},
     "mistral": {},
+    "olmo2": {},
     "phi3": {"rope_parameters": "the kinds default and longrope: Phi-3 has no other"},
     "qwen2": {},
     "qwen3": {},

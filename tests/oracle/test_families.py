@@ -38,8 +38,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {**PHI3, "num_key_value_heads": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
     ),
+    "olmo2": ("olmo2", SMALL),
+    "olmo2-biased": (
+        "olmo2",
+        {
+            **SMALL,
+            "attention_bias": True,
+            "num_key_value_heads": None,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        },
+    ),
 }
-GREEDY = ("phi3",)
+GREEDY = ("phi3", "olmo2")
 """Of these, tokens too."""
 
 
