@@ -9,7 +9,8 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.token_text import TextStream
 
 from .architecture import Architecture
-from .config import GemmaConfig, GPT2Config, LlamaConfig, Phi3Config, RopeConfig
+from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
+from .config_families import MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary
@@ -23,6 +24,9 @@ __all__ = [
     "GenerationDefaults",
     "LanguageModel",
     "LlamaConfig",
+    "MixtralConfig",
+    "MoeConfig",
+    "NeoXConfig",
     "Phi3Config",
     "RopeConfig",
     "TextStream",

@@ -19,10 +19,13 @@ from kvjax.core.typing import Counts, Tokens
 from kvjax.generation.long_calls import in_parts
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
-from .config import Config, GemmaConfig, GPT2Config, LlamaConfig, Phi3Config
+from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
+from .config_families import MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
 from .decoder import Decoder
 from .frame import Frame
 from .gpt2 import GPT2
+from .moe import Moe
+from .neox import NeoX
 from .phi3 import Phi3
 from .saving import save
 from .sharding import param_shardings
@@ -34,6 +37,9 @@ _FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
     GemmaConfig: Decoder,
     GPT2Config: GPT2,
+    MixtralConfig: Moe,
+    MoeConfig: Moe,
+    NeoXConfig: NeoX,
     Phi3Config: Phi3,
 }
 

@@ -20,6 +20,7 @@ class TensorNames:
     ``transposed``: tensors stored [in, out].
     ``renamed``: what stands otherwise in names of files, and what it is here.
     ``written``: the same for names that are written.
+    ``experts``: whether there are some, see ``models/experts.py``.
     """
 
     prefix: str
@@ -28,6 +29,7 @@ class TensorNames:
     transposed: re.Pattern[str] | None = None
     renamed: tuple[tuple[re.Pattern[str], str], ...] = ()
     written: tuple[tuple[re.Pattern[str], str], ...] = ()
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,6 @@ class GemmaConfig(DecoderConfig):
     norm_offset: float = 1.0
     post_norms: bool = True
     scale_embeddings: bool = True
-
-
-@dataclass(frozen=True)
-class Phi3Config(DecoderConfig):
-    """A model of the Phi-3 family: its projections are joined."""
 
 
 @dataclass(frozen=True)

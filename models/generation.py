@@ -9,9 +9,11 @@ from .fields import Fields, read_json
 _FAMILY_IDS = {
     "llama": (1, 2),
     "mistral": (1, 2),
+    "mixtral": (1, 2),
     "gemma2": (2, 1),
     "gemma3_text": (2, 1),
     "gpt2": (50256, 50256),
+    "gpt_neox": (0, 2),
     "phi3": (1, 32000),
     "olmo2": (None, 50279),
 }

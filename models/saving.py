@@ -14,8 +14,9 @@ from kvjax.core.device import fetch
 from kvjax.core.progress import tell
 
 from .config import Config
+from .experts import unstack_experts
 from .fields import read_json
-from .weights import is_transposed
+from .weights import is_transposed, renamed
 
 SHARD = 4 * 2**30
 """Bytes of a file of tensors, at most, but of one that is larger alone."""
@@ -62,7 +63,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {key: _as_stored(key, leaf, config) for key, leaf in shard.items()}
+        tensors = dict(each for item in shard.items() for each in _as_stored(*item, config))
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # the library keeps new files to their owner
         where |= dict.fromkeys(tensors, name)
@@ -73,9 +74,12 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _as_stored(name: str, leaf: Any, config: Config) -> np.ndarray:
-    found = np.asarray(fetch(leaf))
-    return np.ascontiguousarray(found.T if is_transposed(name, config.names) else found)
+def _as_stored(name: str, leaf: Any, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    """A parameter's tensors, by the names that they have in files."""
+    names, found = config.names, np.asarray(fetch(leaf))
+    found = np.ascontiguousarray(found.T if is_transposed(name, names) else found)
+    parts = unstack_experts(name, found) if names.experts else iter([(name, found)])
+    return ((renamed(part, names.written), values) for part, values in parts)
 
 
 def _shards(leaves: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:

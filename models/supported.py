@@ -12,17 +12,23 @@ EVERYWHERE = {
 }
 """What is refused of every family: a field of ``config.json``, and what was expected, and why."""
 _CAUSAL = {"use_bidirectional_attention": "false: attention is causal"}
+_EXPERTS = {"num_experts_per_tok": "at most as many as there are experts"}
 
 FAMILIES: dict[str, dict[str, str]] = {
     "gemma2": _CAUSAL,
     "gemma3_text": _CAUSAL | {"attn_logit_softcapping": "null: gemma3_text caps no scores"},
     "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
+    "gpt_neox": {
+        "head_dim": "hidden_size / num_attention_heads, the width of every head",
+    },
     "llama": {},
     "mistral": {},
+    "mixtral": _EXPERTS,
     "olmo2": {},
     "phi3": {"rope_parameters": "the kinds default and longrope: Phi-3 has no other"},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": _EXPERTS,
 }
 """By ``model_type``, what is refused besides."""
 

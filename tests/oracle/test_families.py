@@ -1,6 +1,7 @@
 """Families with parts of their own: logits and greedy tokens are Transformers', float32."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,12 +11,23 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.models.stored import find_tensors
+from tests.oracle.conftest import run_reference
 from tests.oracle.test_logits import LENGTHS, LONG, SHORT, SMALL, cached
 
 TOLERANCE = 1e-5
 """Of logits, absolute."""
 NEW = 8
 
+MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **SMALL,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 PHI3 = {**SMALL, "pad_token_id": 0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,8 +61,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
         },
     ),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox-in-turn": (
+        "gpt_neox",
+        {
+            **NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_fast",
+            "rotary_pct": 0.5,
+            "rotary_emb_base": 5000,
+            "layer_norm_eps": 1e-3,
+        },
+    ),
+    "gpt_neox-scaled": (
+        "gpt_neox",
+        {**NEOX, "rope_parameters": {"rope_type": "linear", "factor": 3.0}, "rotary_pct": 1.0},
+    ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral-window": (
+        "mixtral",
+        {
+            **MIXTRAL,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-many": ("mixtral", {**MIXTRAL, "num_local_experts": 16}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe-normed": (
+        "qwen3_moe",
+        {
+            **QWEN3_MOE,
+            "num_hidden_layers": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "qwen3_moe-sparse-step": (
+        "qwen3_moe",
+        {**QWEN3_MOE, "num_experts": 5, "num_experts_per_tok": 1, "decoder_sparse_step": 2},
+    ),
 }
-GREEDY = ("phi3", "olmo2")
+GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed")
 """Of these, tokens too."""
 
 
@@ -75,6 +135,20 @@ def test_ragged_batch_in_uneven_chunks(case: Any) -> None:
     _, reference, lm = case
     for row, logits in enumerate(cached(lm, reference.tokens, LENGTHS)):
         assert apart(logits, reference.logits[row, : LENGTHS[row]]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_saved_again(
+    name: str, make_reference: Callable, torch: Any, transformers: Any, tmp_path: Path
+) -> None:
+    """What is written here, Transformers reads, under the names that its own files have."""
+    model_type, fields = CASES[name]
+    reference = make_reference(model_type, **fields)
+    models.load(reference.folder, dtype="float32").save(tmp_path / "again")
+    names = [set(find_tensors(folder)) for folder in (reference.folder, tmp_path / "again")]
+    assert names[0] == names[1]
+    again = run_reference(tmp_path / "again", torch, transformers)
+    assert np.array_equal(again.logits, reference.logits)
 
 
 @pytest.mark.parametrize("name", GREEDY)

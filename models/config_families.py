@@ -1,0 +1,69 @@
+"""Configurations of families that have more than a ``DecoderConfig``, or other layers."""
+
+import re
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
+
+from .config import DecoderConfig, TensorNames
+
+
+@dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """A model of the Phi-3 family: its projections are joined."""
+
+
+@dataclass(frozen=True)
+class MoeConfig(DecoderConfig):
+    """A decoder whose feed-forward layers are mixtures of experts, but for ``dense_layers``.
+
+    ``norm_topk_prob``: the parts of the experts that a token chose add up to 1.
+    """
+
+    _: KW_ONLY
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+
+    names: ClassVar = replace(DecoderConfig.names, experts=True)
+
+
+@dataclass(frozen=True)
+class MixtralConfig(MoeConfig):
+    """A Mixtral, whose files have other names."""
+
+    names: ClassVar = replace(
+        MoeConfig.names,
+        renamed=(
+            (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+            (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+            (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+            (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+        ),
+        written=(
+            (re.compile(r"\.mlp\."), ".block_sparse_moe."),
+            (re.compile(r"\.gate_proj\."), ".w1."),
+            (re.compile(r"\.down_proj\."), ".w2."),
+            (re.compile(r"\.up_proj\."), ".w3."),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class NeoXConfig(DecoderConfig):
+    """A GPT-NeoX model: its norms centre, with the epsilon ``rms_norm_eps``.
+
+    ``parallel_residual``: attention and feed-forward are both of what the layer was given.
+    """
+
+    _: KW_ONLY
+    parallel_residual: bool = True
+
+    names: ClassVar = TensorNames(
+        prefix="gpt_neox.",
+        embedding="gpt_neox.embed_in.weight",
+        buffers=re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(bias|masked_bias))$"),
+        renamed=((re.compile(r"^embed_out\."), "lm_head."),),
+        written=((re.compile(r"^lm_head\."), "embed_out."),),
+    )
