@@ -58,7 +58,7 @@ def stack_experts(stored: Stored) -> Stored:
             stack, number, matrix = found.groups()
             experts.setdefault(f"{stack}.{matrix}", {})[int(number)] = tensor
         elif (found := _ALL.match(name)) and len(tensor.shape) == 3:
-            result |= _parted(*found.groups(), tensor)
+            result |= _parted(found[1], found[2], tensor)
         else:
             result[name] = tensor
     return result | {name: _stacked(name, parts) for name, parts in experts.items()}

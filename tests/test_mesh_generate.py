@@ -20,6 +20,7 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
+from kvjax.models.config_families import MoeConfig, NeoXConfig, Phi3Config
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
@@ -418,7 +419,30 @@ def odd_llama():
     )  # fmt: skip
 
 
-FAMILIES = {"gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama}
+def phi3():
+    return Phi3Config(**vars(tiny_config(intermediate_size=50)))
+
+
+def olmo2():
+    return tiny_config(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_joint=True)
+
+
+def neox():
+    biases = dict(qkv_bias=True, output_bias=True, mlp_bias=True)
+    return NeoXConfig(**vars(tiny_config(num_key_value_heads=4, windows=(None, None), **biases)))
+
+
+def experts():
+    return MoeConfig(
+        **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
+        moe_intermediate_size=36, dense_layers=(1,),
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
+    "neox": neox, "experts": experts,
+}  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},
     "sequence-3": {"sequence": 3},
