@@ -10,7 +10,7 @@ from kvjax.generation.token_text import TextStream
 
 from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
-from .config_families import MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
+from .config_families import Llama4Config, MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary
@@ -23,6 +23,7 @@ __all__ = [
     "GemmaConfig",
     "GenerationDefaults",
     "LanguageModel",
+    "Llama4Config",
     "LlamaConfig",
     "MixtralConfig",
     "MoeConfig",

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 DTYPES = ("bfloat16", "float16", "float32")
 """What models compute in, and what weights are stored in."""
@@ -20,7 +20,7 @@ class TensorNames:
     ``transposed``: tensors stored [in, out].
     ``renamed``: what stands otherwise in names of files, and what it is here.
     ``written``: the same for names that are written.
-    ``experts``: whether there are some, see ``models/experts.py``.
+    ``experts``: how files have them, if there are any: see ``models/experts.py``.
     """
 
     prefix: str
@@ -29,7 +29,7 @@ class TensorNames:
     transposed: re.Pattern[str] | None = None
     renamed: tuple[tuple[re.Pattern[str], str], ...] = ()
     written: tuple[tuple[re.Pattern[str], str], ...] = ()
-    experts: bool = False
+    experts: Literal["apart", "joined"] | None = None
 
 
 @dataclass(frozen=True)

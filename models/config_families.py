@@ -26,7 +26,7 @@ class MoeConfig(DecoderConfig):
     norm_topk_prob: bool
     dense_layers: tuple[int, ...] = ()
 
-    names: ClassVar = replace(DecoderConfig.names, experts=True)
+    names: ClassVar = replace(DecoderConfig.names, experts="apart")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,29 @@ class MixtralConfig(MoeConfig):
             (re.compile(r"\.down_proj\."), ".w2."),
             (re.compile(r"\.up_proj\."), ".w3."),
         ),
+    )
+
+
+@dataclass(frozen=True)
+class Llama4Config(MoeConfig):
+    """The text part of a Llama 4. ``windows`` are chunks: a query sees its own alone.
+
+    ``rope_layers``: those that have rotary positions, the others none; ``qk_unit``: there, queries
+    and keys are divided by the root of their mean square; ``temperature``: in the others, queries
+    grow with their position, by a factor and the positions that a step takes; None where they do
+    not. ``intermediate_size``: of ``dense_layers``.
+    """
+
+    _: KW_ONLY
+    rope_layers: tuple[bool, ...]
+    qk_unit: bool
+    temperature: tuple[float, int] | None
+
+    names: ClassVar = replace(
+        DecoderConfig.names,
+        experts="joined",
+        renamed=((re.compile(r"\.feed_forward\."), ".mlp."),),
+        written=((re.compile(r"\.mlp\."), ".feed_forward."),),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
-from .config_families import MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
+from .config_experts import read_llama4, read_mixtral, read_qwen3_moe
+from .config_families import NeoXConfig, Phi3Config
 from .config_parts import Family, read_cap, read_dtype, read_shared
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
@@ -42,16 +43,6 @@ _GEMMAS = {
     ),
 }  # fmt: skip
 
-_MOES = {
-    "mixtral": Family(
-        32000, 14336, 8, None, 131072, sliding_window="named", norm=("rms_norm_eps", 1e-5),
-        rope=RopeForm(theta=1e6),
-    ),
-    "qwen3_moe": Family(
-        intermediate_size=6144, num_key_value_heads=4, hidden_size=2048, num_hidden_layers=24,
-        attention_bias=True, qk_norm=True, sliding_window="used",
-    ),
-}  # fmt: skip
 _NEOX = Family(
     50432, 24576, None, None, 2048, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64,
     activation=("hidden_act", "gelu"), norm=("layer_norm_eps", 1e-5),
@@ -124,52 +115,6 @@ def _phi3(config: Fields) -> Phi3Config:
     return Phi3Config(**shared, rope=read_rope(config, _PHI3.rope, **sizes))
 
 
-def _mixtral(config: Fields) -> MixtralConfig:
-    family = _MOES["mixtral"]
-    shared, sizes = read_shared(config, family)
-    experts, choices = _experts(config, 8, 2)
-    return MixtralConfig(
-        **shared,
-        rope=read_rope(config, family.rope, **sizes),
-        num_experts=experts,
-        num_experts_per_tok=choices,
-        moe_intermediate_size=shared["intermediate_size"],
-        norm_topk_prob=True,
-    )
-
-
-def _qwen3_moe(config: Fields) -> MoeConfig:
-    family = _MOES["qwen3_moe"]
-    shared, sizes = read_shared(config, family)
-    experts, choices = _experts(config, 128, 8)
-    every, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers", [])
-    layers = range(shared["num_hidden_layers"])
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise config.wrong("mlp_only_layers", "a list of numbers of layers")
-    return MoeConfig(
-        **shared,
-        rope=read_rope(config, family.rope, **sizes),
-        num_experts=experts,
-        num_experts_per_tok=choices,
-        moe_intermediate_size=config.integer("moe_intermediate_size", 768),
-        norm_topk_prob=config.flag("norm_topk_prob", False),
-        dense_layers=tuple(n for n in layers if n in dense or (n + 1) % every),
-    )
-
-
-def _experts(config: Fields, count: int, choices: int) -> tuple[int, int]:
-    """How many experts there are, by either name, and how many of them a token takes."""
-    both = {config.raw(name) for name in ("num_local_experts", "num_experts")} - {None}
-    name = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
-    if len(both) > 1:
-        raise config.wrong(name, f"num_experts = {config.raw('num_experts')}, which says the same")
-    count = config.integer(name, count)
-    choices = config.integer("num_experts_per_tok", choices)
-    if choices > count:
-        raise config.wrong("num_experts_per_tok", f"at most {name} = {count}")
-    return count, choices
-
-
 def _neox(config: Fields) -> NeoXConfig:
     bias = config.flag("attention_bias", True)
     shared, sizes = read_shared(config, _NEOX)
@@ -223,8 +168,9 @@ READERS: dict[str, Callable[[Fields], Config]] = {
     **dict.fromkeys(_GEMMAS, _gemma),
     "gpt2": _gpt2,
     "gpt_neox": _neox,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
+    "llama4_text": read_llama4,
+    "mixtral": read_mixtral,
+    "qwen3_moe": read_qwen3_moe,
     "phi3": _phi3,
 }
 """By ``model_type``: those that ``supported`` names."""

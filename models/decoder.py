@@ -83,7 +83,8 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each normed before and added after.
 
     With ``post_norms``, what they give is normed too before it is added; without ``pre_norms``,
-    that alone is. ``attention``: a family that has another one names it; ``feed_forward`` too.
+    that alone is. A family that has another ``attention`` names it; ``make_feed_forward`` gives
+    another one of these.
     """
 
     attention: ClassVar[type[Attention]] = Attention
@@ -101,9 +102,9 @@ class Block(nnx.Module):
             if config.pre_norms:
                 self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
-        self.mlp = self.feed_forward(config, layer, rngs)
+        self.mlp = self.make_feed_forward(config, layer, rngs)
 
-    def feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> Feeding:
+    def make_feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> Feeding:
         """Make that part of a layer."""
         return FeedForward(
             config.hidden_size,

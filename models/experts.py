@@ -7,12 +7,18 @@ and put together as it is read.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from kvjax.core.errors import CheckpointError
 
 from .stored import Stored, StoredTensor
+
+Form = Literal["apart", "joined"]
+"""How published files have experts: one by one, or all of a layer, gate before up, as [experts, in,
+out]. Of those that have them apart, a model may also be saved with them joined, as [experts, out,
+in]."""
 
 _ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _ALL = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
@@ -34,17 +40,20 @@ class _Stack(StoredTensor):
 
 
 @dataclass(frozen=True)
-class _Half(StoredTensor):
-    """Rows of all experts, of a tensor that joins two matrices."""
+class _Part(StoredTensor):
+    """Rows of all experts, of a tensor that joins two matrices, or that has [in, out]."""
 
     joined: StoredTensor
+    turned: bool
     first_row: int
 
     def read(self) -> np.ndarray:
-        return self.joined.read()[:, self.first_row : self.first_row + self.shape[1]]
+        whole = self.joined.read()
+        whole = whole.swapaxes(1, 2) if self.turned else whole
+        return whole[:, self.first_row : self.first_row + self.shape[1]]
 
 
-def stack_experts(stored: Stored) -> Stored:
+def stack_experts(stored: Stored, form: Form) -> Stored:
     """The tensors, those of experts as ``<...>.experts.<matrix>.weight`` [experts, out, in].
 
     Raises:
@@ -58,31 +67,44 @@ def stack_experts(stored: Stored) -> Stored:
             stack, number, matrix = found.groups()
             experts.setdefault(f"{stack}.{matrix}", {})[int(number)] = tensor
         elif (found := _ALL.match(name)) and len(tensor.shape) == 3:
-            result |= _parted(found[1], found[2], tensor)
+            halves = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+            parts = _parted(tensor, len(halves), form == "joined")
+            result |= {
+                f"{found[1]}.{half}.weight": part for half, part in zip(halves, parts, strict=True)
+            }
         else:
             result[name] = tensor
     return result | {name: _stacked(name, parts) for name, parts in experts.items()}
 
 
-def unstack_experts(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """A parameter as files have it: of experts, a tensor of each."""
-    stack, inside, matrix = name.partition(".experts.")
-    if not inside:
-        yield name, values
-        return
-    for number, each in enumerate(values):
-        yield f"{stack}.experts.{number}.{matrix}", each
+def unstack_experts(
+    tensors: dict[str, np.ndarray], form: Form | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Parameters as files have them: each in a tensor of its own, but of experts."""
+    for name, values in tensors.items():
+        stack, inside, matrix = name.partition(".experts.")
+        if form is None or not inside:
+            yield name, values
+        elif form == "apart":
+            for number, each in enumerate(values):
+                yield f"{stack}.experts.{number}.{matrix}", each
+        elif matrix == "down_proj.weight":
+            yield f"{stack}.experts.down_proj", np.ascontiguousarray(values.swapaxes(1, 2))
+        elif matrix == "gate_proj.weight":
+            both = np.concatenate([values, tensors[f"{stack}.experts.up_proj.weight"]], axis=1)
+            yield f"{stack}.experts.gate_up_proj", np.ascontiguousarray(both.swapaxes(1, 2))
 
 
-def _parted(stack: str, matrix: str, tensor: StoredTensor) -> Stored:
-    if matrix == "down_proj":
-        return {f"{stack}.down_proj.weight": tensor}
-    count, rows, columns = tensor.shape
-    place = tensor.file, tensor.name, tensor.dtype, (count, rows // 2, columns), tensor.start
-    return {
-        f"{stack}.{half}.weight": _Half(*place, tensor.count // 2, tensor, first_row)
-        for half, first_row in (("gate_proj", 0), ("up_proj", rows // 2))
-    }
+def _parted(tensor: StoredTensor, count: int, turned: bool) -> Iterator[_Part]:
+    experts, rows, columns = tensor.shape
+    if turned:
+        rows, columns = columns, rows
+    rows //= count
+    for number in range(count):
+        yield _Part(
+            tensor.file, tensor.name, tensor.dtype, (experts, rows, columns), tensor.start,
+            tensor.count // count, tensor, turned, number * rows,
+        )  # fmt: skip
 
 
 def _stacked(name: str, parts: dict[int, StoredTensor]) -> _Stack:

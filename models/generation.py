@@ -8,6 +8,7 @@ from .fields import Fields, read_json
 
 _FAMILY_IDS = {
     "llama": (1, 2),
+    "llama4_text": (1, 2),
     "mistral": (1, 2),
     "mixtral": (1, 2),
     "gemma2": (2, 1),

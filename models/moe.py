@@ -35,11 +35,11 @@ class Experts(nnx.Module):
     Few tokens read the matrices that they chose alone, which are copied for it; where there are at
     least as many choices as experts, every expert takes all tokens, one expert after the other:
     ``num_experts / num_experts_per_tok`` times the products that are needed, and no more memory
-    than one expert's.
+    than one expert's. ``scales_inputs``: parts multiply what an expert takes, not what it gives.
     """
 
-    def __init__(self, config: MoeConfig, *, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[config.hidden_act]
+    def __init__(self, config: MoeConfig, *, scales_inputs: bool = False, rngs: nnx.Rngs):
+        self.activation, self.scales_inputs = ACTIVATIONS[config.hidden_act], scales_inputs
         hidden, inner = config.hidden_size, config.moe_intermediate_size
 
         def matrices(fan_in: int, fan_out: int) -> Matrices:
@@ -57,6 +57,11 @@ class Experts(nnx.Module):
         few = chosen.size < weights[0].shape[0]
         return (self._few if few else self._many)(x, weights, chosen, parts).astype(x.dtype)
 
+    def _scales(self, parts: Array) -> tuple[Array, Array]:
+        """What an expert's inputs and outputs are multiplied by."""
+        ones = jnp.ones_like(parts)
+        return (parts, ones) if self.scales_inputs else (ones, parts)
+
     def _few(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
         gate, up, down = (weight[chosen] for weight in weights)
 
@@ -64,9 +69,10 @@ class Experts(nnx.Module):
             found = jnp.einsum("tki,tkoi->tko", y, each, preferred_element_type=jnp.float32)
             return found.astype(x.dtype)
 
-        y = jnp.broadcast_to(x[:, None], (*chosen.shape, x.shape[1]))
+        before, behind = self._scales(parts[..., None])
+        y = (x[:, None] * before).astype(x.dtype)
         y = self.activation(products(y, gate)) * products(y, up)
-        return jnp.sum(products(y, down).astype(jnp.float32) * parts[..., None], axis=1)
+        return jnp.sum(products(y, down).astype(jnp.float32) * behind, axis=1)
 
     def _many(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
         tokens, experts = x.shape[0], weights[0].shape[0]
@@ -74,9 +80,11 @@ class Experts(nnx.Module):
 
         def add(total: Array, one: Any) -> tuple[Array, None]:
             (gate, up, down), share = one
-            y = self.activation(contract_last(x, gate).astype(x.dtype))
-            y = y * contract_last(x, up).astype(x.dtype)
-            y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * share[:, None]
+            before, behind = self._scales(share[:, None])
+            y = (x * before).astype(x.dtype)
+            gated = self.activation(contract_last(y, gate).astype(x.dtype))
+            y = gated * contract_last(y, up).astype(x.dtype)
+            y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * behind
             # What no one chose may be infinite, and would be NaN times 0.
             return total + jnp.where(share[:, None] > 0, y, 0), None
 
@@ -105,10 +113,12 @@ class SparseFeedForward(nnx.Module):
 class Block(decoder.Block):
     """One layer; some have a feed-forward part without experts."""
 
-    def feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> decoder.Feeding:
+    def make_feed_forward(
+        self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
+    ) -> decoder.Feeding:
         assert isinstance(config, MoeConfig)
         if layer in config.dense_layers:
-            return super().feed_forward(config, layer, rngs)
+            return super().make_feed_forward(config, layer, rngs)
         return SparseFeedForward(config, rngs=rngs)
 
 

@@ -47,7 +47,7 @@ class Block(decoder.Block):
 
     attention: ClassVar = Attention
 
-    def feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> FeedForward:
+    def make_feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> FeedForward:
         return FeedForward(config, rngs)
 
 

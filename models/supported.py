@@ -22,6 +22,12 @@ FAMILIES: dict[str, dict[str, str]] = {
         "head_dim": "hidden_size / num_attention_heads, the width of every head",
     },
     "llama": {},
+    "llama4_text": _EXPERTS
+    | {
+        "attention_chunk_size": "an integer of at least 1: some layers need it",
+        "rope_parameters": "the kinds default, dynamic, linear and llama3: others scale queries "
+        "and keys, which a norm behind undoes",
+    },
     "mistral": {},
     "mixtral": _EXPERTS,
     "olmo2": {},
@@ -32,7 +38,10 @@ FAMILIES: dict[str, dict[str, str]] = {
 }
 """By ``model_type``, what is refused besides."""
 
-RELATIVES = {"gemma3": "gemma3_text: a model that takes images too is not read"}
+RELATIVES = {
+    "gemma3": "gemma3_text: a model that takes images too is not read",
+    "llama4": "llama4_text: a model that takes images too is not read",
+}
 """Other values of ``model_type`` that are near to one: what to give instead, and why."""
 
 

@@ -35,7 +35,7 @@ def match_names(
     wanted, result = set(expected), {}
     stored = {renamed(name, names.renamed): tensor for name, tensor in stored.items()}
     if names.experts:
-        stored = stack_experts(stored)
+        stored = stack_experts(stored, names.experts)
     for name, tensor in stored.items():
         known = name if name in wanted or name == HEAD else names.prefix + name
         if known in wanted or (known == HEAD and tied):

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.models import (
     GemmaConfig,
     GPT2Config,
+    Llama4Config,
     LlamaConfig,
     MixtralConfig,
     MoeConfig,
@@ -46,7 +47,9 @@ GEMMA: dict[str, Any] = {
 }
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
 PHI3, OLMO2, NEOX = ({**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox"))
-MIXTRAL, QWEN3_MOE = ({**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe"))
+MIXTRAL, QWEN3_MOE, LLAMA4 = (
+    {**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe", "llama4_text")
+)
 BASES = (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
 """Of Gemma 3's full and sliding layers, where a file says nothing."""
 
@@ -392,6 +395,26 @@ def test_experts(tmp_path: Path) -> None:
     assert (qwen.num_experts, qwen.dense_layers, qwen.windows) == (16, (0, 1, 2), (4096,) * 3)
 
 
+def test_llama4(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "llama4_text"})
+    assert isinstance(bare, Llama4Config)
+    assert (bare.num_experts, bare.num_experts_per_tok, bare.head_dim) == (16, 1, 128)
+    assert (bare.intermediate_size, bare.moe_intermediate_size) == (16384, 8192)
+    assert bare.windows == (8192, 8192, 8192, None) * 12
+    assert bare.rope_layers == (True, True, True, False) * 12
+    assert (bare.qk_unit, bare.temperature, bare.dense_layers) == (True, (0.1, 8192), ())
+    assert bare.rope == RopeConfig(theta=5e5)
+    fields = {
+        "no_rope_layers": [0, 1, 1, 1], "interleave_moe_layer_step": 2, "head_dim": None,
+        "attention_chunk_size": 9, "attn_temperature_tuning": False,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    }  # fmt: skip
+    config = read(tmp_path, {**LLAMA4, **fields})
+    assert isinstance(config, Llama4Config)
+    assert (config.windows, config.rope_layers) == ((9, None, 9), (False, True, True))
+    assert (config.dense_layers, config.temperature, config.head_dim) == ((0, 2), None, 8)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
@@ -527,6 +550,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**QWEN3_MOE, "mlp_only_layers": [0.5]}, r"mlp_only_layers is \[0.5\]; expected a list of"),
     ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected an integer of"),
+    ({"model_type": "llama4"}, 'model_type is "llama4"; expected llama4_text: a model that takes'),
+    ({**LLAMA4, "no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]; expected a list of"),
+    ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers is .*; expected a list of 3 numbers"),
+    ({**LLAMA4, "moe_layers": 1}, "moe_layers is 1; expected a list of numbers of layers"),
+    ({**LLAMA4, "layer_types": [["x"]] * 3}, "layer_types is .*; expected 3 of full_attention and"),
+    ({**LLAMA4, "attention_chunk_size": None}, "attention_chunk_size is null; expected an integer"),
+    (
+        {**LLAMA4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        'rope_scaling.rope_type is "yarn"; expected one of default, dynamic, linear, llama3',
+    ),
     ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or false"),
 ]
 
@@ -543,7 +576,7 @@ def test_supported() -> None:
     """One table has the families, what is refused of each, and the words of the refusals."""
     table = supported()
     assert list(table) == sorted(READERS)
-    assert {"llama", "phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe"} <= set(table)
+    assert {"llama", "phi3", "olmo2", "gpt_neox", "mixtral", "llama4_text"} <= set(table)
     assert all(
         "quantization_config" in fields and "is_causal" in fields for fields in table.values()
     )

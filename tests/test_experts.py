@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
+from kvjax.models import saving
 from kvjax.models.moe import Experts
 
 FIELDS = {
@@ -85,6 +86,22 @@ def test_joined_or_one_by_one(tmp_path: Path, model_type: str) -> None:
     other = models.load(folder, dtype="float32")
     assert jax.tree.structure(other.params) == jax.tree.structure(lm.params)
     for ours, theirs in zip(jax.tree.leaves(lm.params), jax.tree.leaves(other.params), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_joined_ones_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up are one tensor of Llama 4's files, however small a file is to be."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    fields = {"model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 20}
+    (folder / "config.json").write_text(json.dumps({**FIELDS, **fields, "num_local_experts": 3}))
+    model = models.Architecture(models.read_config(folder))
+    params = model.init_params(0)
+    monkeypatch.setattr(saving, "SHARD", 1)
+    model.save(params, folder, tmp_path / "saved")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
+    again = models.load(tmp_path / "saved", dtype="float32")
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(again.params), strict=True):
         assert np.array_equal(ours, theirs)
 
 

@@ -20,7 +20,7 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
-from kvjax.models.config_families import MoeConfig, NeoXConfig, Phi3Config
+from kvjax.models.config_families import Llama4Config, MoeConfig, NeoXConfig, Phi3Config
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
@@ -439,9 +439,16 @@ def experts():
     )  # fmt: skip
 
 
+def llama4():
+    return Llama4Config(
+        **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=False,
+        moe_intermediate_size=36, rope_layers=(False, True), qk_unit=True, temperature=(0.1, 6),
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
-    "neox": neox, "experts": experts,
+    "neox": neox, "experts": experts, "llama4": llama4,
 }  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},

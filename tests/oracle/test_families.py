@@ -27,6 +27,15 @@ QWEN3_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }
+LLAMA4 = {
+    **SMALL,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "floor_scale": 6,
+}
 NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 PHI3 = {**SMALL, "pad_token_id": 0}
 
@@ -109,8 +118,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN3_MOE, "num_experts": 5, "num_experts_per_tok": 1, "decoder_sparse_step": 2},
     ),
+    "llama4_text": ("llama4_text", LLAMA4),
+    "llama4_text-other": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 3,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+            "attention_chunk_size": 13,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "llama4_text-types": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 2,
+            "num_local_experts": 12,
+            "moe_layers": [1],
+            "layer_types": ["full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 0],
+            "attn_scale": 0.5,
+        },
+    ),
 }
-GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed")
+GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed", "llama4_text")
 """Of these, tokens too."""
 
 
