@@ -10,7 +10,14 @@ from kvjax.generation.token_text import TextStream
 
 from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
-from .config_families import Llama4Config, MixtralConfig, MoeConfig, NeoXConfig, Phi3Config
+from .config_families import (
+    Gemma3nConfig,
+    Llama4Config,
+    MixtralConfig,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+)
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary
@@ -20,6 +27,7 @@ from .text import Tokenizer
 __all__ = [
     "Architecture",
     "GPT2Config",
+    "Gemma3nConfig",
     "GemmaConfig",
     "GenerationDefaults",
     "LanguageModel",

@@ -74,6 +74,43 @@ class Llama4Config(MoeConfig):
 
 
 @dataclass(frozen=True)
+class Gemma3nConfig(DecoderConfig):
+    """The text part of a Gemma 3n.
+
+    ``inner_sizes``: of each layer's feed-forward part; ``sparsity``: of each one's gates, how many
+    of 1 are cut off; ``shared_layers``: so many at the end read keys and values of earlier ones.
+    ``layer_inputs``: the width of what each layer is given of a token besides, from a table of
+    ``layer_vocab`` rows. ``streams``: hidden states beside each other, of which layers work on
+    the ``active`` one; ``scale_corrected``: what it became is scaled before it meets the input of
+    the layer. ``laurel_rank``: of the product beside attention.
+    """
+
+    _: KW_ONLY
+    inner_sizes: tuple[int, ...]
+    sparsity: tuple[float, ...]
+    shared_layers: int
+    layer_inputs: int
+    layer_vocab: int
+    streams: int
+    active: int
+    scale_corrected: bool
+    laurel_rank: int
+
+    names: ClassVar = replace(
+        DecoderConfig.names,
+        # Of layers that share, files may have keys' and values' weights, which nothing reads.
+        buffers=re.compile(r"(^|\.)(rotary_emb\.\w*inv_freq|self_attn\.[kv]_(proj|norm)\.\w+)$"),
+    )
+
+    @property
+    def cache_sources(self) -> tuple[int, ...]:
+        """Of each layer, whose keys and values it reads."""
+        own = self.num_hidden_layers - self.shared_layers
+        last = {(window is None): n for n, window in enumerate(self.windows[:own])}
+        return (*range(own), *(last[window is None] for window in self.windows[own:]))
+
+
+@dataclass(frozen=True)
 class NeoXConfig(DecoderConfig):
     """A GPT-NeoX model: its norms centre, with the epsilon ``rms_norm_eps``.
 

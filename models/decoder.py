@@ -8,7 +8,7 @@ tensors.
 """
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -128,7 +128,7 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: DecoderConfig, block: type[Block], *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, block: type[Any], *, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
         )
@@ -141,10 +141,12 @@ class Stack(nnx.Module):
 class Decoder(Frame):
     """A decoder with its language-model head.
 
-    ``block``: what a layer is; a family that has other ones derives them from ``Block``.
+    ``block``: what a layer is; a family that has other ones derives them from ``Block``. ``stack``:
+    what they stand in.
     """
 
-    block: ClassVar[type[Block]] = Block
+    block: ClassVar[type[Any]] = Block
+    stack: ClassVar[type[Any]] = Stack
     divided: ClassVar = {
         "embed_tokens": Divided.ROWS,
         "q_proj": Divided.QUERIES,
@@ -159,7 +161,7 @@ class Decoder(Frame):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.model = Stack(config, self.block, rngs=rngs)
+        self.model = self.stack(config, self.block, rngs=rngs)
         super().__init__(config, rngs=rngs)
 
     def rotary(self, reach: int, limit: int) -> Rotary:

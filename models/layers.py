@@ -60,6 +60,12 @@ class Embedding(nnx.Module):
         return contract_last(x, self.weight[...])
 
 
+def unit(x: Float[Array, "... features"], epsilon: float) -> Float[Array, "... features"]:
+    """float32: ``x`` divided by the root of its mean square."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+
+
 class RMSNorm(nnx.Module):
     """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467).
 
@@ -74,9 +80,7 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset, self.wide = epsilon, offset, wide or offset != 0
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normal = wide * lax.rsqrt(mean_square + self.epsilon)
+        normal = unit(x, self.epsilon)
         if self.wide:
             return (normal * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return self.weight[...] * normal.astype(x.dtype)

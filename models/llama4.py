@@ -17,7 +17,7 @@ from . import decoder
 from .config import DecoderConfig
 from .config_families import Llama4Config
 from .frame import Call, Rotary
-from .layers import FeedForward, Hidden, Linear, split_heads
+from .layers import FeedForward, Hidden, Linear, split_heads, unit
 from .moe import Experts
 
 Heads = Float[Array, "batch heads new head_dim"]
@@ -46,18 +46,13 @@ class Attention(decoder.Attention):
             growth = jnp.log1p(steps) * factor + 1
             queries = (queries * growth[:, None, :, None]).astype(queries.dtype)
         if self.unit:
-            queries, keys = self._to_unit(queries), self._to_unit(keys)
+            # Turning them changes no length, so that it may come behind this.
+            queries, keys = (unit(x, self.epsilon).astype(x.dtype) for x in (queries, keys))
         chunk = config.windows[layer]
         mixed, call = call.attend(
             layer, queries, keys, values, scale=config.query_scale, window=chunk, chunk=chunk
         )
         return self.o_proj(mixed), call
-
-    def _to_unit(self, x: Heads) -> Heads:
-        # Turning them changes no length, so that it may come behind this.
-        wide = x.astype(jnp.float32)
-        square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * lax.rsqrt(square + self.epsilon)).astype(x.dtype)
 
 
 def _halves(x: Heads) -> Heads:

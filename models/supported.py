@@ -17,6 +17,8 @@ _EXPERTS = {"num_experts_per_tok": "at most as many as there are experts"}
 FAMILIES: dict[str, dict[str, str]] = {
     "gemma2": _CAUSAL,
     "gemma3_text": _CAUSAL | {"attn_logit_softcapping": "null: gemma3_text caps no scores"},
+    "gemma3n_text": _CAUSAL
+    | {"num_kv_shared_layers": "fewer: before them each kind of layer has keys of its own"},
     "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
     "gpt_neox": {
         "head_dim": "hidden_size / num_attention_heads, the width of every head",
@@ -40,6 +42,7 @@ FAMILIES: dict[str, dict[str, str]] = {
 
 RELATIVES = {
     "gemma3": "gemma3_text: a model that takes images too is not read",
+    "gemma3n": "gemma3n_text: a model that takes images too is not read",
     "llama4": "llama4_text: a model that takes images too is not read",
 }
 """Other values of ``model_type`` that are near to one: what to give instead, and why."""

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.models import (
+    Gemma3nConfig,
     GemmaConfig,
     GPT2Config,
     Llama4Config,
@@ -46,6 +47,7 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 8,
 }
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
+GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}
 PHI3, OLMO2, NEOX = ({**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox"))
 MIXTRAL, QWEN3_MOE, LLAMA4 = (
     {**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe", "llama4_text")
@@ -415,10 +417,25 @@ def test_llama4(tmp_path: Path) -> None:
     assert (config.dense_layers, config.temperature, config.head_dim) == ((0, 2), None, 8)
 
 
+def test_gemma3n(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "gemma3n_text"})
+    assert isinstance(bare, Gemma3nConfig)
+    assert (bare.num_hidden_layers, bare.shared_layers, bare.streams) == (35, 15, 4)
+    assert bare.windows == (512, 512, 512, 512, None) * 7
+    assert bare.cache_sources == (*range(20), *(18, 18, 18, 18, 19) * 3)
+    assert bare.sparsity == (0.95,) * 10 + (0.0,) * 25
+    assert (bare.inner_sizes, bare.final_logit_softcapping) == ((16384,) * 35, 30.0)
+    assert (bare.rope, bare.local_rope) == BASES
+    config = read(tmp_path, {**GEMMA3N, "intermediate_size": [1, 2, 3, 4, 5, 6, 7]})
+    assert isinstance(config, Gemma3nConfig)
+    assert (config.inner_sizes, config.windows) == ((1, 2, 3, 4, 5, 6, 7), (8,) * 4 + (None, 8, 8))
+    assert config.cache_sources == (0, 1, 2, 3, 4, 3, 3)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
-        'model_type is "mamba"; expected one of gemma2, gemma3_text, gpt2, gpt_neox, llama',
+        'model_type is "mamba"; expected one of gemma2, gemma3_text, gemma3n_text, gpt2, ',
     ),
     (
         {"model_type": None},
@@ -550,6 +567,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**QWEN3_MOE, "mlp_only_layers": [0.5]}, r"mlp_only_layers is \[0.5\]; expected a list of"),
     ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected an integer of"),
+    ({"model_type": "gemma3n"}, 'model_type is "gemma3n"; expected gemma3n_text: a model that'),
+    (
+        {**GEMMA3N, "intermediate_size": [1]},
+        r"intermediate_size is \[1\]; expected a number above 0",
+    ),
+    (
+        {**GEMMA3N, "activation_sparsity_pattern": 0.5},
+        "sparsity_pattern is 0.5; expected 7 numbers",
+    ),
+    ({**GEMMA3N, "activation_sparsity_pattern": [1] * 7}, "expected 7 numbers from 0 to below 1"),
+    ({**GEMMA3N, "altup_active_idx": 4}, "altup_active_idx is 4; expected below .* = 4"),
+    ({**GEMMA3N, "num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; expected fewer"),
+    ({**GEMMA3N, "num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; expected fewer"),
+    ({**GEMMA3N, "use_bidirectional_attention": True}, "attention is true; expected false"),
     ({"model_type": "llama4"}, 'model_type is "llama4"; expected llama4_text: a model that takes'),
     ({**LLAMA4, "no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]; expected a list of"),
     ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers is .*; expected a list of 3 numbers"),

@@ -20,7 +20,13 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
-from kvjax.models.config_families import Llama4Config, MoeConfig, NeoXConfig, Phi3Config
+from kvjax.models.config_families import (
+    Gemma3nConfig,
+    Llama4Config,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+)
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
@@ -446,9 +452,17 @@ def llama4():
     )  # fmt: skip
 
 
+def gemma3n():
+    return Gemma3nConfig(
+        **vars(tiny_config(num_hidden_layers=3, windows=(None, 9, 9), wide_norms=True)),
+        inner_sizes=(48, 50, 48), sparsity=(0.0, 0.5, 0.0), shared_layers=1, layer_inputs=8,
+        layer_vocab=50, streams=2, active=0, scale_corrected=True, laurel_rank=4,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
-    "neox": neox, "experts": experts, "llama4": llama4,
+    "neox": neox, "experts": experts, "llama4": llama4, "gemma3n": gemma3n,
 }  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},

@@ -17,6 +17,9 @@ from tests.oracle.test_logits import LENGTHS, LONG, SHORT, SMALL, cached
 
 TOLERANCE = 1e-5
 """Of logits, absolute."""
+BOUNDS = {"gemma3n_text-other": 3e-5}
+"""Where more is allowed: there Transformers' own logits are 1e-5 from those that it has in float64,
+as these are: gates are cut off at many deviations, and what is left is normed."""
 NEW = 8
 
 MIXTRAL = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -35,6 +38,17 @@ LLAMA4 = {
     "num_local_experts": 4,
     "attention_chunk_size": 8,
     "floor_scale": 6,
+}
+GEMMA3N = {
+    **SMALL,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "vocab_size_per_layer_input": 60,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 6,
 }
 NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 PHI3 = {**SMALL, "pad_token_id": 0}
@@ -154,8 +168,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.5,
         },
     ),
+    "gemma3n_text": ("gemma3n_text", GEMMA3N),
+    "gemma3n_text-other": (
+        "gemma3n_text",
+        {
+            **GEMMA3N,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "intermediate_size": [48, 200, 56],
+            "activation_sparsity_pattern": [0.0, 0.8, 0.3],
+            "attention_bias": True,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
 }
-GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed", "llama4_text")
+GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed", "llama4_text", "gemma3n_text")
 """Of these, tokens too."""
 
 
@@ -171,15 +202,16 @@ def apart(logits: np.ndarray, reference: np.ndarray) -> float:
 
 
 def test_uncached(case: Any) -> None:
-    _, reference, lm = case
+    name, reference, lm = case
     logits = jax.jit(lm.apply)(lm.params, jnp.asarray(reference.tokens))
-    assert apart(np.asarray(logits), reference.logits) <= TOLERANCE
+    assert apart(np.asarray(logits), reference.logits) <= BOUNDS.get(name, TOLERANCE)
 
 
 def test_ragged_batch_in_uneven_chunks(case: Any) -> None:
-    _, reference, lm = case
+    name, reference, lm = case
     for row, logits in enumerate(cached(lm, reference.tokens, LENGTHS)):
-        assert apart(logits, reference.logits[row, : LENGTHS[row]]) <= TOLERANCE
+        found = apart(logits, reference.logits[row, : LENGTHS[row]])
+        assert found <= BOUNDS.get(name, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", GREEDY)
