@@ -1,5 +1,6 @@
 """Families with parts of their own: logits and greedy tokens are Transformers', float32."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.models.config import DecoderConfig
+from kvjax.models.generation import read_generation
 from kvjax.models.stored import find_tensors
 from tests.oracle.conftest import run_reference
 from tests.oracle.test_logits import LENGTHS, LONG, SHORT, SMALL, cached
@@ -241,3 +244,38 @@ def test_greedy_tokens(name: str, make_reference: Callable, torch: Any, transfor
     lm = models.load(reference.folder, dtype="float32")
     result = kvjax.generate(lm, prompts, max_new_tokens=NEW, temperature=0.0, eos_token_ids=())
     assert np.array_equal(np.asarray(result.tokens), expected.numpy()[:, 20:])
+
+
+@pytest.mark.parametrize("model_type", sorted({model_type for model_type, _ in CASES.values()}))
+def test_what_a_file_leaves_out(model_type: str, transformers: Any, tmp_path: Path) -> None:
+    """Has the value that Transformers gives it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = models.read_config(tmp_path)
+    assert isinstance(ours, DecoderConfig)
+    hidden, heads = theirs.hidden_size, theirs.num_attention_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or hidden // heads)
+    assert ours.num_key_value_heads == getattr(theirs, "num_key_value_heads", heads)
+    for name in (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings", "tie_word_embeddings",
+    ):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name, others in {
+        "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps"),
+        "hidden_act": ("hidden_act", "hidden_activation"),
+        "num_experts": ("num_local_experts", "num_experts"),
+        "num_experts_per_tok": ("num_experts_per_tok",),
+    }.items():
+        told = [getattr(theirs, other) for other in others if hasattr(theirs, other)]
+        assert getattr(ours, name, None) == (told[0] if told else None), name
+    ropes = theirs.rope_parameters
+    for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+        told = ropes.get(kind, ropes)
+        if rope is not None:
+            assert (rope.kind, rope.theta) == (told["rope_type"], told["rope_theta"])
+            assert rope.partial_rotary_factor == told.get("partial_rotary_factor", 1.0)
+    generation = read_generation(tmp_path, model_type)
+    eos, bos = theirs.eos_token_id, theirs.bos_token_id
+    assert generation.eos_token_ids == (() if eos is None else (eos,))
+    assert generation.bos_token_id == bos
