@@ -1,7 +1,7 @@
 """Models: configurations, architectures, weights and tokenizers of checkpoints.
 
 ``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
-families llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2.
+families that ``supported()`` lists.
 """
 
 from kvjax.generation.defaults import GenerationDefaults
@@ -10,22 +10,38 @@ from kvjax.generation.token_text import TextStream
 
 from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
+from .config_families import (
+    Gemma3nConfig,
+    Llama4Config,
+    MixtralConfig,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+)
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary
+from .supported import supported
 from .text import Tokenizer
 
 __all__ = [
     "Architecture",
     "GPT2Config",
+    "Gemma3nConfig",
     "GemmaConfig",
     "GenerationDefaults",
     "LanguageModel",
+    "Llama4Config",
     "LlamaConfig",
+    "MixtralConfig",
+    "MoeConfig",
+    "NeoXConfig",
+    "Phi3Config",
     "RopeConfig",
     "TextStream",
     "Tokenizer",
     "load",
     "model_rotary",
     "read_config",
+    "supported",
 ]

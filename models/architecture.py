@@ -20,9 +20,22 @@ from kvjax.generation.long_calls import in_parts
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
+from .config_families import (
+    Gemma3nConfig,
+    Llama4Config,
+    MixtralConfig,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+)
 from .decoder import Decoder
 from .frame import Frame
+from .gemma3n import Gemma3n
 from .gpt2 import GPT2
+from .llama4 import Llama4
+from .moe import Moe
+from .neox import NeoX
+from .phi3 import Phi3
 from .saving import save
 from .sharding import param_shardings
 
@@ -33,6 +46,12 @@ _FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
     GemmaConfig: Decoder,
     GPT2Config: GPT2,
+    Gemma3nConfig: Gemma3n,
+    Llama4Config: Llama4,
+    MixtralConfig: Moe,
+    MoeConfig: Moe,
+    NeoXConfig: NeoX,
+    Phi3Config: Phi3,
 }
 
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 DTYPES = ("bfloat16", "float16", "float32")
 """What models compute in, and what weights are stored in."""
@@ -18,12 +18,18 @@ class TensorNames:
     ``embedding``: what a tied ``lm_head.weight`` is the same as.
     ``buffers``: tensors that older files hold and Transformers ignores too.
     ``transposed``: tensors stored [in, out].
+    ``renamed``: what stands otherwise in names of files, and what it is here.
+    ``written``: the same for names that are written.
+    ``experts``: how files have them, if there are any: see ``models/experts.py``.
     """
 
     prefix: str
     embedding: str
     buffers: re.Pattern[str]
     transposed: re.Pattern[str] | None = None
+    renamed: tuple[tuple[re.Pattern[str], str], ...] = ()
+    written: tuple[tuple[re.Pattern[str], str], ...] = ()
+    experts: Literal["apart", "joined"] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,13 @@ class RopeConfig:
 class DecoderConfig:
     """A decoder with rotary positions, and what it does. Names are those of ``config.json``.
 
-    ``qk_norm``: queries and keys are normed, a head at a time. ``rope``: rotary positions;
+    ``qk_norm``: queries and keys are normed, a head at a time, or with ``qk_norm_joint`` all heads
+    together. ``rope``: rotary positions;
     ``local_rope``: of the layers that have a window, where those have others. ``windows``: one a
     layer; the query at ``p`` sees positions above ``p - window``, None all. ``dtype``: what the
     model computes in and, by default, what its cache holds. ``norm_offset``: norms scale by
-    ``norm_offset + weight``. ``post_norms``: a layer's parts are normed behind as well.
+    ``norm_offset + weight``; ``wide_norms``: they scale in float32, as those with an offset do.
+    ``pre_norms``: a layer's parts are normed before; ``post_norms``: behind.
     ``scale_embeddings``: by the root of their width. ``query_pre_attn_scalar``: scores are divided
     by its root, and by that of ``head_dim`` where it is None. Of the soft caps, None is none.
     """
@@ -97,7 +105,10 @@ class DecoderConfig:
     _: KW_ONLY
     local_rope: RopeConfig | None = None
     norm_offset: float = 0.0
+    wide_norms: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    qk_norm_joint: bool = False
     scale_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None

@@ -1,13 +1,14 @@
 """The decoder of Llama-like and Gemma-like models, in the settings of a ``DecoderConfig``.
 
 Blocks of grouped-query attention with rotary positions and a gated feed-forward layer, each normed
-before, and in Gemma after as well (Touvron et al., arXiv:2302.13971; Jiang et al.,
-arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2, arXiv:2408.00118; Gemma 3,
-arXiv:2503.19786). Attributes bear the names that Transformers gives its tensors.
+before, in Gemma after as well, and in OLMo 2 after alone (Touvron et al., arXiv:2302.13971; Jiang
+et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2, arXiv:2408.00118; Gemma 3,
+arXiv:2503.19786; OLMo 2, arXiv:2501.00656). Attributes bear the names that Transformers gives its
+tensors.
 """
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,38 +20,57 @@ from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
 
+Feeding = Callable[[Hidden], Hidden]
+"""The feed-forward part of a layer: a module."""
+
 
 def _norm(config: DecoderConfig, features: int) -> RMSNorm:
     return RMSNorm(
-        features, epsilon=config.rms_norm_eps, dtype=config.dtype, offset=config.norm_offset
-    )
+        features, epsilon=config.rms_norm_eps, dtype=config.dtype, offset=config.norm_offset,
+        wide=config.wide_norms,
+    )  # fmt: skip
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of one layer."""
+    """Grouped-query attention of one layer.
+
+    A family whose projections are other ones derives it, and says what ``project`` gives.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
         self.config, self.layer = config, layer
-        hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
+        width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-
-        def linear(fan_in: int, fan_out: int, bias: bool) -> Linear:
-            return Linear(fan_in, fan_out, bias=bias, dtype=config.dtype, rngs=rngs)
-
-        self.q_proj = linear(hidden, width, config.qkv_bias)
-        self.k_proj = linear(hidden, kv_width, config.qkv_bias)
-        self.v_proj = linear(hidden, kv_width, config.qkv_bias)
-        self.o_proj = linear(width, hidden, config.output_bias)
+        self.make_projections(width, kv_width, rngs)
+        self.o_proj = self.linear(width, config.hidden_size, config.output_bias, rngs)
         if config.qk_norm:
-            self.q_norm = _norm(config, config.head_dim)
-            self.k_norm = _norm(config, config.head_dim)
+            joint = config.qk_norm_joint
+            self.q_norm = _norm(config, width if joint else config.head_dim)
+            self.k_norm = _norm(config, kv_width if joint else config.head_dim)
+
+    def linear(self, fan_in: int, fan_out: int, bias: bool, rngs: nnx.Rngs) -> Linear:
+        return Linear(fan_in, fan_out, bias=bias, dtype=self.config.dtype, rngs=rngs)
+
+    def make_projections(self, width: int, kv_width: int, rngs: nnx.Rngs) -> None:
+        """Make what ``project`` needs, for so many channels of queries, and of keys and values."""
+        hidden, bias = self.config.hidden_size, self.config.qkv_bias
+        self.q_proj = self.linear(hidden, width, bias, rngs)
+        self.k_proj = self.linear(hidden, kv_width, bias, rngs)
+        self.v_proj = self.linear(hidden, kv_width, bias, rngs)
+
+    def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
+        """Queries, keys and values, each [batch, new, heads * head_dim]."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
         config, layer = self.config, self.layer
-        queries = split_heads(self.q_proj(x), config.num_attention_heads)
-        keys = split_heads(self.k_proj(x), config.num_key_value_heads)
-        values = split_heads(self.v_proj(x), config.num_key_value_heads)
-        if config.qk_norm:
+        queries, keys, values = self.project(x)
+        if config.qk_norm and config.qk_norm_joint:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = split_heads(queries, config.num_attention_heads)
+        keys = split_heads(keys, config.num_key_value_heads)
+        values = split_heads(values, config.num_key_value_heads)
+        if config.qk_norm and not config.qk_norm_joint:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         mixed, call = call.attend(
             layer, queries, keys, values, scale=config.query_scale, window=config.windows[layer],
@@ -62,18 +82,31 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention, then feed-forward, each normed before and added after.
 
-    With ``post_norms``, what they give is normed too before it is added.
+    With ``post_norms``, what they give is normed too before it is added; without ``pre_norms``,
+    that alone is. A family that has another ``attention`` names it; ``make_feed_forward`` gives
+    another one of these.
     """
 
+    attention: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
-        self.post_norms = config.post_norms
-        self.input_layernorm = _norm(config, config.hidden_size)
-        self.self_attn = Attention(config, layer, rngs=rngs)
-        self.post_attention_layernorm = _norm(config, config.hidden_size)
+        def norm() -> RMSNorm:
+            return _norm(config, config.hidden_size)
+
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        if config.pre_norms:
+            self.input_layernorm = norm()
+        self.self_attn = self.attention(config, layer, rngs=rngs)
+        self.post_attention_layernorm = norm()
         if config.post_norms:
-            self.pre_feedforward_layernorm = _norm(config, config.hidden_size)
-            self.post_feedforward_layernorm = _norm(config, config.hidden_size)
-        self.mlp = FeedForward(
+            if config.pre_norms:
+                self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+        self.mlp = self.make_feed_forward(config, layer, rngs)
+
+    def make_feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> Feeding:
+        """Make that part of a layer."""
+        return FeedForward(
             config.hidden_size,
             config.intermediate_size,
             activation=config.hidden_act,
@@ -83,10 +116,10 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
-        mixed, call = self.self_attn(self.input_layernorm(x), call)
+        mixed, call = self.self_attn(self.input_layernorm(x) if self.pre_norms else x, call)
         if self.post_norms:
             x = x + self.post_attention_layernorm(mixed)
-            fed = self.mlp(self.pre_feedforward_layernorm(x))
+            fed = self.mlp(self.pre_feedforward_layernorm(x) if self.pre_norms else x)
             return x + self.post_feedforward_layernorm(fed), call
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), call
@@ -95,7 +128,7 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: DecoderConfig, block: type[Block], *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, block: type[Any], *, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
         )
@@ -108,10 +141,12 @@ class Stack(nnx.Module):
 class Decoder(Frame):
     """A decoder with its language-model head.
 
-    ``block``: what a layer is; a family that has other ones derives them from ``Block``.
+    ``block``: what a layer is; a family that has other ones derives them from ``Block``. ``stack``:
+    what they stand in.
     """
 
-    block: ClassVar[type[Block]] = Block
+    block: ClassVar[type[Any]] = Block
+    stack: ClassVar[type[Any]] = Stack
     divided: ClassVar = {
         "embed_tokens": Divided.ROWS,
         "q_proj": Divided.QUERIES,
@@ -126,7 +161,7 @@ class Decoder(Frame):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.model = Stack(config, self.block, rngs=rngs)
+        self.model = self.stack(config, self.block, rngs=rngs)
         super().__init__(config, rngs=rngs)
 
     def rotary(self, reach: int, limit: int) -> Rotary:

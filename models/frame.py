@@ -28,19 +28,27 @@ Logits = Float[Array, "batch new vocab"]
 
 
 class Call(NamedTuple):
-    """What the layers are told of a call, and hand on: the ``step``, and each one's ``rotary``."""
+    """What the layers are told of a call, and hand on: the ``step``, each one's ``rotary``, and
+    what a family has ``aside``."""
 
     step: kvjax.Step
     rotary: Rotary
+    aside: Any = None
 
     def attend(
-        self, layer: int, queries: Queries, keys: KeysValues, values: KeysValues, **sight: Any
+        self,
+        layer: int,
+        queries: Queries,
+        keys: KeysValues | None,
+        values: KeysValues | None,
+        **sight: Any,
     ) -> tuple[Hidden, "Call"]:
         """Attention of one layer, after its keys and values went to the cache.
 
         Args:
           layer: which one.
-          queries, keys, values: [batch, heads or kv_heads, new, head_dim], unrotated.
+          queries, keys, values: [batch, heads or kv_heads, new, head_dim], unrotated; keys and
+            values None where the cache has those of an earlier layer.
           sight: ``scale``, ``window``, ``soft_cap`` and the others of ``kvjax.self_attend``.
 
         Returns:
@@ -75,6 +83,10 @@ class Frame(nnx.Module):
     def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
         """What the first layer is given."""
 
+    def aside(self, tokens: Int[Array, "batch new"], x: Hidden) -> Any:
+        """What else the layers are handed, of the tokens and what the first one is given."""
+        return None
+
     @abstractmethod
     def layers(self) -> Iterable[Layer]:
         """The layers, in order."""
@@ -101,6 +113,7 @@ class Frame(nnx.Module):
             reach, limit = cache.reach, cache.max_len
         call = Call(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
         x = _on_every_device(self.embed(tokens, call), cache)
+        call = call._replace(aside=self.aside(tokens, x))
         for layer in self.layers():
             x, call = layer(x, call)
             x = _on_every_device(x, cache)

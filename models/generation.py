@@ -8,10 +8,16 @@ from .fields import Fields, read_json
 
 _FAMILY_IDS = {
     "llama": (1, 2),
+    "llama4_text": (1, 2),
     "mistral": (1, 2),
+    "mixtral": (1, 2),
     "gemma2": (2, 1),
     "gemma3_text": (2, 1),
+    "gemma3n_text": (2, 1),
     "gpt2": (50256, 50256),
+    "gpt_neox": (0, 2),
+    "phi3": (1, 32000),
+    "olmo2": (None, 50279),
 }
 """First and last token where no file says: the defaults of Transformers' configurations."""
 

@@ -60,21 +60,28 @@ class Embedding(nnx.Module):
         return contract_last(x, self.weight[...])
 
 
+def unit(x: Float[Array, "... features"], epsilon: float) -> Float[Array, "... features"]:
+    """float32: ``x`` divided by the root of its mean square."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+
+
 class RMSNorm(nnx.Module):
     """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467).
 
-    With an ``offset``, scale by ``offset + weight``, in float32 too: Gemma's norm has 1.
+    With an ``offset``, scale by ``offset + weight``: Gemma's norm has 1. Then, or where ``wide``,
+    this is in float32 too.
     """
 
-    def __init__(self, features: int, *, epsilon: float, dtype: str, offset: float = 0.0):
+    def __init__(
+        self, features: int, *, epsilon: float, dtype: str, offset: float = 0.0, wide: bool = False
+    ):
         self.weight = nnx.Param(jnp.full(features, 1 - offset, dtype))
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon, self.offset, self.wide = epsilon, offset, wide or offset != 0
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normal = wide * lax.rsqrt(mean_square + self.epsilon)
-        if self.offset:
+        normal = unit(x, self.epsilon)
+        if self.wide:
             return (normal * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return self.weight[...] * normal.astype(x.dtype)
 

@@ -1,5 +1,7 @@
 """What ``config.json`` says of rotary positions, in any of the forms it has had."""
 
+from dataclasses import dataclass
+
 from .config import Parameter, RopeConfig
 from .fields import Fields
 
@@ -7,7 +9,30 @@ KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 """The kinds of rotary positions that Transformers has for the families here."""
 
 
-def read_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+@dataclass(frozen=True)
+class RopeForm:
+    """How a family's files tell of rotary positions.
+
+    ``base``: what ``rope_theta`` is called outside of the parameters, and ``theta`` its default;
+    ``part``: the same of ``partial_rotary_factor``, and ``partial``. ``partial_default``: whether
+    the kind ``default`` goes by it. ``kinds``: those that the family has, ``older`` the names that
+    one of them had. ``trained``: the length before scaling, where nothing beside the parameters
+    says it; None where it may stand inside.
+    """
+
+    base: str = "rope_theta"
+    theta: float = 1e4
+    part: str = "partial_rotary_factor"
+    partial: float = 1.0
+    partial_default: bool = False
+    kinds: tuple[str, ...] = KINDS
+    older: tuple[tuple[str, str], ...] = ()
+    trained: int | None = None
+
+
+def read_rope(
+    config: Fields, form: RopeForm, *, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
     """Read ``rope_parameters``, or its older forms ``rope_scaling`` and ``rope_theta``.
 
     As in Transformers, ``rope_scaling`` goes before ``rope_parameters``, and ``rope_theta``,
@@ -19,8 +44,8 @@ def read_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) ->
     """
     rope = _rope_fields(config)
     name = "original_max_position_embeddings"
-    trained = config if config.raw(name) is not None else rope
-    return _read(config, rope, "rope_theta", 1e4, trained, head_dim, max_position_embeddings)
+    outside = form.trained is not None or config.raw(name) is not None
+    return _read(config, rope, form, outside, head_dim, max_position_embeddings)
 
 
 def read_ropes(
@@ -49,8 +74,8 @@ def read_ropes(
         full = scaling
     local, sizes = _inner(both, "sliding_attention"), (head_dim, max_position_embeddings)
     return (
-        _read(config, full, "rope_theta", 1e6, full, *sizes),
-        _read(config, local, "rope_local_base_freq", 1e4, local, *sizes),
+        _read(config, full, RopeForm(theta=1e6), False, *sizes),
+        _read(config, local, RopeForm("rope_local_base_freq"), False, *sizes),
     )
 
 
@@ -61,20 +86,19 @@ def _inner(fields: Fields, name: str) -> Fields:
 def _read(
     config: Fields,
     rope: Fields,
-    base: str,
-    default: float,
-    trained: Fields,
+    form: RopeForm,
+    outside: bool,
     head_dim: int,
     max_position_embeddings: int,
 ) -> RopeConfig:
-    """One set of parameters. ``base``: what ``rope_theta`` is called outside of it, and by
-    ``default`` is; ``trained``: where the length before scaling stands."""
-    kind = _kind(rope)
+    """One set of parameters. ``outside``: whether the length before scaling stands there."""
+    kind = _kind(rope, form)
     inside = rope.raw("rope_theta") is not None
-    theta = rope.number("rope_theta") if inside else config.number(base, default)
-    outer = config.number("partial_rotary_factor", 1.0)
-    # Transformers' `default` kind of these families rotates all channels, whatever this says.
-    partial = 1.0 if kind == "default" else rope.number("partial_rotary_factor", outer)
+    theta = rope.number("rope_theta") if inside else config.number(form.base, form.theta)
+    outer = config.number(form.part, form.partial)
+    # Transformers' `default` kind of most families rotates all channels, whatever this says.
+    whole = kind == "default" and not form.partial_default
+    partial = 1.0 if whole else rope.number("partial_rotary_factor", outer)
     result = RopeConfig(kind, theta, partial)
     dim = result.rotary_dim(head_dim)
     if dim < 2 or dim % 2 or dim > head_dim:
@@ -86,7 +110,8 @@ def _read(
     parameters = _parameters(kind, rope, dim)
     if kind in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
-        parameters[name] = trained.integer(name, max_position_embeddings)
+        default = form.trained or max_position_embeddings
+        parameters[name] = (config if outside else rope).integer(name, default)
     return RopeConfig(kind, theta, partial, tuple(sorted(parameters.items())))
 
 
@@ -100,9 +125,11 @@ def _rope_fields(config: Fields) -> Fields:
     return Fields(config.file, {}, "rope_parameters.")
 
 
-def _kind(rope: Fields) -> str:
+def _kind(rope: Fields, form: RopeForm) -> str:
     name = "rope_type" if rope.raw("rope_type") is not None else "type"
-    return rope.choice(name, "default", KINDS)
+    older = dict(form.older)
+    found = rope.choice(name, "default", (*form.kinds, *older))
+    return older.get(found, found)
 
 
 def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:

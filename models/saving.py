@@ -14,8 +14,9 @@ from kvjax.core.device import fetch
 from kvjax.core.progress import tell
 
 from .config import Config
+from .experts import unstack_experts
 from .fields import read_json
-from .weights import is_transposed
+from .weights import is_transposed, renamed
 
 SHARD = 4 * 2**30
 """Bytes of a file of tensors, at most, but of one that is larger alone."""
@@ -62,7 +63,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {key: _as_stored(key, leaf, config) for key, leaf in shard.items()}
+        tensors = _as_stored(shard, config)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # the library keeps new files to their owner
         where |= dict.fromkeys(tensors, name)
@@ -73,16 +74,25 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _as_stored(name: str, leaf: Any, config: Config) -> np.ndarray:
-    found = np.asarray(fetch(leaf))
-    return np.ascontiguousarray(found.T if is_transposed(name, config.names) else found)
+def _as_stored(shard: dict[str, Any], config: Config) -> dict[str, np.ndarray]:
+    """Parameters on the host, as files have them and by the names that they have there."""
+    names, found = config.names, {}
+    for name, leaf in shard.items():
+        values = np.asarray(fetch(leaf))
+        found[name] = np.ascontiguousarray(values.T if is_transposed(name, names) else values)
+    parts = unstack_experts(found, names.experts)
+    return {renamed(name, names.written): values for name, values in parts}
 
 
 def _shards(leaves: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
     """Arrays by their names, a file's worth at a time."""
     shard: dict[str, Any] = {}
     for name, leaf in leaves:
-        if shard and sum(x.nbytes for x in shard.values()) + leaf.nbytes > SHARD:
+        # A layer's experts stay together: two of their matrices may be one tensor of a file.
+        stack, inside, _ = name.partition(".experts.")
+        together = inside and any(other.startswith(stack + inside) for other in shard)
+        full = sum(x.nbytes for x in shard.values()) + leaf.nbytes > SHARD
+        if shard and full and not together:
             yield shard
             shard = {}
         shard[name] = leaf

@@ -19,7 +19,7 @@ from kvjax.placement.spread import COPIES, Spread, spread_over
 
 
 class Divided(Enum):
-    """What of a weight [out, in] is divided, and of a bias [out]."""
+    """What of a weight [out, in] or [experts, out, in] is divided, and of a bias [out]."""
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"
@@ -78,9 +78,10 @@ def _spec(
     tries = (inputs | {Divided.ROWS: (0, 1)}).get(rule, (0,))
     if rule in inputs and len(shape) < 2:
         return PartitionSpec()
+    stacked = max(len(shape) - 2, 0)
     while axes:
         count = math.prod(spread.mesh.shape.get(axis, 1) for axis in axes)
-        for axis in tries:
+        for axis in (stacked + each for each in tries):
             if axis < len(shape) and shape[axis] % count == 0:
                 return spread.spec(*[None] * axis, axes)
         axes = axes[:-1]

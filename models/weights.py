@@ -4,6 +4,7 @@ Each tensor is read into memory of its own, converted, put on the device, and le
 next, so that loading needs little more than the model and its largest tensor.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvjax.core.progress import tell
 from kvjax.placement.device import Device
 
 from .config import TensorNames
+from .experts import stack_experts
 from .stored import STORED_DTYPES, Stored, StoredTensor
 
 HEAD = "lm_head.weight"
@@ -28,9 +30,12 @@ def match_names(
     """Give stored tensors the names that the model's parameters have.
 
     A model saved without its head lacks a prefix; of a tied pair either may be stored. Buffers
-    that Transformers ignores too are left out.
+    that Transformers ignores too are left out, and what files call otherwise is renamed.
     """
     wanted, result = set(expected), {}
+    stored = {renamed(name, names.renamed): tensor for name, tensor in stored.items()}
+    if names.experts:
+        stored = stack_experts(stored, names.experts)
     for name, tensor in stored.items():
         known = name if name in wanted or name == HEAD else names.prefix + name
         if known in wanted or (known == HEAD and tied):
@@ -40,6 +45,13 @@ def match_names(
     if tied and names.embedding not in result and HEAD in result:
         result[names.embedding] = result[HEAD]
     return result
+
+
+def renamed(name: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
+    """A tensor's name where some parts of names are called otherwise."""
+    for pattern, other in rules:
+        name = pattern.sub(other, name)
+    return name
 
 
 def head_differs(stored: Stored, names: TensorNames) -> bool:

@@ -8,8 +8,22 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.models import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig, read_config
+from kvjax.models import (
+    Gemma3nConfig,
+    GemmaConfig,
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    MixtralConfig,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+    RopeConfig,
+    read_config,
+    supported,
+)
 from kvjax.models.config import Config
+from kvjax.models.config_json import READERS
 from kvjax.models.generation import GenerationDefaults, read_generation
 from kvjax.policies.positions import same_rotary
 
@@ -33,6 +47,11 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 8,
 }
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
+GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}
+PHI3, OLMO2, NEOX = ({**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox"))
+MIXTRAL, QWEN3_MOE, LLAMA4 = (
+    {**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe", "llama4_text")
+)
 BASES = (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
 """Of Gemma 3's full and sliding layers, where a file says nothing."""
 
@@ -321,12 +340,108 @@ def test_rope(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
     assert llama(tmp_path, **fields).rope == rope
 
 
+def test_phi3(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "phi3"})
+    assert isinstance(bare, Phi3Config)
+    assert (bare.vocab_size, bare.hidden_size, bare.intermediate_size) == (32064, 3072, 8192)
+    assert (bare.num_key_value_heads, bare.head_dim, bare.rms_norm_eps) == (32, 96, 1e-5)
+    assert (bare.windows, bare.rope) == ((None,) * 32, RopeConfig())
+    assert read(tmp_path, {**PHI3, "sliding_window": 7}).windows == (7,) * 3
+    factors = {"long_factor": [2] * 3, "short_factor": [1] * 3}
+    # The length before scaling stands beside the parameters, where anything says it.
+    for kind, length in (("longrope", {}), ("su", {"original_max_position_embeddings": 16})):
+        scaling = {"type": kind, "original_max_position_embeddings": 8, **factors}
+        config = read(
+            tmp_path, {**PHI3, **length, "rope_scaling": scaling, "partial_rotary_factor": 0.75}
+        )
+        assert isinstance(config, Phi3Config)
+        assert (config.rope.kind, config.rope.rotary_dim(8)) == ("longrope", 6)
+        parameters = dict(config.rope.parameters)
+        assert parameters["original_max_position_embeddings"] == (16 if length else 4096)
+
+
+def test_olmo2(tmp_path: Path) -> None:
+    config = read(tmp_path, OLMO2)
+    assert isinstance(config, LlamaConfig)
+    assert (config.pre_norms, config.post_norms, config.qk_norm_joint) == (False, True, True)
+    assert config.qk_norm and config.wide_norms and config.rms_norm_eps == 1e-5
+
+
+def test_neox(tmp_path: Path) -> None:
+    config = read(tmp_path, {**NEOX, "rotary_emb_base": 5e3, "rope_theta": 7.0})
+    assert isinstance(config, NeoXConfig)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
+    assert config.rope == RopeConfig("default", 5e3, 0.25)
+    assert config.parallel_residual and config.qkv_bias and config.mlp_bias
+    inside = {"rope_theta": 3e4, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    config = read(tmp_path, {**NEOX, "rope_parameters": inside, "attention_bias": False})
+    assert isinstance(config, NeoXConfig)
+    assert config.rope == RopeConfig("default", 3e4, 0.5)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, True)
+
+
+def test_experts(tmp_path: Path) -> None:
+    mixtral = read(tmp_path, {**MIXTRAL, "sliding_window": 7})
+    assert isinstance(mixtral, MixtralConfig)
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
+    assert (mixtral.moe_intermediate_size, mixtral.norm_topk_prob) == (14336, True)
+    assert (mixtral.rope.theta, mixtral.windows) == (1e6, (7,) * 3)
+    qwen = read(tmp_path, {**QWEN3_MOE, "sliding_window": 7, "layer_types": ["full_attention"]})
+    assert isinstance(qwen, MoeConfig)
+    assert (qwen.num_experts, qwen.num_experts_per_tok, qwen.head_dim) == (128, 8, 8)
+    assert (qwen.norm_topk_prob, qwen.qk_norm, qwen.windows) == (False, True, (None,) * 3)
+    assert qwen.dense_layers == ()
+    fields = {"num_local_experts": 16, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    qwen = read(tmp_path, {**QWEN3_MOE, **fields, "use_sliding_window": True})
+    assert isinstance(qwen, MoeConfig)
+    assert (qwen.num_experts, qwen.dense_layers, qwen.windows) == (16, (0, 1, 2), (4096,) * 3)
+
+
+def test_llama4(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "llama4_text"})
+    assert isinstance(bare, Llama4Config)
+    assert (bare.num_experts, bare.num_experts_per_tok, bare.head_dim) == (16, 1, 128)
+    assert (bare.intermediate_size, bare.moe_intermediate_size) == (16384, 8192)
+    assert bare.windows == (8192, 8192, 8192, None) * 12
+    assert bare.rope_layers == (True, True, True, False) * 12
+    assert (bare.qk_unit, bare.temperature, bare.dense_layers) == (True, (0.1, 8192), ())
+    assert bare.rope == RopeConfig(theta=5e5)
+    fields = {
+        "no_rope_layers": [0, 1, 1, 1], "interleave_moe_layer_step": 2, "head_dim": None,
+        "attention_chunk_size": 9, "attn_temperature_tuning": False,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    }  # fmt: skip
+    config = read(tmp_path, {**LLAMA4, **fields})
+    assert isinstance(config, Llama4Config)
+    assert (config.windows, config.rope_layers) == ((9, None, 9), (False, True, True))
+    assert (config.dense_layers, config.temperature, config.head_dim) == ((0, 2), None, 8)
+
+
+def test_gemma3n(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "gemma3n_text"})
+    assert isinstance(bare, Gemma3nConfig)
+    assert (bare.num_hidden_layers, bare.shared_layers, bare.streams) == (35, 15, 4)
+    assert bare.windows == (512, 512, 512, 512, None) * 7
+    assert bare.cache_sources == (*range(20), *(18, 18, 18, 18, 19) * 3)
+    assert bare.sparsity == (0.95,) * 10 + (0.0,) * 25
+    assert (bare.inner_sizes, bare.final_logit_softcapping) == ((16384,) * 35, 30.0)
+    assert (bare.rope, bare.local_rope) == BASES
+    config = read(tmp_path, {**GEMMA3N, "intermediate_size": [1, 2, 3, 4, 5, 6, 7]})
+    assert isinstance(config, Gemma3nConfig)
+    assert (config.inner_sizes, config.windows) == ((1, 2, 3, 4, 5, 6, 7), (8,) * 4 + (None, 8, 8))
+    assert config.cache_sources == (0, 1, 2, 3, 4, 3, 3)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
-        'model_type is "mamba"; expected one of gemma2, gemma3_text, gpt2, llama',
+        'model_type is "mamba"; expected one of gemma2, gemma3_text, gemma3n_text, gpt2, ',
     ),
-    ({"model_type": None}, "model_type is null; expected one of"),
+    (
+        {"model_type": None},
+        r"model_type is null; expected one of .*, see kvjax.models.supported\(\)",
+    ),
+    ({"model_type": "mamba"}, r"expected one of .*, see kvjax.models.supported\(\)"),
     ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}; expected none'),
     ({"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config is .*; expected none"),
     ({"is_causal": False}, "is_causal is false; expected true"),
@@ -427,6 +542,56 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is true; expected"),
     ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_head is 4; expected a divisor of"),
     ({"model_type": "gpt2", "activation_function": "x"}, 'activation_function is "x"; expected'),
+    (
+        {**PHI3, "rope_scaling": {"type": "linear", "factor": 2}},
+        'rope_scaling.type is "linear"; expected one of default, longrope, su, yarn',
+    ),
+    (
+        {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2}},
+        "rope_scaling.long_factor is null; expected a list of 4 numbers above 0",
+    ),
+    ({**PHI3, "partial_rotary_factor": 0.4}, "partial_rotary_factor is .*; expected an even numb"),
+    ({**PHI3, "sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
+    ({**OLMO2, "attention_bias": 1}, "attention_bias is 1; expected true or false"),
+    ({**NEOX, "use_parallel_residual": 1}, "use_parallel_residual is 1; expected true or false"),
+    ({**NEOX, "num_attention_heads": 5}, "num_attention_heads is 5; expected a divisor of .* = 32"),
+    ({**NEOX, "head_dim": 16}, "head_dim is 16; expected hidden_size / num_attention_heads"),
+    ({**NEOX, "rotary_pct": 2.0}, "rotated channels, at most head_dim = 8, not 16"),
+    ({**NEOX, "hidden_act": "x"}, 'hidden_act is "x"; expected one of'),
+    ({**MIXTRAL, "num_local_experts": 1}, "num_experts_per_tok is null; expected at most .* = 1"),
+    ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected at most .* = 8"),
+    ({**QWEN3_MOE, "num_experts": 0}, "num_experts is 0; expected an integer of at least 1"),
+    (
+        {**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4},
+        "num_local_experts is 4; expected num_experts = 8, which says the same",
+    ),
+    ({**QWEN3_MOE, "mlp_only_layers": [0.5]}, r"mlp_only_layers is \[0.5\]; expected a list of"),
+    ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected an integer of"),
+    ({"model_type": "gemma3n"}, 'model_type is "gemma3n"; expected gemma3n_text: a model that'),
+    (
+        {**GEMMA3N, "intermediate_size": [1]},
+        r"intermediate_size is \[1\]; expected a number above 0",
+    ),
+    (
+        {**GEMMA3N, "activation_sparsity_pattern": 0.5},
+        "sparsity_pattern is 0.5; expected 7 numbers",
+    ),
+    ({**GEMMA3N, "activation_sparsity_pattern": [1] * 7}, "expected 7 numbers from 0 to below 1"),
+    ({**GEMMA3N, "altup_active_idx": 4}, "altup_active_idx is 4; expected below .* = 4"),
+    ({**GEMMA3N, "num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; expected fewer"),
+    ({**GEMMA3N, "num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; expected fewer"),
+    ({**GEMMA3N, "use_bidirectional_attention": True}, "attention is true; expected false"),
+    ({"model_type": "llama4"}, 'model_type is "llama4"; expected llama4_text: a model that takes'),
+    ({**LLAMA4, "no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]; expected a list of"),
+    ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers is .*; expected a list of 3 numbers"),
+    ({**LLAMA4, "moe_layers": 1}, "moe_layers is 1; expected a list of numbers of layers"),
+    ({**LLAMA4, "layer_types": [["x"]] * 3}, "layer_types is .*; expected 3 of full_attention and"),
+    ({**LLAMA4, "attention_chunk_size": None}, "attention_chunk_size is null; expected an integer"),
+    (
+        {**LLAMA4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        'rope_scaling.rope_type is "yarn"; expected one of default, dynamic, linear, llama3',
+    ),
+    ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or false"),
 ]
 
 
@@ -436,6 +601,28 @@ def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -
     with pytest.raises(kvjax.CheckpointError, match=message) as error:
         read(tmp_path, {**base, **fields})
     assert str(error.value).startswith(str(tmp_path / "config.json") + ": ")
+
+
+def test_supported() -> None:
+    """One table has the families, what is refused of each, and the words of the refusals."""
+    table = supported()
+    assert list(table) == sorted(READERS)
+    assert {"llama", "phi3", "olmo2", "gpt_neox", "mixtral", "llama4_text"} <= set(table)
+    assert all(
+        "quantization_config" in fields and "is_causal" in fields for fields in table.values()
+    )
+    assert table["gpt2"]["add_cross_attention"] == "false: there is no encoder to attend to"
+    assert "longrope" in table["phi3"]["rope_parameters"]
+    assert all(text.count(".") == 0 for fields in table.values() for text in fields.values())
+
+
+def test_what_the_table_says_is_what_is_refused(tmp_path: Path) -> None:
+    wrong = {"quantization_config": {"bits": 4}, "per_layer_config": {"1": {}}, "is_causal": False}
+    for model_type, fields in supported().items():
+        for name, value in wrong.items():
+            with pytest.raises(kvjax.CheckpointError) as error:
+                read(tmp_path, {"model_type": model_type, name: value})
+            assert str(error.value).endswith(f"; expected {fields[name]}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,13 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
+from kvjax.models.config_families import (
+    Gemma3nConfig,
+    Llama4Config,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+)
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
@@ -418,7 +425,45 @@ def odd_llama():
     )  # fmt: skip
 
 
-FAMILIES = {"gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama}
+def phi3():
+    return Phi3Config(**vars(tiny_config(intermediate_size=50)))
+
+
+def olmo2():
+    return tiny_config(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_joint=True)
+
+
+def neox():
+    biases = dict(qkv_bias=True, output_bias=True, mlp_bias=True)
+    return NeoXConfig(**vars(tiny_config(num_key_value_heads=4, windows=(None, None), **biases)))
+
+
+def experts():
+    return MoeConfig(
+        **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
+        moe_intermediate_size=36, dense_layers=(1,),
+    )  # fmt: skip
+
+
+def llama4():
+    return Llama4Config(
+        **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=False,
+        moe_intermediate_size=36, rope_layers=(False, True), qk_unit=True, temperature=(0.1, 6),
+    )  # fmt: skip
+
+
+def gemma3n():
+    return Gemma3nConfig(
+        **vars(tiny_config(num_hidden_layers=3, windows=(None, 9, 9), wide_norms=True)),
+        inner_sizes=(48, 50, 48), sparsity=(0.0, 0.5, 0.0), shared_layers=1, layer_inputs=8,
+        layer_vocab=50, streams=2, active=0, scale_corrected=True, laurel_rank=4,
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
+    "neox": neox, "experts": experts, "llama4": llama4, "gemma3n": gemma3n,
+}  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},
     "sequence-3": {"sequence": 3},

@@ -1,0 +1,129 @@
+"""Configurations of families that have more than a ``DecoderConfig``, or other layers."""
+
+import re
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
+
+from .config import DecoderConfig, TensorNames
+
+
+@dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """A model of the Phi-3 family: its projections are joined."""
+
+
+@dataclass(frozen=True)
+class MoeConfig(DecoderConfig):
+    """A decoder whose feed-forward layers are mixtures of experts, but for ``dense_layers``.
+
+    ``norm_topk_prob``: the parts of the experts that a token chose add up to 1.
+    """
+
+    _: KW_ONLY
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+
+    names: ClassVar = replace(DecoderConfig.names, experts="apart")
+
+
+@dataclass(frozen=True)
+class MixtralConfig(MoeConfig):
+    """A Mixtral, whose files have other names."""
+
+    names: ClassVar = replace(
+        MoeConfig.names,
+        renamed=(
+            (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+            (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+            (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+            (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+        ),
+        written=(
+            (re.compile(r"\.mlp\."), ".block_sparse_moe."),
+            (re.compile(r"\.gate_proj\."), ".w1."),
+            (re.compile(r"\.down_proj\."), ".w2."),
+            (re.compile(r"\.up_proj\."), ".w3."),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Llama4Config(MoeConfig):
+    """The text part of a Llama 4. ``windows`` are chunks: a query sees its own alone.
+
+    ``rope_layers``: those that have rotary positions, the others none; ``qk_unit``: there, queries
+    and keys are divided by the root of their mean square; ``temperature``: in the others, queries
+    grow with their position, by a factor and the positions that a step takes; None where they do
+    not. ``intermediate_size``: of ``dense_layers``.
+    """
+
+    _: KW_ONLY
+    rope_layers: tuple[bool, ...]
+    qk_unit: bool
+    temperature: tuple[float, int] | None
+
+    names: ClassVar = replace(
+        DecoderConfig.names,
+        experts="joined",
+        renamed=((re.compile(r"\.feed_forward\."), ".mlp."),),
+        written=((re.compile(r"\.mlp\."), ".feed_forward."),),
+    )
+
+
+@dataclass(frozen=True)
+class Gemma3nConfig(DecoderConfig):
+    """The text part of a Gemma 3n.
+
+    ``inner_sizes``: of each layer's feed-forward part; ``sparsity``: of each one's gates, how many
+    of 1 are cut off; ``shared_layers``: so many at the end read keys and values of earlier ones.
+    ``layer_inputs``: the width of what each layer is given of a token besides, from a table of
+    ``layer_vocab`` rows. ``streams``: hidden states beside each other, of which layers work on
+    the ``active`` one; ``scale_corrected``: what it became is scaled before it meets the input of
+    the layer. ``laurel_rank``: of the product beside attention.
+    """
+
+    _: KW_ONLY
+    inner_sizes: tuple[int, ...]
+    sparsity: tuple[float, ...]
+    shared_layers: int
+    layer_inputs: int
+    layer_vocab: int
+    streams: int
+    active: int
+    scale_corrected: bool
+    laurel_rank: int
+
+    names: ClassVar = replace(
+        DecoderConfig.names,
+        # Of layers that share, files may have keys' and values' weights, which nothing reads.
+        buffers=re.compile(r"(^|\.)(rotary_emb\.\w*inv_freq|self_attn\.[kv]_(proj|norm)\.\w+)$"),
+    )
+
+    @property
+    def cache_sources(self) -> tuple[int, ...]:
+        """Of each layer, whose keys and values it reads."""
+        own = self.num_hidden_layers - self.shared_layers
+        last = {(window is None): n for n, window in enumerate(self.windows[:own])}
+        return (*range(own), *(last[window is None] for window in self.windows[own:]))
+
+
+@dataclass(frozen=True)
+class NeoXConfig(DecoderConfig):
+    """A GPT-NeoX model: its norms centre, with the epsilon ``rms_norm_eps``.
+
+    ``parallel_residual``: attention and feed-forward are both of what the layer was given.
+    """
+
+    _: KW_ONLY
+    parallel_residual: bool = True
+
+    names: ClassVar = TensorNames(
+        prefix="gpt_neox.",
+        embedding="gpt_neox.embed_in.weight",
+        buffers=re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(bias|masked_bias))$"),
+        renamed=((re.compile(r"^embed_out\."), "lm_head."),),
+        written=((re.compile(r"^lm_head\."), "embed_out."),),
+    )

@@ -1,0 +1,74 @@
+"""The families that are read, and what of each is refused: the one place that says so."""
+
+from kvjax.core.errors import CheckpointError
+
+from .fields import Fields
+
+EVERYWHERE = {
+    "quantization_config": "none: quantized weights are not read, only float ones",
+    "per_layer_config": "none: all layers have the same shape",
+    "is_causal": "true: attention is causal",
+    "rope_parameters": "one of the kinds that Transformers has for the family, with its numbers",
+}
+"""What is refused of every family: a field of ``config.json``, and what was expected, and why."""
+_CAUSAL = {"use_bidirectional_attention": "false: attention is causal"}
+_EXPERTS = {"num_experts_per_tok": "at most as many as there are experts"}
+
+FAMILIES: dict[str, dict[str, str]] = {
+    "gemma2": _CAUSAL,
+    "gemma3_text": _CAUSAL | {"attn_logit_softcapping": "null: gemma3_text caps no scores"},
+    "gemma3n_text": _CAUSAL
+    | {"num_kv_shared_layers": "fewer: before them each kind of layer has keys of its own"},
+    "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
+    "gpt_neox": {
+        "head_dim": "hidden_size / num_attention_heads, the width of every head",
+    },
+    "llama": {},
+    "llama4_text": _EXPERTS
+    | {
+        "attention_chunk_size": "an integer of at least 1: some layers need it",
+        "rope_parameters": "the kinds default, dynamic, linear and llama3: others scale queries "
+        "and keys, which a norm behind undoes",
+    },
+    "mistral": {},
+    "mixtral": _EXPERTS,
+    "olmo2": {},
+    "phi3": {"rope_parameters": "the kinds default and longrope: Phi-3 has no other"},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": _EXPERTS,
+}
+"""By ``model_type``, what is refused besides."""
+
+RELATIVES = {
+    "gemma3": "gemma3_text: a model that takes images too is not read",
+    "gemma3n": "gemma3n_text: a model that takes images too is not read",
+    "llama4": "llama4_text: a model that takes images too is not read",
+}
+"""Other values of ``model_type`` that are near to one: what to give instead, and why."""
+
+
+def supported() -> dict[str, dict[str, str]]:
+    """The models that ``load`` reads: by ``model_type`` of ``config.json``, which fields of it are
+    refused, each with what is expected, and why. Any other field is read, or changes nothing."""
+    return {name: EVERYWHERE | own for name, own in sorted(FAMILIES.items())}
+
+
+def refused(config: Fields, name: str) -> CheckpointError:
+    """The error for a field that is refused."""
+    return config.wrong(name, (EVERYWHERE | FAMILIES[config.raw("model_type")])[name])
+
+
+def check_model_type(config: Fields) -> str:
+    """The config's ``model_type``.
+
+    Raises:
+      CheckpointError: if it is not read.
+    """
+    name = config.raw("model_type")
+    if name in RELATIVES:
+        raise config.wrong("model_type", RELATIVES[name])
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise config.wrong("model_type", f"one of {known}, see kvjax.models.supported()")
+    return name
