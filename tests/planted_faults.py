@@ -135,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "the decode loop does not donate its cache", "generation/programs.py",
-        'static_argnames=("model", "filters", "scores"), donate_argnames=("context", "seen")',
+        'static_argnames=("model", "filters", "scores"), donate_argnames=("context", "past")',
         'static_argnames=("model", "filters", "scores"), donate_argnames=("seen",)',
         ("generate", "compilations", "transforms"),
     ),
@@ -551,10 +551,10 @@ FAULTS = (
     ),
     Fault(
         "a score forgets its temperature", "generation/scoring.py",
-        "warm = logits / settings.temperature[:, None]", "warm = logits", ("scores",),
+        "warm = logits / settings.temperature[:, None]", "warm = logits / 1", ("scores",),
     ),
     Fault(
-        "a rollout's seed is not looked at", "rollouts/rolling.py",
+        "a rollout's seed is not looked at", "rollouts/asked.py",
         "high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))",
         "high = jnp.zeros((rows,), jnp.uint32)", ("rollouts",),
     ),
@@ -576,17 +576,17 @@ FAULTS = (
     Fault(
         "a stack's rows are rewound a layer at a time", "operations/rewinding.py",
         "return found if layer.stack is None else jnp.min(found, axis=0)",
-        "return found", ("stacks",),
+        "return found + 0", ("stacks",),
     ),
     Fault(
-        "a ragged row's last logits are those behind its padding", "adapters/any_model.py",
+        "a ragged row's last logits are those behind its padding", "adapters/functions.py",
         "at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)",
         "at = jnp.full_like(jnp.asarray(lengths, jnp.int32), logits.shape[1] - 1)",
         ("adapters",),
     ),
     Fault(
         "positions of a framework's layers begin at 0", "adapters/running.py",
-        "call = current()\n    return jnp", "call = None\n    return jnp", ("adapters",),
+        "if call is None else call.positions", "if True else call.positions", ("adapters",),
     ),
     Fault(
         "Linen gives an attention no mask", "adapters/attention_fn.py",
@@ -594,7 +594,7 @@ FAULTS = (
         "return inspect.signature(lambda query, key, value: query)", ("frameworks",),
     ),
     Fault(
-        "a call that was not ended is taken for a cache", "adapters/any_model.py",
+        "a call that was not ended is taken for a cache", "adapters/functions.py",
         "if after.pending is not None:", "if False:", ("adapters",),
     ),
     Fault(

@@ -87,7 +87,7 @@ def fed(lm: kvjax.LanguageModel, policy: Any, cuts: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan", "nnx_model"))
+@pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan"))
 def test_an_example_with_a_cache_is_the_same_however_the_text_is_cut(name, policy):
     lm = model(name)
     stacked = name.endswith("scan")
@@ -101,7 +101,7 @@ def test_an_example_with_a_cache_is_the_same_however_the_text_is_cut(name, polic
     assert (np.abs(found[:, same:] - true[:, same:]).max(initial=0) > 1e-3) == (same < 40)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan", "nnx_model"))
 def test_an_example_generates_streams_and_is_evaluated(name):
     lm, prompts = model(name), [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()]
     wanted = kvjax.generate(lm, prompts, max_new_tokens=6, use_cache=False)
@@ -118,6 +118,7 @@ def test_an_example_generates_streams_and_is_evaluated(name):
     assert np.isclose(np.log(full), nats, rtol=1e-4) and quality.overall.perplexity_ratio != 1
 
 
+@pytest.mark.rare
 def test_a_long_call_is_fed_in_parts_that_a_ring_has_slack_for():
     lm = model("plain_scan")
     cache = kvjax.init_cache(lm.config, POLICIES["ring and sinks"], batch=2, max_len=64)
@@ -138,6 +139,7 @@ def test_programs_are_compiled_once_for_a_function():
     assert jax.tree.leaves(wider)[0].dtype == jnp.float32
 
 
+@pytest.mark.rare
 def test_plan_bench_and_compile_take_it():
     lm = model("plain_scan")
     config = types.SimpleNamespace(**vars(lm.config)["_config"].__dict__)

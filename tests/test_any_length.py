@@ -141,6 +141,7 @@ def test_empty_slots_may_hold_what_is_no_number():
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.rare
 def test_the_shortest_rows_are_looked_at_together(monkeypatch):
     """And none of a group walks as far as the longest of another."""
     seen = []
@@ -176,7 +177,7 @@ def test_derivatives_are_those_of_the_walk(path):
 
 @pytest.mark.parametrize(
     ("axis", "name"),
-    [("tensor", "int8"), *(in_shards("data", n) for n in POLICIES), in_shards("tensor", "paged")],
+    [in_shards("tensor", "int8"), *(in_shards("data", n) for n in POLICIES), ("tensor", "paged")],
 )
 def test_on_a_mesh(axis, name):
     mesh = kvjax.make_mesh(**{axis: 2}, devices=jax.devices()[:2])

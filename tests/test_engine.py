@@ -200,6 +200,7 @@ def test_log_probabilities_are_those_of_the_uncached_pass(policy):
                 assert abs(logprob - line[other]) < near
 
 
+@pytest.mark.rare
 def test_log_probabilities_of_what_was_drawn_from_are_those_of_generate():
     """Behind temperature, filters, penalties and biases."""
     texts = 0
@@ -274,6 +275,7 @@ def test_other_parameters_between_steps():
     assert len(engine._texts.nodes.roots) < 3
 
 
+@pytest.mark.rare
 def test_what_was_told_stays_though_it_is_computed_again_by_others():
     """By other parameters: the text goes on behind the tokens that are known."""
     lm, engine = lettered(), engine_of(host_memory=0, prefix_cache=False, pages=8)
@@ -362,6 +364,7 @@ def test_a_row_that_is_not_finite_ends_alone():
     assert [handle.reason for handle in handles] == ["length", "error", "length"]
 
 
+@pytest.mark.rare
 def test_rows_that_are_not_finite_leave_nothing_to_those_with_windows():
     """Whose pages they have had."""
     lm = small(tie_word_embeddings=False)

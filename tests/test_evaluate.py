@@ -58,6 +58,7 @@ def test_fewer_bits_are_worse_and_fewer_bytes(found):
         assert list(quality.by_position) == [CONTEXT]
 
 
+@pytest.mark.rare
 def test_one_pass_measures_what_decoding_token_by_token_would_see(embedded, tokens):
     policy, text = POLICIES["bits=2"], tokens[:CONTEXT]
     in_chunks = evaluate(embedded, text, {"": policy}, **AT)[""].overall

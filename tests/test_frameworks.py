@@ -56,7 +56,10 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": TABLE, "window": 6}, {"kv_heads": 2}])
+OTHERS = [pytest.param(each, marks=pytest.mark.rare) for each in ({}, {"kv_heads": 2})]
+
+
+@pytest.mark.parametrize("options", [{"rotary": TABLE, "window": 6}, *OTHERS])
 def test_attention_of_nnx(options):
     module = Model(**options)
     heads = options.get("kv_heads", HEADS)

@@ -128,6 +128,7 @@ def content(cache, layer, row=0):
     }
 
 
+@pytest.mark.rare
 def test_growing_holds_one_layer_twice_at_most(monkeypatch):
     cache = fill(kvjax.init_cache(CONFIG, "dynamic", batch=2), 200)
     before, old = content(cache, 1), cache

@@ -318,6 +318,7 @@ def test_a_table_that_names_no_page_writes_nowhere():
         assert np.flatnonzero(changed).tolist() == [int(pool.table[0, 1])]
 
 
+@pytest.mark.rare
 def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
     _, cache = fed(cache_of(paged(), rows=3), (40, 32, 0))
     assert used(cache) == 5

@@ -164,6 +164,7 @@ def test_a_tree_on_a_mesh_of_heads(name):
     assert away[0] < away[2]
 
 
+@pytest.mark.rare
 def test_rows_of_one_request_begin_together():
     """Bit for bit also where rows differ in length."""
     lm, rng = small(), np.random.default_rng(3)

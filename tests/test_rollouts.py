@@ -217,6 +217,7 @@ def test_pages_are_enough_for_prompts_of_any_length(lm, real):
         kvjax.rollout(lm, lm.params, (tokens, np.array([real])), cache=few, **given).check()
 
 
+@pytest.mark.rare
 def test_frequencies_that_depend_on_the_length_are_those_of_generate():
     scaled = (("factor", 2.0), ("original_max_position_embeddings", 16))
     lm = small(max_position_embeddings=16, rope=RopeConfig("dynamic", parameters=scaled))
@@ -243,6 +244,7 @@ def test_traced_prompts_that_are_none_break_their_rows_alone(lm):
         kvjax.rollout(lm, lm.params, (tokens * 1.5, np.array([4] * 4)))
 
 
+@pytest.mark.rare
 def test_texts_up_to_the_models_positions():
     from tests.test_adapters import model
 
@@ -269,6 +271,7 @@ def test_a_model_that_is_made_anew_compiles_nothing():
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 
+@pytest.mark.rare
 def test_a_stacked_model_rolls_out():
     from tests.test_adapters import model
 
@@ -298,6 +301,7 @@ def test_a_model_is_saved_and_loaded_as_it_was_trained(tmp_path):
         trained.save(tmp_path / "model")
 
 
+@pytest.mark.rare
 def test_the_page_of_training_loops_runs(capsys):
     page = Path(kvjax.__file__).parents[1] / "docs" / "rollouts.md"
     if not page.is_file():

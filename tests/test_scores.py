@@ -1,5 +1,7 @@
 """Log-probabilities: of what is generated, of texts that are given, and what changes logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,18 @@ CONTINUATIONS = [[[4, 4, 2], [7]], [3, 1, 5, 2, 8]]
 PAIRS = [(PROMPTS[0], [4, 4, 2]), (PROMPTS[0], [7]), (PROMPTS[1], [3, 1, 5, 2, 8])]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def uncached(model, params, tokens):
+    return model.apply(params, tokens)
+
+
 def known(lm, prompt, new, params=None):
-    """Log-probabilities of every token behind a prompt, of the pass without a cache."""
-    tokens = np.array([[*prompt, *new]], np.int32)
-    logits = lm.apply(lm.params if params is None else params, tokens)[0]
-    return logits[len(prompt) - 1 : -1]
+    """Logits for every token behind a prompt, of the pass without a cache."""
+    text = [*prompt, *new]
+    tokens = np.zeros((1, 32), np.int32)
+    tokens[0, : len(text)] = text
+    logits = uncached(lm.architecture, lm.params if params is None else params, tokens)[0]
+    return logits[len(prompt) - 1 : len(text) - 1]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,7 @@ def test_of_given_texts(lm, chunk):
         assert abs(found.totals[row] - own.sum()) < 1e-4
 
 
+@pytest.mark.rare
 def test_a_text_and_its_own_continuation_are_words_too(tiny_llama):
     """One prompt, one continuation, as texts."""
     if tiny_llama.tokenizer is None:
@@ -108,6 +118,7 @@ def test_a_text_and_its_own_continuation_are_words_too(tiny_llama):
     assert found.tokens.tolist() == [ids]
 
 
+@pytest.mark.rare
 def test_a_lossy_cache_scores_as_it_generates(lm):
     policy = kvjax.policy(bits=8, block=8)
     made = kvjax.generate(lm, PROMPTS, max_new_tokens=6, logprobs=0, cache=policy, temperature=1.0)
@@ -123,7 +134,7 @@ def test_gradients_of_scores(lm):
         found = kvjax.score(lm.with_params(params), PROMPTS, CONTINUATIONS, temperature=0.9)
         return found.totals.sum() + found.drawn.sum()
 
-    def uncached(params):
+    def wanted_of(params):
         found = 0.0
         for prompt, new in PAIRS:
             logits = known(lm, prompt, new, params)
@@ -132,14 +143,16 @@ def test_gradients_of_scores(lm):
                 found += each[np.arange(len(new)), np.array(new)].sum()
         return found
 
-    found, wanted = jax.jit(jax.grad(total))(lm.params), jax.grad(uncached)(lm.params)
+    found, wanted = jax.jit(jax.grad(total))(lm.params), jax.grad(wanted_of)(lm.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), found, wanted)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(found))))
     way = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), lm.params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda x, y: (x * y).sum(), found, way)))
 
+    compiled = jax.jit(total)
+
     def at(step):
-        return total(jax.tree.map(lambda x, y: x + step * y, lm.params, way))
+        return compiled(jax.tree.map(lambda x, y: x + step * y, lm.params, way))
 
     eps = 1e-3
     difference = (8 * (at(eps) - at(-eps)) - (at(2 * eps) - at(-2 * eps))) / (12 * eps)
@@ -222,7 +235,9 @@ def no_repeats(logits, tokens, length):
     return logits
 
 
-@pytest.mark.parametrize("choice", ["static", "dynamic", None])
+@pytest.mark.parametrize(
+    "choice", ["static", *(pytest.param(x, marks=pytest.mark.rare) for x in ("dynamic", None))]
+)
 def test_a_hook_on_the_logits_knows_the_rows_tokens(lm, choice):
     given = {"max_new_tokens": 12, "logits_hook": no_repeats, "logprobs": 0}
     given |= {"use_cache": False} if choice is None else {"cache": choice}
@@ -231,7 +246,7 @@ def test_a_hook_on_the_logits_knows_the_rows_tokens(lm, choice):
         text, wanted = list(prompt), []
         for _ in new:
             logits = np.array(known(lm, text, [0])[0])
-            own = np.asarray(jax.nn.log_softmax(logits))
+            own = logits - np.log(np.sum(np.exp(logits)))
             logits[text[-2:]] = -np.inf
             wanted.append(int(np.argmax(logits)))
             text.append(wanted[-1])

@@ -807,6 +807,7 @@ def test_the_pages_examples_run(running):
     exec(compile(code, "serving.md", "exec"), {})
 
 
+@pytest.mark.rare
 def test_the_pages_engine_runs(tiny_llama, capsys):
     code = "".join(re.findall(r"^```python\n(.*?)^```", _section("In a script"), re.M | re.S))
     found = {"kvjax": kvjax, "lm": tiny_llama}

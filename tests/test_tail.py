@@ -195,6 +195,7 @@ def test_what_is_no_number_sets_the_status(bad):
             kvjax.check(wrong)
 
 
+@pytest.mark.rare
 def test_exact_prefill_sees_its_own_call_raw():
     exact = kvjax.CachePolicy(
         kvjax.Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK, prefill="exact"

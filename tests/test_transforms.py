@@ -114,6 +114,7 @@ def test_a_users_step_compiles_once_as_the_cache_fills():
     assert step._cache_size() == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.rare
 def test_donation_leaves_no_second_cache_alive():
     step = STEP
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=64)

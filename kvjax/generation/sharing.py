@@ -55,20 +55,23 @@ def for_samples(
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
             each = replace(each, layout=layout.resolve(max(texts) + limit, None))
-            layout = replace(layout, pages=rows * _pages(each, tuple(texts), limit, samples))
+            layout = replace(
+                layout, pages=rows * _pages(each, layout.page_size, tuple(texts), limit, samples)
+            )
             each = replace(each, layout=layout)
         found.append(each)
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def _pages(policy: CachePolicy, texts: tuple[int, ...], limit: int, samples: int) -> int:
-    """The most pages that ``samples`` continuations of a prompt need, of one of these lengths."""
+def _pages(policy: CachePolicy, size: int, texts: tuple[int, ...], limit: int, samples: int) -> int:
+    """The most pages, of ``size`` tokens, that ``samples`` continuations of a prompt need, which
+    is of one of these lengths."""
     paging = policy.paging
     assert paging is not None
     needs = []
     for tokens in texts:
         full = len(Kind(paging).needed(tokens)[0])
-        most = -(-(tokens + limit) // paging.layout.page_size)
+        most = -(-(tokens + limit) // size)
         needs.append(full + samples * (most - full))
     return max(needs)
