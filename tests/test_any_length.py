@@ -62,7 +62,8 @@ def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
     ("name", "rows"),
     [
         ("paged", 3),
-        *((name, ROWS) for name in POLICIES if name != "paged"),
+        *((name, ROWS) for name in POLICIES if name not in ("paged", "window")),
+        in_shards("window", ROWS),
         in_shards("paged", ROWS),
         in_shards("int8", 7),
     ],

@@ -264,6 +264,7 @@ def test_what_a_user_can_mend_is_one_line(run, arguments, message):
     assert err.startswith("kvjax: error: ") and message in err
 
 
+@pytest.mark.rare
 def test_programs_are_compiled_in_the_first_round_alone(tiny_llama):
     """What follows finds them: new prompts of a bucket, and a second time."""
     jax.clear_caches()  # so this test is the last

@@ -364,6 +364,7 @@ TestCodedRingMachine.settings = FEWER
 TestCodedRingMachine = pytest.mark.rare(TestCodedRingMachine)
 TestConvertingMachine = ConvertingMachine.TestCase
 TestConvertingMachine.settings = FEWER
+TestConvertingMachine = pytest.mark.rare(TestConvertingMachine)
 TestRingMachine = RingMachine.TestCase
 TestSinksMachine = SinksMachine.TestCase
 TestSinksMachine.settings = FEWER

@@ -25,7 +25,6 @@ from tests.test_prefixes import POLICIES, small
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
 FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
-COVERED = ("int8", "hybrid")
 
 
 def in_shards(name):
@@ -143,7 +142,7 @@ def in_any_order(engine, requests, seed, cancels=0.05):
     return handles
 
 
-@pytest.mark.parametrize("policy", [*COVERED, *OTHERS])
+@pytest.mark.parametrize("policy", [in_shards("int8"), "hybrid", *OTHERS])
 def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
     share what they begin with; and nothing is compiled for it."""
@@ -583,7 +582,7 @@ def test_it_works_on_a_mesh(policy):
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", [True, in_shards(False)])
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8")])
 def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""

@@ -234,7 +234,7 @@ AT = {"max_new_tokens": 40, "eos_token_ids": ()}
 """Rows have 256 tokens at first, and 512 in the end."""
 
 
-@pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.rare), 4])
+@pytest.mark.parametrize("bits", [pytest.param(bits, marks=pytest.mark.rare) for bits in (16, 4)])
 def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
     """It moves layers out, each once, goes on as without a limit, and never holds more."""
     layers, policy = tiny_llama.config.num_hidden_layers, auto(tiny_llama, bits)

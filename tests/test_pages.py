@@ -355,6 +355,7 @@ def test_caches_of_one_pool_are_joined_in_it():
     assert used(apart) == 12 and apart.pools[0].pages == 40
 
 
+@pytest.mark.rare
 def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
     _, cache = fed(cache_of(paged()), (40, 1, 1))
     cache = kvjax.select(cache, [0, 0, 0])

@@ -59,7 +59,7 @@ POLICIES = {
     "hybrid of slots": kvjax.Hybrid(whole(), kvjax.CachePolicy(kvjax.Ring(slack=15))),
     "host": whole(placement=kvjax.Host()),
 }
-COVERED = ("int8", "sinks of 8 bits", "hybrid")
+COVERED = ("int8", "hybrid")
 
 
 def tree_of(lm, policy, **more):

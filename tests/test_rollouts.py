@@ -171,6 +171,7 @@ def test_inside_jit_with_a_traced_seed(lm):
         np.testing.assert_allclose(drawn, wanted.drawn, atol=1e-5)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.rare)])
 def test_on_a_mesh(lm, n):
     spread = lm.on(kvjax.make_mesh(data=2, tensor=2))

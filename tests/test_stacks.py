@@ -142,7 +142,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("change", some(OPERATIONS, "rewind", "convert"))
+@pytest.mark.parametrize("change", some(OPERATIONS, "rewind"))
 def test_operations(change):
     """They give a stacked cache, that of the layers' own."""
     paged = "fork", "rewind of pages"
