@@ -145,11 +145,17 @@ def keras_model(kind: str) -> Any:
     return keras.Model(tokens, keras.layers.Dense(VOCAB)(x))
 
 
+WHY = {
+    "keras_hub": "which brings TensorFlow: .ci/run has it without, on the newest JAX",
+    "tunix": "the extra `tunix`, which wants another Transformers than the oracle",
+}
+
+
 def needed(package: str) -> None:
     """Skip where a package is not installed."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}, which the newest JAX is tested with in .ci/run")
+        pytest.skip(f"needs {package}, {WHY.get(package, 'of the extra `adapters`')}")
 
 
 @pytest.mark.parametrize(
