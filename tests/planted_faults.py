@@ -586,7 +586,7 @@ FAULTS = (
     ),
     Fault(
         "positions of a framework's layers begin at 0", "adapters/running.py",
-        "if call is None else call.positions", "if True else call.positions", ("adapters",),
+        "if call is None else call.positions", "if True else call.positions", ("frameworks",),
     ),
     Fault(
         "Linen gives an attention no mask", "adapters/attention_fn.py",
