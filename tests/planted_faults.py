@@ -541,7 +541,7 @@ FAULTS = (
     Fault(
         "the unfiltered distribution is told as that drawn from", "generation/scores.py",
         "drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)",
-        "drawn = chosen", ("scores",),
+        "drawn = chosen + 0", ("scores",),
     ),
     Fault(
         "continuations are fed from their second token on", "generation/scoring.py",

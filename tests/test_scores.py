@@ -1,5 +1,6 @@
 """Log-probabilities: of what is generated, of texts that are given, and what changes logits."""
 
+import dataclasses
 import functools
 
 import jax
@@ -172,8 +173,6 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(lm):
         def apply(self, params, tokens, *args, **options):
             seen.append(tokens.shape)
             return self.model.apply(params, tokens, *args, **options)
-
-    import dataclasses
 
     counted = dataclasses.replace(lm, architecture=Counting(lm.architecture))
     kvjax.score(counted, PROMPTS[:1], [[[1, 2], [3, 4], [5, 6]]])

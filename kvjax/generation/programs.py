@@ -185,9 +185,11 @@ def _chosen(
     after, marked = choose(before, seen, logits, filters, settings, limit)
     found = None
     if scores is not None:
-        filtered = filter_logits(
-            logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
-        )
+        filtered = None
+        if not filters.greedy:
+            filtered = filter_logits(
+                logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
+            )
         found = scores_of(
             raw, after.token, scores, filtered=filtered, temperature=settings.temperature
         )

@@ -48,14 +48,16 @@ class Scores:
 
 
 def scores_of(
-    logits: Logits, token: Rows, most: int, *, filtered: Logits, temperature: Array
+    logits: Logits, token: Rows, most: int, *, filtered: Logits | None, temperature: Array
 ) -> Scores:
     """The scores of a token a row, with the ``most`` likeliest; ``filtered``: the logits that it
-    was drawn from, where its row's ``temperature`` is not 0."""
+    was drawn from, where its row's ``temperature`` is not 0; None where that is so of no row."""
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = of_tokens(known, token)
-    drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)
-    drawn = jnp.where(temperature > 0, drawn, 0)
+    drawn = jnp.zeros_like(chosen)
+    if filtered is not None:
+        drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)
+        drawn = jnp.where(temperature > 0, drawn, 0)
     if most == 0:
         none = (jnp.zeros((len(token), 0), x) for x in (jnp.int32, jnp.float32))
         return Scores(chosen, drawn, *none)

@@ -115,20 +115,21 @@ class _Made:
     capacity: int
     mesh: Any
 
-    def _key(self) -> tuple[Any, ...]:
+    def __post_init__(self) -> None:
         policy, config = self.policy, self.config
         policy = tuple(policy) if isinstance(policy, list) else policy
-        return (
+        # Of every rollout, several times.
+        vars(self)["_key"] = (
             layer_heads(config), str(model_dtype(config)), layer_windows(config),
             layer_sources(config), position_limit(config), scanned(config),
             rotary_length(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
         )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(vars(self)["_key"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Made) and self._key() == other._key()
+        return isinstance(other, _Made) and vars(self)["_key"] == vars(other)["_key"]
 
     def __call__(self) -> KVCache:
         """The empty cache."""
