@@ -176,6 +176,9 @@ def test_attention_of_keras(kind):
     assert model.layers[3].get_config()["name"] == model.layers[3].name
 
 
+OF_KERAS_HUB = "gemma", "gemma3", "gpt2", "mistral", "qwen", "qwen3"
+
+
 def keras_hub_model(family: str) -> Any:
     import keras_hub
 
@@ -193,13 +196,21 @@ def keras_hub_model(family: str) -> Any:
     if family == "gpt2":
         own = models.GPT2Backbone(num_heads=4, max_sequence_length=64, **some)
         return models.GPT2CausalLM(backbone=own, preprocessor=None)
+    names = {"mistral": "Mistral", "qwen": "Qwen", "qwen3": "Qwen3", "gemma": "Gemma"}
+    if family in names:
+        more = {"head_dim": 8} if family in ("qwen3", "gemma") else {}
+        backbone, whole = (
+            getattr(models, names[family] + part) for part in ("Backbone", "CausalLM")
+        )
+        own = backbone(num_query_heads=4, num_key_value_heads=2, **more, **some)
+        return whole(backbone=own, preprocessor=None)
     own = models.Phi3Backbone(num_query_heads=4, num_key_value_heads=2, **some)
     return models.Phi3CausalLM(backbone=own, preprocessor=None)
 
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", *(pytest.param(each, marks=pytest.mark.rare) for each in ("gemma3", "gpt2"))],
+    ["llama", *(pytest.param(each, marks=pytest.mark.rare) for each in OF_KERAS_HUB)],
 )
 def test_models_of_keras_hub(family):
     needed("keras_hub")
