@@ -180,7 +180,7 @@ OF_KERAS_HUB = "gemma", "gemma3", "gpt2", "mistral", "qwen", "qwen3"
 
 
 def keras_hub_model(family: str) -> Any:
-    import keras_hub
+    import keras_hub  # pyright: ignore[reportMissingImports]
 
     models = keras_hub.models
     some = {"vocabulary_size": VOCAB, "num_layers": 2, "hidden_dim": WIDTH, "intermediate_dim": 48}

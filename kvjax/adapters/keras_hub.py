@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from keras import StatelessScope
-from keras_hub.src.vllm.context import vllm_context_scope
+from keras_hub.src.vllm.context import vllm_context_scope  # pyright: ignore[reportMissingImports]
 
 from kvjax.adapters import keras
 from kvjax.adapters.any_model import language_model
