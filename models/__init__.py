@@ -12,6 +12,7 @@ from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
 from .config_families import (
     Gemma3nConfig,
+    Gemma4Config,
     Llama4Config,
     MixtralConfig,
     MoeConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "Architecture",
     "GPT2Config",
     "Gemma3nConfig",
+    "Gemma4Config",
     "GemmaConfig",
     "GenerationDefaults",
     "LanguageModel",

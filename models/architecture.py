@@ -17,11 +17,13 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.typing import Counts, Tokens
 from kvjax.generation.long_calls import in_parts
+from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
 from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
 from .config_families import (
     Gemma3nConfig,
+    Gemma4Config,
     Llama4Config,
     MixtralConfig,
     MoeConfig,
@@ -31,6 +33,7 @@ from .config_families import (
 from .decoder import Decoder
 from .frame import Frame
 from .gemma3n import Gemma3n
+from .gemma4 import Gemma4
 from .gpt2 import GPT2
 from .llama4 import Llama4
 from .moe import Moe
@@ -47,6 +50,7 @@ _FAMILIES: dict[type, type[Frame]] = {
     GemmaConfig: Decoder,
     GPT2Config: GPT2,
     Gemma3nConfig: Gemma3n,
+    Gemma4Config: Gemma4,
     Llama4Config: Llama4,
     MixtralConfig: Moe,
     MoeConfig: Moe,
@@ -160,7 +164,7 @@ class Architecture:
         config = self.config
         return param_shardings(
             self.abstract_params(), _FAMILIES[type(config)].divided, mesh,
-            heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+            heads=config.num_attention_heads, kv_heads=common_heads(config),
         )  # fmt: skip
 
     def save(self, params: Params, source: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.typing import Counts
+from kvjax.policies.model_config import layer_heads
 
 from .config import Config
 
@@ -52,8 +53,9 @@ def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
     count = len(cache.layers if cache.sources is None else cache.sources)
     if count != config.num_hidden_layers:
         raise ValueError(f"the cache has {count} layers, the model {config.num_hidden_layers}")
-    wanted = (config.num_key_value_heads, config.head_dim)
-    for number, layer in enumerate(cache.layers):
+    of_model = layer_heads(config)
+    for number, wanted in enumerate(of_model):
+        layer = cache.layers[number if cache.sources is None else cache.sources[number]]
         if (layer.kv_heads, layer.head_dim) != wanted:
             raise ValueError(
                 f"layer {number} of the cache has kv_heads={layer.kv_heads}, head_dim="

@@ -29,7 +29,7 @@ class TensorNames:
     transposed: re.Pattern[str] | None = None
     renamed: tuple[tuple[re.Pattern[str], str], ...] = ()
     written: tuple[tuple[re.Pattern[str], str], ...] = ()
-    experts: Literal["apart", "joined"] | None = None
+    experts: Literal["apart", "joined", "stacked"] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated, the first ones."""
-        return int(head_dim * self.partial_rotary_factor)
+        # The kind `proportional` turns the rest by angles of 0.
+        part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor
+        return int(head_dim * part)
 
     def context(self, max_position_embeddings: int) -> int:
         """Tokens of the texts that such positions are for: ``max_position_embeddings``, but where
@@ -119,6 +121,11 @@ class DecoderConfig:
         embedding="model.embed_tokens.weight",
         buffers=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
     )
+
+    @property
+    def per_layer_config(self) -> "tuple[DecoderConfig, ...]":
+        """The configuration of each layer: they are alike but in families that say otherwise."""
+        return (self,) * self.num_hidden_layers
 
     @property
     def position_limit(self) -> int | None:

@@ -74,27 +74,19 @@ class Llama4Config(MoeConfig):
 
 
 @dataclass(frozen=True)
-class Gemma3nConfig(DecoderConfig):
-    """The text part of a Gemma 3n.
+class SharingConfig(DecoderConfig):
+    """What Gemma 3n and Gemma 4 have in common.
 
-    ``inner_sizes``: of each layer's feed-forward part; ``sparsity``: of each one's gates, how many
-    of 1 are cut off; ``shared_layers``: so many at the end read keys and values of earlier ones.
-    ``layer_inputs``: the width of what each layer is given of a token besides, from a table of
-    ``layer_vocab`` rows. ``streams``: hidden states beside each other, of which layers work on
-    the ``active`` one; ``scale_corrected``: what it became is scaled before it meets the input of
-    the layer. ``laurel_rank``: of the product beside attention.
+    ``inner_sizes``: of each layer's feed-forward part; ``shared_layers``: so many at the end read
+    keys and values of earlier ones. ``layer_inputs``: the width of what each layer is given of a
+    token besides, from a table of ``layer_vocab`` rows; 0 is none.
     """
 
     _: KW_ONLY
     inner_sizes: tuple[int, ...]
-    sparsity: tuple[float, ...]
     shared_layers: int
     layer_inputs: int
     layer_vocab: int
-    streams: int
-    active: int
-    scale_corrected: bool
-    laurel_rank: int
 
     names: ClassVar = replace(
         DecoderConfig.names,
@@ -108,6 +100,52 @@ class Gemma3nConfig(DecoderConfig):
         own = self.num_hidden_layers - self.shared_layers
         last = {(window is None): n for n, window in enumerate(self.windows[:own])}
         return (*range(own), *(last[window is None] for window in self.windows[own:]))
+
+
+@dataclass(frozen=True)
+class Gemma3nConfig(SharingConfig):
+    """The text part of a Gemma 3n.
+
+    ``sparsity``: of each layer's gates, how many of 1 are cut off. ``streams``: hidden states
+    beside each other, of which layers work on the ``active`` one; ``scale_corrected``: what it
+    became is scaled before it meets the input of the layer. ``laurel_rank``: of the product beside
+    attention.
+    """
+
+    _: KW_ONLY
+    sparsity: tuple[float, ...]
+    streams: int
+    active: int
+    scale_corrected: bool
+    laurel_rank: int
+
+
+@dataclass(frozen=True)
+class Gemma4Config(SharingConfig):
+    """The text part of a Gemma 4.
+
+    ``num_key_value_heads`` and ``head_dim`` are those of layers with a window; the others have
+    ``global_key_value_heads`` and ``global_head_dim``, and where ``keys_are_values`` no projection
+    of values. ``num_experts``: 0 where there are none.
+    """
+
+    _: KW_ONLY
+    global_key_value_heads: int
+    global_head_dim: int
+    keys_are_values: bool
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+    names: ClassVar = replace(SharingConfig.names, experts="stacked")
+
+    @property
+    def per_layer_config(self) -> tuple[DecoderConfig, ...]:
+        """The configuration of each layer, by its heads."""
+        others = replace(
+            self, num_key_value_heads=self.global_key_value_heads, head_dim=self.global_head_dim
+        )
+        return tuple(others if window is None else self for window in self.windows)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ has the value there that it has here. Fields that those models do not read are n
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
+from .config import Config, GPT2Config, LlamaConfig
 from .config_experts import read_llama4, read_mixtral, read_qwen3_moe
-from .config_families import Gemma3nConfig, NeoXConfig, Phi3Config
-from .config_parts import Family, read_cap, read_dtype, read_shared
+from .config_families import NeoXConfig, Phi3Config
+from .config_gemmas import GEMMAS, read_gemma, read_gemma3n, read_gemma4
+from .config_parts import Family, read_dtype, read_shared
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
-from .rope_config import RopeForm, read_rope, read_ropes
-from .supported import check_model_type, refused
+from .rope_config import RopeForm, read_rope
+from .supported import FAMILIES, check_model_type, refused
 
 _LLAMAS = {
     "llama": Family(32000, 11008, None, None, 2048, attention_bias=True, mlp_bias=True),
@@ -30,25 +30,6 @@ _LLAMAS = {
         },
     ),
 }  # fmt: skip
-_GEMMA2 = Family(
-    256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,
-    num_hidden_layers=26, num_attention_heads=8, tie_word_embeddings=True, score_cap=50.0,
-    activation=("hidden_activation", "gelu_pytorch_tanh"), final_cap=30.0,
-)  # fmt: skip
-_GEMMAS = {
-    "gemma2": _GEMMA2,
-    "gemma3_text": replace(
-        _GEMMA2, vocab_size=262208, max_position_embeddings=131072, qk_norm=True, two_ropes=True,
-        sliding_window="pattern", score_cap=None, final_cap=None,
-    ),
-}  # fmt: skip
-
-_GEMMA3N = Family(
-    262400, 16384, 2, 256, 32768, attention_bias=True, sliding_window="alternate", hidden_size=2048,
-    num_hidden_layers=35, num_attention_heads=8, tie_word_embeddings=True, qk_norm=True,
-    activation=("hidden_activation", "gelu_pytorch_tanh"), final_cap=30.0,
-    settings={"wide_norms": True, "scale_embeddings": True, "query_pre_attn_scalar": 1.0},
-)  # fmt: skip
 _NEOX = Family(
     50432, 24576, None, None, 2048, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64,
     activation=("hidden_act", "gelu"), norm=("layer_norm_eps", 1e-5),
@@ -82,7 +63,7 @@ def read_config(folder: Path) -> Config:
     config = Fields(file, read_json(file))
     model_type = check_model_type(config)
     for name in ("quantization_config", "per_layer_config"):
-        if config.raw(name):
+        if config.raw(name) and name not in FAMILIES[model_type]:
             raise refused(config, name)
     if not config.values.get("is_causal", True):
         raise refused(config, "is_causal")
@@ -93,70 +74,6 @@ def _llama(config: Fields) -> LlamaConfig:
     family = _LLAMAS[config.raw("model_type")]
     shared, sizes = read_shared(config, family)
     return LlamaConfig(**shared, rope=read_rope(config, family.rope, **sizes))
-
-
-def _gemma(config: Fields) -> GemmaConfig:
-    family = _GEMMAS[config.raw("model_type")]
-    if config.raw("use_bidirectional_attention", False) is not False:
-        raise refused(config, "use_bidirectional_attention")
-    if family.score_cap is None and config.raw("attn_logit_softcapping") is not None:
-        raise refused(config, "attn_logit_softcapping")
-    shared, sizes = read_shared(config, family)
-    if family.two_ropes:
-        rope, local_rope = read_ropes(config, **sizes)
-    else:
-        rope = local_rope = read_rope(config, family.rope, **sizes)
-    return GemmaConfig(
-        **shared,
-        rope=rope,
-        local_rope=local_rope,
-        query_pre_attn_scalar=config.number("query_pre_attn_scalar", 256),
-        attn_logit_softcapping=read_cap(config, "attn_logit_softcapping", family.score_cap),
-        final_logit_softcapping=read_cap(config, "final_logit_softcapping", family.final_cap),
-    )
-
-
-def _gemma3n(config: Fields) -> Gemma3nConfig:
-    if config.raw("use_bidirectional_attention", False) is not False:
-        raise refused(config, "use_bidirectional_attention")
-    layers = config.integer("num_hidden_layers", _GEMMA3N.num_hidden_layers)
-    inner = config.raw("intermediate_size", _GEMMA3N.intermediate_size)
-    sizes = inner if isinstance(inner, list) else [inner] * layers
-    if len(sizes) != layers or not all(type(size) is int and size > 0 for size in sizes):
-        raise config.wrong("intermediate_size", f"a number above 0, or {layers} of them")
-    sparse = config.raw("activation_sparsity_pattern")
-    if sparse is None:
-        sparse = [0.95] * (10 if layers > 10 else 0)
-        sparse += [0.0] * (layers - len(sparse))
-    wrong = not isinstance(sparse, list) or len(sparse) != layers
-    if wrong or not all(type(part) in (int, float) and 0 <= part < 1 for part in sparse):
-        raise config.wrong("activation_sparsity_pattern", f"{layers} numbers from 0 to below 1")
-    kinds = ["full_attention" if (n + 1) % 5 == 0 else "sliding_attention" for n in range(layers)]
-    told = {"layer_types": config.raw("layer_types", kinds), "intermediate_size": sizes[0]}
-    told["sliding_window"] = config.raw("sliding_window", 512)
-    shared, rope_sizes = read_shared(replace(config, values={**config.values, **told}), _GEMMA3N)
-    rope, local_rope = read_ropes(config, **rope_sizes)
-    found = Gemma3nConfig(
-        **shared,
-        rope=rope,
-        local_rope=local_rope,
-        final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA3N.final_cap),
-        inner_sizes=tuple(sizes),
-        sparsity=tuple(map(float, sparse)),
-        shared_layers=config.integer("num_kv_shared_layers", 15, least=0),
-        layer_inputs=config.integer("hidden_size_per_layer_input", 256),
-        layer_vocab=config.integer("vocab_size_per_layer_input", 262144),
-        streams=config.integer("altup_num_inputs", 4),
-        active=config.integer("altup_active_idx", 0, least=0),
-        scale_corrected=config.flag("altup_correct_scale", True),
-        laurel_rank=config.integer("laurel_rank", 64),
-    )
-    if found.active >= found.streams:
-        raise config.wrong("altup_active_idx", f"below altup_num_inputs = {found.streams}")
-    own = layers - found.shared_layers
-    if own < 1 or len({*found.windows[:own]}) < len({*found.windows}):
-        raise refused(config, "num_kv_shared_layers")
-    return found
 
 
 def _phi3(config: Fields) -> Phi3Config:
@@ -214,8 +131,9 @@ def _either(config: Fields, name: str, own: str, default: int) -> int:
 
 READERS: dict[str, Callable[[Fields], Config]] = {
     **dict.fromkeys(_LLAMAS, _llama),
-    **dict.fromkeys(_GEMMAS, _gemma),
-    "gemma3n_text": _gemma3n,
+    **dict.fromkeys(GEMMAS, read_gemma),
+    "gemma3n_text": read_gemma3n,
+    "gemma4_text": read_gemma4,
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "llama4_text": read_llama4,

@@ -15,10 +15,10 @@ from kvjax.core.errors import CheckpointError
 
 from .stored import Stored, StoredTensor
 
-Form = Literal["apart", "joined"]
-"""How published files have experts: one by one, or all of a layer, gate before up, as [experts, in,
-out]. Of those that have them apart, a model may also be saved with them joined, as [experts, out,
-in]."""
+Form = Literal["apart", "joined", "stacked"]
+"""How published files have experts: one by one, or all of a layer, gate before up: joined ones as
+[experts, in, out], stacked ones as [experts, out, in]. Those that have them apart may also be saved
+stacked."""
 
 _ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _ALL = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
@@ -89,10 +89,14 @@ def unstack_experts(
             for number, each in enumerate(values):
                 yield f"{stack}.experts.{number}.{matrix}", each
         elif matrix == "down_proj.weight":
-            yield f"{stack}.experts.down_proj", np.ascontiguousarray(values.swapaxes(1, 2))
+            yield f"{stack}.experts.down_proj", _written(values, form)
         elif matrix == "gate_proj.weight":
             both = np.concatenate([values, tensors[f"{stack}.experts.up_proj.weight"]], axis=1)
-            yield f"{stack}.experts.gate_up_proj", np.ascontiguousarray(both.swapaxes(1, 2))
+            yield f"{stack}.experts.gate_up_proj", _written(both, form)
+
+
+def _written(values: np.ndarray, form: Form) -> np.ndarray:
+    return np.ascontiguousarray(values.swapaxes(1, 2)) if form == "joined" else values
 
 
 def _parted(tensor: StoredTensor, count: int, turned: bool) -> Iterator[_Part]:

@@ -14,6 +14,7 @@ _FAMILY_IDS = {
     "gemma2": (2, 1),
     "gemma3_text": (2, 1),
     "gemma3n_text": (2, 1),
+    "gemma4_text": (2, 1),
     "gpt2": (50256, 50256),
     "gpt_neox": (0, 2),
     "phi3": (1, 32000),

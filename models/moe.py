@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from . import decoder
 from .config import DecoderConfig
-from .config_families import MoeConfig
+from .config_families import Gemma4Config, MoeConfig
 from .layers import ACTIVATIONS, Hidden, Linear, contract_last, normal
 
 Rows = Float[Array, "tokens hidden"]
@@ -38,7 +38,9 @@ class Experts(nnx.Module):
     than one expert's. ``scales_inputs``: parts multiply what an expert takes, not what it gives.
     """
 
-    def __init__(self, config: MoeConfig, *, scales_inputs: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self, config: MoeConfig | Gemma4Config, *, scales_inputs: bool = False, rngs: nnx.Rngs
+    ):
         self.activation, self.scales_inputs = ACTIVATIONS[config.hidden_act], scales_inputs
         hidden, inner = config.hidden_size, config.moe_intermediate_size
 
@@ -86,7 +88,7 @@ class Experts(nnx.Module):
             y = gated * contract_last(y, up).astype(x.dtype)
             y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * behind
             # What no one chose may be infinite, and would be NaN times 0.
-            return total + jnp.where(share[:, None] > 0, y, 0), None
+            return total + jnp.where(share[:, None] != 0, y, 0), None
 
         return lax.scan(add, jnp.zeros(x.shape, jnp.float32), (weights, shares.T))[0]
 

@@ -6,7 +6,8 @@ library's approximation by one unit in the last place in less than one of a hund
 
 Sources: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); bloc97,
 "NTK-aware scaled RoPE" (dynamic); Peng et al., YaRN, arXiv:2309.00071; Ding et al., LongRoPE,
-arXiv:2402.13753; Dubey et al., Llama 3, arXiv:2407.21783.
+arXiv:2402.13753; Dubey et al., Llama 3, arXiv:2407.21783; Barbero et al.,
+arXiv:2410.06205 (proportional).
 """
 
 import functools
@@ -49,12 +50,16 @@ def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) 
 
 def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[RotaryTable, ...]:
     """The table of each layer, as ``model_rotary`` makes it; layers that are alike share one."""
+    layers = [
+        replace(each, rope=rope)
+        for each, rope in zip(config.per_layer_config, config.ropes, strict=True)
+    ]
     # Once for all of these: each array made of a numpy table is a constant of the program.
     tables = {
-        rope: jax.tree.map(jnp.asarray, model_rotary(replace(config, rope=rope), max_len, limit))
-        for rope in dict.fromkeys(config.ropes)
+        each: jax.tree.map(jnp.asarray, model_rotary(each, max_len, limit))
+        for each in dict.fromkeys(layers)
     }
-    return tuple(tables[rope] for rope in config.ropes)
+    return tuple(tables[each] for each in layers)
 
 
 def inverse_frequencies(config: DecoderConfig, max_len: int) -> Frequencies:
@@ -69,6 +74,14 @@ def _default(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
 
 def _linear(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
     return _inverse(config, config.rope.theta) / np.float32(given["factor"]), 1.0
+
+
+def _proportional(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
+    dim, part = config.head_dim, config.rope.partial_rotary_factor
+    frequencies = np.zeros(dim // 2, np.float32)
+    turned = int(part * dim // 2)
+    frequencies[:turned] = _inverse(config, config.rope.theta)[:turned]
+    return frequencies / np.float32(given.get("factor", 1.0)), 1.0
 
 
 def _dynamic(config: DecoderConfig, max_len: int, given: dict) -> Frequencies:
@@ -155,6 +168,7 @@ def _power(base: Any, exponent: Any) -> np.ndarray:
 _KINDS: dict[str, Callable[[DecoderConfig, int, dict], Frequencies]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -6,7 +6,7 @@ from .config import Parameter, RopeConfig
 from .fields import Fields
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-"""The kinds of rotary positions that Transformers has for the families here."""
+"""The kinds of rotary positions that Transformers has for most families here."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class RopeForm:
     trained: int | None = None
 
 
+FULL, LOCAL = RopeForm(theta=1e6), RopeForm("rope_local_base_freq")
+"""Of Gemma 3's full and sliding layers."""
+
+
 def read_rope(
     config: Fields, form: RopeForm, *, head_dim: int, max_position_embeddings: int
 ) -> RopeConfig:
@@ -49,9 +53,17 @@ def read_rope(
 
 
 def read_ropes(
-    config: Fields, *, head_dim: int, max_position_embeddings: int
+    config: Fields,
+    full_form: RopeForm,
+    local_form: RopeForm,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    full_head_dim: int | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
     """Read the rotary positions of full and of sliding layers, where these are not the same.
+
+    ``full_head_dim``: of full layers, where they have another one.
 
     They stand in ``rope_parameters`` under ``full_attention`` and ``sliding_attention``. The older
     form has ``rope_theta`` and ``rope_scaling`` for full layers and ``rope_local_base_freq`` for
@@ -72,10 +84,10 @@ def read_ropes(
         if scaling.raw("rope_type") is None:
             raise scaling.wrong("rope_type", f"one of {', '.join(KINDS)}")
         full = scaling
-    local, sizes = _inner(both, "sliding_attention"), (head_dim, max_position_embeddings)
+    local, positions = _inner(both, "sliding_attention"), max_position_embeddings
     return (
-        _read(config, full, RopeForm(theta=1e6), False, *sizes),
-        _read(config, local, RopeForm("rope_local_base_freq"), False, *sizes),
+        _read(config, full, full_form, False, full_head_dim or head_dim, positions),
+        _read(config, local, local_form, False, head_dim, positions),
     )
 
 
@@ -151,8 +163,8 @@ def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
             "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
         )  # fmt: skip
     else:
-        parameters = {"factor": rope.number("factor")}
-        optional = ()
+        parameters = {} if kind == "proportional" else {"factor": rope.number("factor")}
+        optional = ("factor",) if kind == "proportional" else ()
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             parameters[name] = rope.number(name)

@@ -19,6 +19,14 @@ FAMILIES: dict[str, dict[str, str]] = {
     "gemma3_text": _CAUSAL | {"attn_logit_softcapping": "null: gemma3_text caps no scores"},
     "gemma3n_text": _CAUSAL
     | {"num_kv_shared_layers": "fewer: before them each kind of layer has keys of its own"},
+    "gemma4_text": {
+        "use_bidirectional_attention": "false or vision: attention of text is causal",
+        "per_layer_config": "head_dim and num_key_value_heads of layers of full_attention alone, "
+        "the same of each",
+        "num_kv_shared_layers": "fewer: before them each kind of layer has keys of its own",
+        "rope_parameters": "the kinds default, linear and proportional, with their numbers",
+        "top_k_experts": "at most as many as there are experts",
+    },
     "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
     "gpt_neox": {
         "head_dim": "hidden_size / num_attention_heads, the width of every head",
@@ -43,6 +51,8 @@ FAMILIES: dict[str, dict[str, str]] = {
 RELATIVES = {
     "gemma3": "gemma3_text: a model that takes images too is not read",
     "gemma3n": "gemma3n_text: a model that takes images too is not read",
+    "gemma4": "gemma4_text: a model that takes images too is not read",
+    "gemma4_unified": "gemma4_text: a model that takes images too is not read",
     "llama4": "llama4_text: a model that takes images too is not read",
 }
 """Other values of ``model_type`` that are near to one: what to give instead, and why."""

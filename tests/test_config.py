@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax.models import (
     Gemma3nConfig,
+    Gemma4Config,
     GemmaConfig,
     GPT2Config,
     Llama4Config,
@@ -25,6 +26,7 @@ from kvjax.models import (
 from kvjax.models.config import Config
 from kvjax.models.config_json import READERS
 from kvjax.models.generation import GenerationDefaults, read_generation
+from kvjax.policies.model_config import layer_heads
 from kvjax.policies.positions import same_rotary
 
 LLAMA: dict[str, Any] = {
@@ -48,6 +50,7 @@ GEMMA: dict[str, Any] = {
 }
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
 GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}
+GEMMA4 = {**GEMMA, "model_type": "gemma4_text"}
 PHI3, OLMO2, NEOX = ({**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox"))
 MIXTRAL, QWEN3_MOE, LLAMA4 = (
     {**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe", "llama4_text")
@@ -432,10 +435,40 @@ def test_gemma3n(tmp_path: Path) -> None:
     assert config.cache_sources == (0, 1, 2, 3, 4, 3, 3)
 
 
+def test_gemma4(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "gemma4_text"})
+    assert isinstance(bare, Gemma4Config)
+    assert bare.windows == (512, 512, 512, 512, 512, None) * 5
+    assert (bare.rope, bare.local_rope) == (
+        RopeConfig("proportional", 1e6, 0.25), RopeConfig(theta=1e4),
+    )  # fmt: skip
+    heads = [(each.num_key_value_heads, each.head_dim) for each in bare.per_layer_config]
+    assert heads == ([(4, 256)] * 5 + [(4, 512)]) * 5
+    assert (bare.shared_layers, bare.num_experts, bare.final_logit_softcapping) == (0, 0, None)
+    published = {
+        **GEMMA4, "num_kv_shared_layers": 3, "attention_k_eq_v": True, "use_double_wide_mlp": True,
+        "num_global_key_value_heads": 1, "num_key_value_heads": 2, "global_head_dim": 16,
+        "intermediate_size": 40, "layer_types": [*["full_attention", "sliding_attention"] * 3, "x"],
+    }  # fmt: skip
+    config = read(tmp_path, published)
+    assert isinstance(config, Gemma4Config)
+    assert config.inner_sizes == (40, 40, 40, 40, 80, 80, 80)
+    assert config.cache_sources == (0, 1, 2, 3, 2, 3, 2)
+    assert layer_heads(config) == ((1, 16), (2, 8)) * 3 + ((1, 16),)
+    # As Transformers writes the same.
+    full = {"head_dim": 16, "num_key_value_heads": 1}
+    of_layers = {str(n): full for n in range(0, 7, 2)}
+    written = {k: v for k, v in published.items() if "global" not in k}
+    assert read(tmp_path, {**written, "per_layer_config": of_layers}) == config
+    # Without `attention_k_eq_v` all layers have as many heads.
+    told = read(tmp_path, {**published, "attention_k_eq_v": False})
+    assert layer_heads(told) == ((2, 16), (2, 8)) * 3 + ((2, 16),)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
-        'model_type is "mamba"; expected one of gemma2, gemma3_text, gemma3n_text, gpt2, ',
+        'model_type is "mamba"; expected one of gemma2, gemma3_text, gemma3n_text, gemma4_text, ',
     ),
     (
         {"model_type": None},
@@ -581,6 +614,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GEMMA3N, "num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; expected fewer"),
     ({**GEMMA3N, "num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; expected fewer"),
     ({**GEMMA3N, "use_bidirectional_attention": True}, "attention is true; expected false"),
+    ({"model_type": "gemma4"}, 'model_type is "gemma4"; expected gemma4_text: a model that'),
+    ({**GEMMA4, "use_bidirectional_attention": "all"}, 'is "all"; expected false or vision'),
+    ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is .*; expected"),
+    ({**GEMMA4, "per_layer_config": {"5": {"window": 4}}}, "per_layer_config is .*; expected he"),
+    ({**GEMMA4, "num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; expected fewer"),
+    ({**GEMMA4, "enable_moe_block": True}, "num_experts is null; expected an integer"),
+    (
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 2,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 4,
+        },
+        "top_k_experts is 3; expected at most as many as there are experts",
+    ),
+    (
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+        "num_global_key_value_heads is 3; expected a divisor of num_attention_heads = 4",
+    ),
+    (
+        {**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        'full_attention.rope_type is "yarn"; expected one of default, linear, proportional',
+    ),
     ({"model_type": "llama4"}, 'model_type is "llama4"; expected llama4_text: a model that takes'),
     ({**LLAMA4, "no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]; expected a list of"),
     ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers is .*; expected a list of 3 numbers"),

@@ -22,6 +22,7 @@ from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from kvjax.models.config_families import (
     Gemma3nConfig,
+    Gemma4Config,
     Llama4Config,
     MoeConfig,
     NeoXConfig,
@@ -460,9 +461,19 @@ def gemma3n():
     )  # fmt: skip
 
 
+def gemma4():
+    return Gemma4Config(
+        **vars(tiny_config(num_hidden_layers=3, windows=(None, 9, 9), wide_norms=True)),
+        inner_sizes=(48, 48, 96), shared_layers=1, layer_inputs=8, layer_vocab=61,
+        global_key_value_heads=1, global_head_dim=16, keys_are_values=True, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=36,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
     "neox": neox, "experts": experts, "llama4": llama4, "gemma3n": gemma3n,
+    "gemma4": gemma4,
 }  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},
@@ -492,7 +503,7 @@ def family_logits(model: Any, params: Any, over: Any) -> Any:
 
 def families() -> list[Any]:
     """Each by itself; those that divide as others do are of the shards."""
-    alike = ("phi3", "olmo2", "neox", "llama4", "gemma3n")
+    alike = ("phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4")
     others = [On(*names) for names in itertools.product(alike, DIVIDED)]
     return [
         *each_on_each([name for name in FAMILIES if name not in alike], DIVIDED),

@@ -1,5 +1,7 @@
 """``kvjax info``: a model, its cache, and the devices."""
 
+from collections.abc import Iterable
+
 import jax
 import typer
 
@@ -8,6 +10,7 @@ from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
 from kvjax.cli.waiting import shown
 from kvjax.memory.sizes import bytes_a_token
+from kvjax.policies.model_config import layer_heads
 from kvjax.policies.words import parse_policy
 
 
@@ -42,8 +45,8 @@ def info(
         "dtype": config.dtype,
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
-        "key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        "key_value_heads": _of_layers(heads for heads, _ in layer_heads(config)),
+        "head_dim": _of_layers(head_dim for _, head_dim in layer_heads(config)),
         "vocabulary": config.vocab_size,
         "context": config.context,
         "cache": cache,
@@ -52,3 +55,9 @@ def info(
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
     }
     typer.echo(to_json(report) if as_json else table(report))
+
+
+def _of_layers(sizes: Iterable[int]) -> int | list[int]:
+    """What all layers have, or all that some of them have."""
+    found = sorted(set(sizes))
+    return found[0] if len(found) == 1 else found

@@ -50,6 +50,9 @@ def randomise(model: Any, torch: Any, seed: int = 0) -> Any:
         with torch.no_grad():
             neutral = parameter if is_norm and name.endswith("weight") else 0
             parameter.copy_(neutral + 0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(buffer + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

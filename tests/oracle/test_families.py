@@ -53,6 +53,16 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 6,
 }
+GEMMA4 = {
+    **SMALL,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "vocab_size_per_layer_input": SMALL["vocab_size"],
+    "hidden_size_per_layer_input": 16,  # few, normed, may be off by more in Transformers itself
+}
 NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 PHI3 = {**SMALL, "pad_token_id": 0}
 
@@ -188,8 +198,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 9.0,
         },
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "gemma4_text-experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "final_logit_softcapping": 9.0,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4_text-other": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "hidden_size_per_layer_input": 24,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+                "sliding_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1e4,
+                    "factor": 3.0,
+                },
+            },
+        },
+    ),
 }
-GREEDY = ("phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe-normed", "llama4_text", "gemma3n_text")
+GREEDY = (
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "mixtral",
+    "qwen3_moe-normed",
+    "llama4_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_text-experts",
+)
 """Of these, tokens too."""
 
 
@@ -254,8 +313,10 @@ def test_what_a_file_leaves_out(model_type: str, transformers: Any, tmp_path: Pa
     ours = models.read_config(tmp_path)
     assert isinstance(ours, DecoderConfig)
     hidden, heads = theirs.hidden_size, theirs.num_attention_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or hidden // heads)
-    assert ours.num_key_value_heads == getattr(theirs, "num_key_value_heads", heads)
+    layers = getattr(theirs, "per_layer_config", None) or [theirs] * theirs.num_hidden_layers
+    for own, other in zip(ours.per_layer_config, layers, strict=True):
+        assert own.head_dim == (getattr(other, "head_dim", None) or hidden // heads)
+        assert own.num_key_value_heads == getattr(other, "num_key_value_heads", heads)
     for name in (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
         "max_position_embeddings", "tie_word_embeddings",
@@ -268,7 +329,7 @@ def test_what_a_file_leaves_out(model_type: str, transformers: Any, tmp_path: Pa
         "num_experts_per_tok": ("num_experts_per_tok",),
     }.items():
         told = [getattr(theirs, other) for other in others if hasattr(theirs, other)]
-        assert getattr(ours, name, None) == (told[0] if told else None), name
+        assert (getattr(ours, name, None) or None) == (told[0] if told else None), name
     ropes = theirs.rope_parameters
     for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
         told = ropes.get(kind, ropes)

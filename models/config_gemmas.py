@@ -1,0 +1,195 @@
+"""Read ``config.json`` of Gemmas."""
+
+from dataclasses import replace
+from typing import Any
+
+from .config import GemmaConfig
+from .config_families import Gemma3nConfig, Gemma4Config, SharingConfig
+from .config_parts import Family, read_cap, read_shared
+from .fields import Fields
+from .rope_config import FULL, LOCAL, RopeForm, read_rope, read_ropes
+from .supported import refused
+
+_GEMMA2 = Family(
+    256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,
+    num_hidden_layers=26, num_attention_heads=8, tie_word_embeddings=True, score_cap=50.0,
+    activation=("hidden_activation", "gelu_pytorch_tanh"), final_cap=30.0,
+)  # fmt: skip
+GEMMAS = {
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2, vocab_size=262208, max_position_embeddings=131072, qk_norm=True, two_ropes=True,
+        sliding_window="pattern", score_cap=None, final_cap=None,
+    ),
+}  # fmt: skip
+
+_GEMMA3N = Family(
+    262400, 16384, 2, 256, 32768, attention_bias=True, sliding_window="alternate", hidden_size=2048,
+    num_hidden_layers=35, num_attention_heads=8, tie_word_embeddings=True, qk_norm=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"), final_cap=30.0,
+    settings={"wide_norms": True, "scale_embeddings": True, "query_pre_attn_scalar": 1.0},
+)  # fmt: skip
+_GEMMA4 = replace(
+    _GEMMA3N, vocab_size=262144, intermediate_size=9216, num_key_value_heads=4,
+    max_position_embeddings=131072, hidden_size=2304, num_hidden_layers=30, final_cap=None,
+)  # fmt: skip
+_FULL4 = RopeForm(theta=1e6, kinds=("default", "linear", "proportional"))
+_LOCAL4 = RopeForm(kinds=_FULL4.kinds)
+_ROPES4 = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "sliding_attention": {},
+}
+
+
+def read_gemma(config: Fields) -> GemmaConfig:
+    family = GEMMAS[config.raw("model_type")]
+    if config.raw("use_bidirectional_attention", False) is not False:
+        raise refused(config, "use_bidirectional_attention")
+    if family.score_cap is None and config.raw("attn_logit_softcapping") is not None:
+        raise refused(config, "attn_logit_softcapping")
+    shared, sizes = read_shared(config, family)
+    if family.two_ropes:
+        rope, local_rope = read_ropes(config, FULL, LOCAL, **sizes)
+    else:
+        rope = local_rope = read_rope(config, family.rope, **sizes)
+    return GemmaConfig(
+        **shared,
+        rope=rope,
+        local_rope=local_rope,
+        query_pre_attn_scalar=config.number("query_pre_attn_scalar", 256),
+        attn_logit_softcapping=read_cap(config, "attn_logit_softcapping", family.score_cap),
+        final_logit_softcapping=read_cap(config, "final_logit_softcapping", family.final_cap),
+    )
+
+
+def read_gemma3n(config: Fields) -> Gemma3nConfig:
+    if config.raw("use_bidirectional_attention", False) is not False:
+        raise refused(config, "use_bidirectional_attention")
+    layers = config.integer("num_hidden_layers", _GEMMA3N.num_hidden_layers)
+    inner = config.raw("intermediate_size", _GEMMA3N.intermediate_size)
+    sizes = inner if isinstance(inner, list) else [inner] * layers
+    if len(sizes) != layers or not all(type(size) is int and size > 0 for size in sizes):
+        raise config.wrong("intermediate_size", f"a number above 0, or {layers} of them")
+    sparse = config.raw("activation_sparsity_pattern")
+    if sparse is None:
+        sparse = [0.95] * (10 if layers > 10 else 0)
+        sparse += [0.0] * (layers - len(sparse))
+    wrong = not isinstance(sparse, list) or len(sparse) != layers
+    if wrong or not all(type(part) in (int, float) and 0 <= part < 1 for part in sparse):
+        raise config.wrong("activation_sparsity_pattern", f"{layers} numbers from 0 to below 1")
+    kinds = ["full_attention" if (n + 1) % 5 == 0 else "sliding_attention" for n in range(layers)]
+    told = {"layer_types": config.raw("layer_types", kinds), "intermediate_size": sizes[0]}
+    told["sliding_window"] = config.raw("sliding_window", 512)
+    shared, rope_sizes = read_shared(replace(config, values={**config.values, **told}), _GEMMA3N)
+    rope, local_rope = read_ropes(config, FULL, LOCAL, **rope_sizes)
+    found = Gemma3nConfig(
+        **shared,
+        rope=rope,
+        local_rope=local_rope,
+        final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA3N.final_cap),
+        inner_sizes=tuple(sizes),
+        sparsity=tuple(map(float, sparse)),
+        shared_layers=config.integer("num_kv_shared_layers", 15, least=0),
+        layer_inputs=config.integer("hidden_size_per_layer_input", 256),
+        layer_vocab=config.integer("vocab_size_per_layer_input", 262144),
+        streams=config.integer("altup_num_inputs", 4),
+        active=config.integer("altup_active_idx", 0, least=0),
+        scale_corrected=config.flag("altup_correct_scale", True),
+        laurel_rank=config.integer("laurel_rank", 64),
+    )
+    if found.active >= found.streams:
+        raise config.wrong("altup_active_idx", f"below altup_num_inputs = {found.streams}")
+    _check_shared(config, found)
+    return found
+
+
+def read_gemma4(config: Fields) -> Gemma4Config:
+    if config.raw("use_bidirectional_attention", False) not in (False, "vision"):
+        raise refused(config, "use_bidirectional_attention")
+    layers = config.integer("num_hidden_layers", _GEMMA4.num_hidden_layers)
+    kinds = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in range(layers)]
+    kinds = config.raw("layer_types", kinds)
+    if isinstance(kinds, list) and kinds:
+        kinds = [*kinds[:-1], "full_attention"]  # as in Transformers, whatever the file says
+    told = {"layer_types": kinds, "rope_scaling": None}
+    told["rope_parameters"] = config.raw("rope_parameters", _ROPES4)
+    told["sliding_window"] = config.raw("sliding_window", 512)
+    shared, sizes = read_shared(replace(config, values={**config.values, **told}), _GEMMA4)
+    keys_are_values = config.flag("attention_k_eq_v", False)
+    kv_heads, head_dim = _of_full_layers(config, shared, keys_are_values)
+    rope, local_rope = read_ropes(
+        replace(config, values={**config.values, **told}), _FULL4, _LOCAL4,
+        **sizes, full_head_dim=head_dim,
+    )  # fmt: skip
+    shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
+    inner = shared["intermediate_size"]
+    wide = 2 if config.flag("use_double_wide_mlp", False) else 1
+    experts: dict[str, Any] = {}
+    if config.flag("enable_moe_block", False):
+        experts = {
+            "num_experts": config.integer("num_experts"),
+            "num_experts_per_tok": config.integer("top_k_experts"),
+            "moe_intermediate_size": config.integer("moe_intermediate_size"),
+        }
+        if experts["num_experts_per_tok"] > experts["num_experts"]:
+            raise refused(config, "top_k_experts")
+    found = Gemma4Config(
+        **shared,
+        **experts,
+        rope=rope,
+        local_rope=local_rope,
+        final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA4.final_cap),
+        inner_sizes=tuple(
+            inner * (wide if n >= layers - shared_layers else 1) for n in range(layers)
+        ),
+        shared_layers=shared_layers,
+        layer_inputs=config.integer("hidden_size_per_layer_input", 256, least=0),
+        layer_vocab=config.integer("vocab_size_per_layer_input", 262144),
+        global_key_value_heads=kv_heads,
+        global_head_dim=head_dim,
+        keys_are_values=keys_are_values,
+    )
+    _check_shared(config, found)
+    return found
+
+
+def _check_shared(config: Fields, found: SharingConfig) -> None:
+    own = found.num_hidden_layers - found.shared_layers
+    if own < 1 or len({*found.windows[:own]}) < len({*found.windows}):
+        raise refused(config, "num_kv_shared_layers")
+
+
+def _of_full_layers(
+    config: Fields, shared: dict[str, Any], keys_are_values: bool
+) -> tuple[int, int]:
+    """Heads of keys and values, and their channels, of layers that see everything.
+
+    Transformers writes them as ``per_layer_config``, which goes first; published files have
+    ``num_global_key_value_heads``, which counts with ``attention_k_eq_v`` alone, and
+    ``global_head_dim``.
+    """
+    own = config.inner("per_layer_config") or Fields(config.file, {})
+    if "per_layer_config" not in config.values:
+        kv_heads = shared["num_key_value_heads"]
+        if keys_are_values:
+            kv_heads = config.integer("num_global_key_value_heads", kv_heads)
+        return _divides(config, shared, kv_heads), config.integer("global_head_dim", 512)
+    full = {str(n): {} for n, window in enumerate(shared["windows"]) if window is None}
+    found = {**full, **own.values}
+    first = next(iter(found.values()), {})
+    alike = set(found) == set(full) and all(each == first for each in found.values())
+    if not alike or not isinstance(first, dict):
+        raise refused(config, "per_layer_config")
+    if not set(first) <= {"head_dim", "num_key_value_heads"}:
+        raise refused(config, "per_layer_config")
+    each = Fields(config.file, first, "per_layer_config.")
+    kv_heads = each.integer("num_key_value_heads", shared["num_key_value_heads"])
+    return _divides(config, shared, kv_heads), each.integer("head_dim", shared["head_dim"])
+
+
+def _divides(config: Fields, shared: dict[str, Any], kv_heads: int) -> int:
+    if (heads := shared["num_attention_heads"]) % kv_heads:
+        raise config.wrong(
+            "num_global_key_value_heads", f"a divisor of num_attention_heads = {heads}"
+        )
+    return kv_heads

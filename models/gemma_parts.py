@@ -1,0 +1,153 @@
+"""What Gemma 3n and Gemma 4 have in common: layers that read an earlier one's keys and values, and
+inputs of each layer's own.
+
+Attributes bear the names that Transformers gives its tensors.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from . import decoder
+from .config import DecoderConfig
+from .config_families import SharingConfig
+from .frame import Call
+from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, split_heads, unit
+from .sharding import Divided
+
+
+class Aside(NamedTuple):
+    """``inputs`` [batch, new, layers, width] of each layer, if it has any, and keys and values that
+    later ones read, where there is no cache that has them."""
+
+    inputs: Array | None
+    shared: dict[int, tuple[Array, Array]]
+
+
+def norm(config: DecoderConfig, features: int) -> RMSNorm:
+    return RMSNorm(features, epsilon=config.rms_norm_eps, dtype=config.dtype, wide=True)
+
+
+def linear(config: DecoderConfig, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> Linear:
+    return Linear(fan_in, fan_out, bias=False, dtype=config.dtype, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Attention of one layer; values are normed too, without a scale.
+
+    ``has_values``: whether values have a projection; else they are what keys are before their norm.
+    """
+
+    def __init__(
+        self, config: SharingConfig, layer: int, *, has_values: bool = True, rngs: nnx.Rngs
+    ):
+        own = config.per_layer_config[layer]
+        self.config, self.layer, self.source = own, layer, config.cache_sources[layer]
+        self.has_values = has_values
+        hidden, width = own.hidden_size, own.num_attention_heads * own.head_dim
+        kv_width = own.num_key_value_heads * own.head_dim
+
+        def linear(fan_in: int, fan_out: int) -> Linear:
+            return Linear(fan_in, fan_out, bias=own.qkv_bias, dtype=own.dtype, rngs=rngs)
+
+        self.q_proj, self.o_proj = linear(hidden, width), linear(width, hidden)
+        self.q_norm = norm(own, own.head_dim)
+        if self.source == layer:
+            self.k_proj, self.k_norm = linear(hidden, kv_width), norm(own, own.head_dim)
+            if has_values:
+                self.v_proj = linear(hidden, kv_width)
+
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+        config, layer = self.config, self.layer
+        queries = self.q_norm(split_heads(self.q_proj(x), config.num_attention_heads))
+        keys = values = None
+        if self.source == layer:
+            made = self.k_proj(x)
+            values = self.v_proj(x) if self.has_values else made
+            keys = self.k_norm(split_heads(made, config.num_key_value_heads))
+            values = split_heads(values, config.num_key_value_heads)
+            values = unit(values, config.rms_norm_eps).astype(x.dtype)
+        if call.step.cache is None:
+            shared = dict(call.aside.shared)
+            if keys is not None and values is not None:
+                shared[layer] = keys, values
+            keys, values = shared[self.source]
+            call = call._replace(aside=call.aside._replace(shared=shared))
+        scale, window = config.query_scale, config.windows[layer]
+        mixed, call = call.attend(layer, queries, keys, values, scale=scale, window=window)
+        return self.o_proj(mixed), call
+
+
+class FeedForward(nnx.Module):
+    """``down(act(gate(x)) * up(x))`` of a layer's own size."""
+
+    def __init__(self, config: SharingConfig, layer: int, *, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.inner_sizes[layer]
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = linear(config, hidden, inner, rngs)
+        self.up_proj = linear(config, hidden, inner, rngs)
+        self.down_proj = linear(config, inner, hidden, rngs)
+
+    def gate(self, x: Hidden) -> Hidden:
+        return self.gate_proj(x)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        return self.down_proj(self.activation(self.gate(x)) * self.up_proj(x))
+
+
+class GivenBlock(nnx.Module):
+    """A layer that is given inputs of its own."""
+
+    def make_given(self, config: SharingConfig, layer: int, rngs: nnx.Rngs) -> None:
+        """Make what ``given`` needs."""
+        hidden, width = config.hidden_size, config.layer_inputs
+        self.layer, self.activation = layer, ACTIVATIONS[config.hidden_act]
+        self.per_layer_input_gate = linear(config, hidden, width, rngs)
+        self.per_layer_projection = linear(config, width, hidden, rngs)
+        self.post_per_layer_input_norm = norm(config, hidden)
+
+    def given(self, x: Hidden, call: Call) -> Hidden:
+        """What the layer's inputs add, where its other parts gave ``x``."""
+        gate = self.activation(self.per_layer_input_gate(x))
+        found = self.per_layer_projection(gate * call.aside.inputs[:, :, self.layer])
+        return self.post_per_layer_input_norm(found)
+
+
+class Stack(decoder.Stack):
+    """Embeddings, of tokens and for each layer, and the layers."""
+
+    def __init__(self, config: SharingConfig, block: type[Any], *, rngs: nnx.Rngs):
+        super().__init__(config, block, rngs=rngs)
+        hidden, width = config.hidden_size, config.num_hidden_layers * config.layer_inputs
+        if width:
+            self.embed_tokens_per_layer = Embedding(
+                config.layer_vocab, width, dtype=config.dtype, rngs=rngs
+            )
+            self.per_layer_model_projection = linear(config, hidden, width, rngs)
+            self.per_layer_projection_norm = norm(config, config.layer_inputs)
+
+
+class Decoder(decoder.Decoder):
+    """A decoder of such layers, with its language-model head."""
+
+    stack: ClassVar = Stack
+    config: SharingConfig
+    model: Stack
+    divided: ClassVar = {**decoder.Decoder.divided, "embed_tokens_per_layer": Divided.ROWS}
+
+    def aside(self, tokens: Int[Array, "batch new"], x: Hidden) -> Aside:
+        config, model = self.config, self.model
+        if not config.layer_inputs:
+            return Aside(None, {})
+        shape = (*tokens.shape, config.num_hidden_layers, config.layer_inputs)
+        first, dtype = x[..., : config.hidden_size], x.dtype
+        # What the table has not is given what the first token is.
+        known = jnp.where(tokens < config.layer_vocab, tokens, 0)
+        scale = jnp.asarray(config.layer_inputs**0.5, dtype)
+        own = (model.embed_tokens_per_layer(known) * scale).reshape(shape)
+        made = model.per_layer_model_projection(first)
+        made = (made * jnp.asarray(config.hidden_size**-0.5, dtype)).reshape(shape)
+        made = model.per_layer_projection_norm(made)
+        return Aside((made + own) * jnp.asarray(2**-0.5, dtype), {})
