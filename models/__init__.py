@@ -18,6 +18,7 @@ from .config_families import (
     MoeConfig,
     NeoXConfig,
     Phi3Config,
+    T5Config,
 )
 from .config_json import read_config
 from .loading import load
@@ -40,6 +41,7 @@ __all__ = [
     "NeoXConfig",
     "Phi3Config",
     "RopeConfig",
+    "T5Config",
     "TextStream",
     "Tokenizer",
     "load",

@@ -17,11 +17,13 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.typing import Counts, Tokens
 from kvjax.generation.long_calls import in_parts
+from kvjax.generation.sources import SOURCE
 from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
-from .config import Config, GemmaConfig, GPT2Config, LlamaConfig
+from .config import GemmaConfig, GPT2Config, LlamaConfig
 from .config_families import (
+    Config,
     Gemma3nConfig,
     Gemma4Config,
     Llama4Config,
@@ -29,6 +31,7 @@ from .config_families import (
     MoeConfig,
     NeoXConfig,
     Phi3Config,
+    T5Config,
 )
 from .decoder import Decoder
 from .frame import Frame
@@ -41,6 +44,7 @@ from .neox import NeoX
 from .phi3 import Phi3
 from .saving import save
 from .sharding import param_shardings
+from .t5 import T5
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
@@ -56,6 +60,7 @@ _FAMILIES: dict[type, type[Frame]] = {
     MoeConfig: Moe,
     NeoXConfig: NeoX,
     Phi3Config: Phi3,
+    T5Config: T5,
 }
 
 
@@ -143,13 +148,36 @@ class Architecture:
         """One pass through the module."""
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
-        logits, cache = module(tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len)
+        logits, cache = module(
+            tokens, cache, lengths=lengths, last_only=last_only, max_len=max_len,
+            source=params.get(SOURCE),
+        )  # fmt: skip
         if cache is None:
             return logits
         broken = ~jnp.all(jnp.isfinite(logits), axis=(1, 2))
         if lengths is not None:
             broken &= jnp.asarray(lengths) > 0
         return logits, note_non_finite(cache, broken)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the model has an encoder, which reads a text before the decoder writes one."""
+        return isinstance(self.config, T5Config)
+
+    def read(self, params: Params, tokens: Tokens, lengths: Counts, source: KVCache) -> KVCache:
+        """Run the encoder, once for a text: ``source``, an empty cache with a row for each, with
+        the keys and values that the decoder attends to across. As ``params["source"]``, ``apply``
+        goes by it. Differentiable, where ``source`` is raw.
+
+        Args:
+          params: nested dict of arrays.
+          tokens: int32[batch, new], right-padded.
+          lengths: int32[batch], real tokens a row.
+          source: of ``init_cache(config, ...)``, with room for ``new`` tokens.
+        """
+        graph, empty = _split(self.config)
+        module: Any = nnx.merge(graph, _restore(empty, params))
+        return module.read(tokens, lengths, source)
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
@@ -169,7 +197,8 @@ class Architecture:
 
     def save(self, params: Params, source: Path, folder: Path) -> None:
         """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
-        save(self.config, params, source, folder)
+        weights = {name: node for name, node in params.items() if name != SOURCE}
+        save(self.config, weights, source, folder)
 
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""

@@ -13,7 +13,7 @@ from kvjax.core.device import fetch
 from kvjax.core.typing import Counts
 from kvjax.policies.model_config import layer_heads
 
-from .config import Config
+from .config_families import Config
 
 
 def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | None:

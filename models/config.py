@@ -206,6 +206,3 @@ class GPT2Config:
     def context(self) -> int:
         """Tokens of the longest texts that it was made for."""
         return self.max_position_embeddings
-
-
-Config = DecoderConfig | GPT2Config

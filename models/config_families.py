@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .config import DecoderConfig, TensorNames
+from .config import DecoderConfig, GPT2Config, TensorNames
 
 
 @dataclass(frozen=True)
@@ -165,3 +165,59 @@ class NeoXConfig(DecoderConfig):
         renamed=((re.compile(r"^embed_out\."), "lm_head."),),
         written=((re.compile(r"^lm_head\."), "embed_out."),),
     )
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """A T5 model; names are those of the Llama family where they mean the same.
+
+    ``num_hidden_layers``: of the decoder, whose keys and values a cache has; ``encoder_layers``.
+    ``gated``: feed-forward layers have gates. ``scale_outputs``: what the decoder gives is divided
+    by the root of its width before the head. ``buckets``, ``max_distance``: of the biases that tell
+    positions. ``start_token``: what a text begins with that the decoder writes.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    encoder_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_norm_epsilon: float
+    activation: str
+    gated: bool
+    tie_word_embeddings: bool
+    scale_outputs: bool
+    buckets: int
+    max_distance: int
+    start_token: int
+    dtype: str = "float32"
+
+    names: ClassVar = TensorNames(
+        prefix="",
+        embedding="shared.weight",
+        # The decoder does not go by distances to what it attends to across.
+        buffers=re.compile(r"EncDecAttention\.relative_attention_bias\.weight$"),
+        renamed=((re.compile(r"^(en|de)coder\.embed_tokens\."), "shared."),),
+    )
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model has: distances do not end."""
+        return None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest texts that it was made for: any."""
+        return None
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Fields of ``config.json`` that older files say by others."""
+        return {"scale_decoder_outputs": self.scale_outputs}
+
+
+Config = DecoderConfig | GPT2Config | T5Config

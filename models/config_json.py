@@ -7,11 +7,12 @@ has the value there that it has here. Fields that those models do not read are n
 from collections.abc import Callable
 from pathlib import Path
 
-from .config import Config, GPT2Config, LlamaConfig
+from .config import GPT2Config, LlamaConfig
 from .config_experts import read_llama4, read_mixtral, read_qwen3_moe
-from .config_families import NeoXConfig, Phi3Config
+from .config_families import Config, NeoXConfig, Phi3Config
 from .config_gemmas import GEMMAS, read_gemma, read_gemma3n, read_gemma4
 from .config_parts import Family, read_dtype, read_shared
+from .config_t5 import read_t5
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
 from .rope_config import RopeForm, read_rope
@@ -140,5 +141,6 @@ READERS: dict[str, Callable[[Fields], Config]] = {
     "mixtral": read_mixtral,
     "qwen3_moe": read_qwen3_moe,
     "phi3": _phi3,
+    "t5": read_t5,
 }
 """By ``model_type``: those that ``supported`` names."""

@@ -18,7 +18,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Counts, KeysValues, Queries
 
-from .config import Config
+from .config_families import Config
 from .layers import Embedding, Hidden, merge_heads
 from .sharding import Rules
 
@@ -83,8 +83,9 @@ class Frame(nnx.Module):
     def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
         """What the first layer is given."""
 
-    def aside(self, tokens: Int[Array, "batch new"], x: Hidden) -> Any:
-        """What else the layers are handed, of the tokens and what the first one is given."""
+    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Any:
+        """What else the layers are handed, of the tokens, of what the first one is given, and of
+        what an encoder has read."""
         return None
 
     @abstractmethod
@@ -103,6 +104,7 @@ class Frame(nnx.Module):
         lengths: Counts | None,
         last_only: bool,
         max_len: int | None,
+        source: KVCache | None = None,
     ) -> tuple[Logits, KVCache | None]:
         """One pass; see ``Architecture.apply``."""
         new = tokens.shape[1]
@@ -113,7 +115,7 @@ class Frame(nnx.Module):
             reach, limit = cache.reach, cache.max_len
         call = Call(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
         x = _on_every_device(self.embed(tokens, call), cache)
-        call = call._replace(aside=self.aside(tokens, x))
+        call = call._replace(aside=self.aside(tokens, x, source))
         for layer in self.layers():
             x, call = layer(x, call)
             x = _on_every_device(x, cache)

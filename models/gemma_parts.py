@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from kvjax.cache.state import KVCache
+
 from . import decoder
 from .config import DecoderConfig
 from .config_families import SharingConfig
@@ -137,7 +139,7 @@ class Decoder(decoder.Decoder):
     model: Stack
     divided: ClassVar = {**decoder.Decoder.divided, "embed_tokens_per_layer": Divided.ROWS}
 
-    def aside(self, tokens: Int[Array, "batch new"], x: Hidden) -> Aside:
+    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
         config, model = self.config, self.model
         if not config.layer_inputs:
             return Aside(None, {})

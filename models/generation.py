@@ -19,6 +19,7 @@ _FAMILY_IDS = {
     "gpt_neox": (0, 2),
     "phi3": (1, 32000),
     "olmo2": (None, 50279),
+    "t5": (None, 1),
 }
 """First and last token where no file says: the defaults of Transformers' configurations."""
 

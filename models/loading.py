@@ -14,7 +14,8 @@ from kvjax.placement.device import Device
 
 from . import weights
 from .architecture import Architecture, Params
-from .config import DTYPES, Config
+from .config import DTYPES
+from .config_families import Config
 from .config_json import read_config
 from .generation import read_generation
 from .hub import commit_of, locate

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from kvjax.core.device import fetch
 from kvjax.core.progress import tell
 
-from .config import Config
+from .config_families import Config
 from .experts import unstack_experts
 from .fields import read_json
 from .weights import is_transposed, renamed
@@ -54,6 +54,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
     written.pop("torch_dtype", None)  # its older name
     written |= {"dtype": dtypes.pop() if len(dtypes) == 1 else config.dtype}
     written |= {"tie_word_embeddings": config.tie_word_embeddings}
+    written |= getattr(config, "written", {})
     written.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     shards = list(_shards(_flat(params)))

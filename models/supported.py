@@ -45,6 +45,10 @@ FAMILIES: dict[str, dict[str, str]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": _EXPERTS,
+    "t5": {
+        "is_encoder_decoder": "true: an encoder or a decoder alone is not read",
+        "dtype": "bfloat16 or float32: float16 can't hold what T5's layers give",
+    },
 }
 """By ``model_type``, what is refused besides."""
 

@@ -167,12 +167,17 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     if spread is None:
         with computing_on(platform):
             return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
-    heads, bias = kinds[0].shape[1], mask.bias
+    heads = kinds[0].shape[1]
+    # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
+    parts, form = jax.tree.flatten(mask.bias)
+    arrays = [None if callable(part) else part for part in parts]
     rows: Any = spread.of_rows()
     everywhere: Any = PartitionSpec()
     divided = spread.of_queries(heads, kv_heads)
 
-    def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+    def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask, arrays: list[Any]) -> Mixed:
+        here = [part if own is None else own for part, own in zip(parts, arrays, strict=True)]
+        bias = form.unflatten(here)
         bias_here = bias and bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
         kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
@@ -182,7 +187,8 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
     layer = View(view.held.specs(), rows, rows, rows, everywhere, rows, everywhere)
     with computing_on(platform):
-        return spread.run(on_each, (divided, layer, specs), divided, kinds, view, mask)
+        specs = divided, layer, specs, everywhere
+        return spread.run(on_each, specs, divided, kinds, view, mask, arrays)
 
 
 _traced_once = jax.jit(_traced, static_argnames=("platform", "way"))

@@ -4,7 +4,8 @@ from typing import Unpack
 
 from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.request import Prompts, prepare
+from kvjax.generation.model import check_model
+from kvjax.generation.request import Prompts, prepare, texts_to_read
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Options, Settings, spelled_out
 from kvjax.generation.streaming import Stream
@@ -18,7 +19,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
     Args:
       lm: a model from ``kvjax.models.load``.
       prompts: a text, a list of texts, or a list of lists of token ids, of any lengths. A text
-        alone is a batch of one.
+        alone is a batch of one. Of a model with an encoder they are what that reads, once; a cache
+        policy's codecs and places are also those of what it made of them.
       max_new_tokens: a row ends after so many.
       cache: a policy, its name, a list of one policy a layer, or a ``KVCache`` of an earlier
         result, to which the prompts are appended: as it holds no row's last new token,
@@ -91,4 +93,11 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
 def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Stream:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    return Stream(lm, prepare(lm, prompts, options), watched=watched)
+    check_model(lm)
+    texts = texts_to_read(lm, prompts, options)
+    if texts is None:
+        return Stream(lm, prepare(lm, prompts, options), watched=watched)
+    # What is written begins with the start token; and what can't be is told before anything runs.
+    request = prepare(lm, [[lm.config.start_token]] * len(texts), options)
+    across = request.policy or "static"
+    return Stream(lm.reading(texts, across), request, watched=watched)

@@ -14,11 +14,14 @@ from jaxtyping import Array, Int
 
 from kvjax.core.context import outside
 from kvjax.core.device import put_over
+from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.parameters import check_like, like
+from kvjax.generation.sources import SOURCE, encodes, read
 from kvjax.placement.device import Device
 from kvjax.placement.spread import spread_over
 from kvjax.policies.model_config import common_heads
+from kvjax.policies.presets import PolicyChoice
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,33 @@ class LanguageModel:
             )
         write(self.params, Path(self.source), Path(folder))
 
+    @outside
+    def reading(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        cache: PolicyChoice = "static",
+    ) -> "LanguageModel":
+        """The same model with texts that its encoder has read, once: what is written by its decoder
+        goes by them, row by row. ``generate`` and ``stream`` do this themselves.
+
+        Args:
+          texts: as of ``encode``. Calls have a row for each, or the same number of rows one behind
+            the other.
+          cache: a policy or its name: how the keys and values are kept that are attended to
+            across. Codecs and places count, a layout does not.
+
+        Raises:
+          ValueError: if the model has no encoder, or a text is empty.
+        """
+        if not encodes(self):
+            raise ValueError("the model has no encoder: what it reads is its prompt")
+        ids = self._ids(texts)
+        if self.mesh is not None:
+            # Rows that `data` does not divide are filled up with empty ones.
+            ids += [[]] * (-len(ids) % spread_over(self.mesh, common_heads(self.config)).rows)
+        tokens, lengths = self._put(ids, capacity_bucket(max(map(len, ids))))
+        return replace(self, params=self.params | {SOURCE: read(self, tokens, lengths, cache)})
+
     @property
     def apply(self) -> Callable[..., Any]:
         """``apply(params, tokens, cache=None, ...)``; see ``kvjax.models.Architecture.apply``."""
@@ -118,12 +148,21 @@ class LanguageModel:
           ValueError: if there are no texts, a row has no tokens, an id is not in the vocabulary,
             or texts are given and there is no tokenizer.
         """
+        ids = self._ids(texts)
+        return self._put(ids, max(map(len, ids)))
+
+    def _ids(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         rows = [texts] if isinstance(texts, str) else list(texts)
         if not rows:
             raise ValueError("there is nothing to encode: the list of texts is empty")
-        ids = [self._row(number, row) for number, row in enumerate(rows)]
+        return [self._row(number, row) for number, row in enumerate(rows)]
+
+    def _put(
+        self, ids: list[list[int]], width: int
+    ) -> tuple[Int[Array, "batch width"], Int[Array, " batch"]]:
+        """Tokens where the parameters are, and how many of each row are real."""
         lengths = np.array([len(row) for row in ids], np.int32)
-        tokens = np.full((len(ids), int(lengths.max())), self.padding, np.int32)
+        tokens = np.full((len(ids), width), self.padding, np.int32)
         for number, row in enumerate(ids):
             tokens[number, : len(row)] = row
         found = jnp.asarray(tokens), jnp.asarray(lengths)

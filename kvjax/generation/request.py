@@ -16,6 +16,7 @@ from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
+from kvjax.generation.sources import encodes, has_read
 from kvjax.generation.words import (
     Prompts,
     biases,
@@ -167,6 +168,30 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded,
     )  # fmt: skip
+
+
+def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list[list[int]] | None:
+    """Of a model with an encoder that has read nothing yet, the prompts: it reads these, and what
+    is written begins with a token of its own. None where prompts are what is continued.
+
+    Raises:
+      ValueError: if what is continued, or known, would go by another text.
+    """
+    if not encodes(lm):
+        return None
+    if options.prefix_cache is not None:
+        raise ValueError(
+            "prefix_cache tells texts by their tokens, and what this model's decoder writes goes "
+            "by what its encoder has read besides"
+        )
+    if has_read(lm):
+        return None
+    if isinstance(options.cache, KVCache):
+        raise ValueError(
+            "a cache to continue was given to a model whose encoder has read no text: "
+            "lm.reading(texts) continues with it"
+        )
+    return token_ids(lm, prompts, [])
 
 
 def chunk_bucket(tokens: int, chunk: int) -> int:

@@ -42,6 +42,10 @@ def plannable(model: Any) -> Plannable:
                 f"a model is needed, loaded, its architecture or a ModelShape, not a "
                 f"{type(found).__name__}: it has no {part}"
             )
+    if getattr(found, "encodes", False):
+        raise ValueError(
+            "plans are of models without an encoder: what one reads has a length of its own"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -119,6 +119,11 @@ def terms_for(
             "trees of prefixes, and engines, keep what rows have a layer at a time: a model whose "
             "config says stacked can't be lent it"
         )
+    if getattr(lm.architecture, "encodes", False):
+        raise ValueError(
+            "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
+            "decoder writes goes by what its encoder has read besides"
+        )
     most = whole_or_none("max_len", max_len, 1)
     limit = position_limit(decoder_config(lm.config))
     most = limit if most is None else most

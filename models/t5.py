@@ -1,0 +1,317 @@
+"""T5: an encoder that reads a text, and a decoder that attends to what it made of it.
+
+Positions are told by a bias of the distance between two tokens; scores are not divided (Raffel et
+al., arXiv:1910.10683; version 1.1: gated feed-forward layers, arXiv:2002.05202). Attributes bear
+the names that Transformers gives its tensors.
+
+The keys and values that the decoder's layers attend to across are a cache of their own, the
+``source``, which is filled once: any codec and any place serve it.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.attention.mask import Bias
+from kvjax.cache.state import KVCache
+from kvjax.core.typing import Counts
+
+from .config_families import T5Config
+from .frame import Call, Frame, Layer, Logits, Rotary
+from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, merge_heads, split_heads
+from .sharding import Divided
+
+PIECE = 512
+"""Queries of a long text that the encoder takes together."""
+
+
+class Aside(NamedTuple):
+    """The ``bias`` of the decoder's own attention, and the ``source`` that it attends to across."""
+
+    bias: Bias
+    source: KVCache
+
+
+def _linear(config: T5Config, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> Linear:
+    return Linear(fan_in, fan_out, bias=False, dtype=config.dtype, rngs=rngs)
+
+
+def _norm(config: T5Config) -> RMSNorm:
+    return RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=config.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections of one attention; the first layer of a stack has the biases of all of them."""
+
+    def __init__(self, config: T5Config, *, biased: bool, rngs: nnx.Rngs):
+        self.config = config
+        hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
+        self.q, self.k, self.v = (_linear(config, hidden, width, rngs) for _ in range(3))
+        self.o = _linear(config, width, hidden, rngs)
+        if biased:
+            self.relative_attention_bias = Embedding(
+                config.buckets, config.num_attention_heads, dtype=config.dtype, rngs=rngs
+            )
+
+    def queries(self, x: Hidden) -> Array:
+        """[batch, heads, new, head_dim]."""
+        return split_heads(self.q(x), self.config.num_attention_heads)
+
+    def keys_values(self, x: Hidden) -> tuple[Array, Array]:
+        """Each [batch, heads, new, head_dim]."""
+        heads = self.config.num_attention_heads
+        return split_heads(self.k(x), heads), split_heads(self.v(x), heads)
+
+    def bias(self, *, both_ways: bool) -> Bias:
+        """float32 [batch, heads, new, n] of the positions of queries and of keys."""
+        config = self.config
+        buckets = buckets_of(config.buckets, config.max_distance, both_ways=both_ways)
+        # Of each distance at most: what is farther has the farthest one's.
+        values = self.relative_attention_bias.weight[...].astype(jnp.float32)[buckets]
+
+        return jax.tree_util.Partial(_of_distances, values)
+
+
+def _of_distances(values: Array, queries: Array, keys: Array) -> Array:
+    """float32 [batch, heads, new, n], of ``values`` [2 * farthest + 1, heads] by distance."""
+    farthest = values.shape[0] // 2
+    distance = keys[:, None, :] - queries[:, :, None]
+    places = jnp.clip(distance, -farthest, farthest) + farthest
+    return jnp.moveaxis(values[places], -1, 1)
+
+
+def buckets_of(buckets: int, farthest: int, *, both_ways: bool) -> np.ndarray:
+    """Which bias a key has that is ``distance`` tokens ahead of its query, int32[2 * farthest + 1],
+    of distances from ``-farthest`` on.
+
+    Half of the buckets are of one distance each, the others of ever wider ranges. ``both_ways``:
+    half of all are for keys ahead; else those count as no distance, and are not seen.
+    """
+    distance = np.arange(-farthest, farthest + 1)
+    first = np.zeros_like(distance)
+    if both_ways:
+        buckets //= 2
+        first = np.where(distance > 0, buckets, 0)
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    alone = buckets // 2
+    with np.errstate(divide="ignore"):
+        growth = np.log(distance.astype(np.float32) / np.float32(alone))
+    growth = growth / np.float32(math.log(farthest / alone)) * np.float32(buckets - alone)
+    wide = np.minimum(alone + np.maximum(growth, 0).astype(np.int32), buckets - 1)
+    return (first + np.where(distance < alone, distance, wide)).astype(np.int32)
+
+
+class FeedForward(nnx.Module):
+    """``wo(act(wi(x)))``, or with gates ``wo(act(wi_0(x)) * wi_1(x))``."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
+        if config.gated:
+            self.wi_0 = _linear(config, hidden, inner, rngs)
+            self.wi_1 = _linear(config, hidden, inner, rngs)
+        else:
+            self.wi = _linear(config, hidden, inner, rngs)
+        self.wo = _linear(config, inner, hidden, rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        if self.gated:
+            return self.wo(self.activation(self.wi_0(x)) * self.wi_1(x))
+        return self.wo(self.activation(self.wi(x)))
+
+
+class SelfAttentionPart(nnx.Module):
+    """A layer's attention to its own text, and the norm before it."""
+
+    def __init__(self, config: T5Config, *, biased: bool, rngs: nnx.Rngs):
+        self.SelfAttention = Attention(config, biased=biased, rngs=rngs)
+        self.layer_norm = _norm(config)
+
+
+class CrossAttentionPart(nnx.Module):
+    """A layer's attention to the source, and the norm before it."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.EncDecAttention = Attention(config, biased=False, rngs=rngs)
+        self.layer_norm = _norm(config)
+
+    def __call__(self, x: Hidden, layer: int, source: KVCache) -> Hidden:
+        queries = self.EncDecAttention.queries(self.layer_norm(x))
+        rows, heads, new, head_dim = queries.shape
+        # Rows one behind the other that go by the same text are more queries to it.
+        each = rows // source.batch
+        queries = queries.reshape(source.batch, each, heads, new, head_dim).swapaxes(1, 2)
+        queries = queries.reshape(source.batch, heads, each * new, head_dim)
+        mixed = kvjax.attend(queries, source, layer, scale=1.0, causal=False)
+        mixed = mixed.reshape(source.batch, heads, each, new, head_dim).swapaxes(1, 2)
+        return x + self.EncDecAttention.o(merge_heads(mixed.reshape(rows, heads, new, head_dim)))
+
+
+class FeedForwardPart(nnx.Module):
+    """A layer's feed-forward part, and the norm before it."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.DenseReluDense = FeedForward(config, rngs=rngs)
+        self.layer_norm = _norm(config)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        return x + self.DenseReluDense(self.layer_norm(x))
+
+
+class EncoderBlock(nnx.Module):
+    """One layer of the encoder: every token sees every other."""
+
+    def __init__(self, config: T5Config, layer: int, *, rngs: nnx.Rngs):
+        self.layer = nnx.List(
+            [
+                SelfAttentionPart(config, biased=layer == 0, rngs=rngs),
+                FeedForwardPart(config, rngs=rngs),
+            ]
+        )
+
+    def __call__(self, x: Hidden, bias: Bias, lengths: Counts) -> Hidden:
+        parts: Any = self.layer
+        own, feed = parts
+        attention, normed = own.SelfAttention, own.layer_norm(x)
+        queries = attention.queries(normed)
+        keys, values = attention.keys_values(normed)
+        x = x + attention.o(merge_heads(_each_sees_all(queries, keys, values, bias, lengths)))
+        return feed(x)
+
+
+def _each_sees_all(
+    queries: Array, keys: Array, values: Array, bias: Bias, lengths: Counts
+) -> Float[Array, "batch heads new head_dim"]:
+    """Attention in which every query sees every real token; many queries are taken in pieces."""
+    new = queries.shape[2]
+    places = jnp.arange(new, dtype=jnp.int32)
+    keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+
+    def mixed(piece: tuple[Array, Array]) -> Array:
+        some, at = piece
+        return jax.nn.dot_product_attention(
+            some.swapaxes(1, 2), keys, values, bias=bias(at[None], places[None]), scale=1.0,
+            key_value_seq_lengths=lengths,
+        ).swapaxes(1, 2)  # fmt: skip
+
+    if new <= PIECE or new % PIECE:
+        return mixed((queries, places))
+    batch, heads, _, head_dim = queries.shape
+    pieces = queries.reshape(batch, heads, -1, PIECE, head_dim).transpose(2, 0, 1, 3, 4)
+    found = lax.map(mixed, (pieces, places.reshape(-1, PIECE)))
+    return found.transpose(1, 2, 0, 3, 4).reshape(queries.shape)
+
+
+class DecoderBlock(nnx.Module):
+    """One layer of the decoder."""
+
+    def __init__(self, config: T5Config, layer: int, *, rngs: nnx.Rngs):
+        self.number = layer
+        self.layer = nnx.List(
+            [
+                SelfAttentionPart(config, biased=layer == 0, rngs=rngs),
+                CrossAttentionPart(config, rngs=rngs),
+                FeedForwardPart(config, rngs=rngs),
+            ]
+        )
+
+    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+        parts: Any = self.layer
+        own, across, feed = parts
+        attention, normed = own.SelfAttention, own.layer_norm(x)
+        keys, values = attention.keys_values(normed)
+        mixed, call = call.attend(
+            self.number, attention.queries(normed), keys, values, scale=1.0, bias=call.aside.bias
+        )
+        x = across(x + attention.o(mixed), self.number, call.aside.source)
+        return feed(x), call
+
+
+class Stack(nnx.Module):
+    """The layers of one side, and the norm behind them."""
+
+    def __init__(self, config: T5Config, block: type[Any], layers: int, *, rngs: nnx.Rngs):
+        self.block = nnx.List(block(config, layer, rngs=rngs) for layer in range(layers))
+        self.final_layer_norm = _norm(config)
+
+    def bias(self, *, both_ways: bool) -> Bias:
+        first: Any = self.block[0]
+        return first.layer[0].SelfAttention.bias(both_ways=both_ways)
+
+
+class T5(Frame):
+    """T5 with its language-model head: the frame is the decoder's."""
+
+    config: T5Config
+    divided: ClassVar = {
+        "shared": Divided.ROWS,
+        "q": Divided.QUERIES,
+        "k": Divided.HEADS,
+        "v": Divided.HEADS,
+        "o": Divided.MIXTURES,
+        "wi": Divided.OUTPUTS,
+        "wi_0": Divided.OUTPUTS,
+        "wi_1": Divided.OUTPUTS,
+        "wo": Divided.INPUTS,
+        "lm_head": Divided.ROWS,
+    }
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        if config.dtype == "float16":
+            raise ValueError(
+                "dtype is float16, which can't hold what T5's layers give: load it in bfloat16 or "
+                "float32"
+            )
+        self.config = config
+        size = config.vocab_size, config.hidden_size
+        self.shared = Embedding(*size, dtype=config.dtype, rngs=rngs)
+        self.encoder = Stack(config, EncoderBlock, config.encoder_layers, rngs=rngs)
+        self.decoder = Stack(config, DecoderBlock, config.num_hidden_layers, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+
+    def read(self, tokens: Int[Array, "batch new"], lengths: Counts, source: KVCache) -> KVCache:
+        """The encoder's one pass over a text: keys and values of each of the decoder's layers, in
+        the empty cache ``source``."""
+        x, bias = self.shared(tokens), self.encoder.bias(both_ways=True)
+        for block in self.encoder.block:
+            x = block(x, bias, lengths)
+        x = self.encoder.final_layer_norm(x)
+        for number, block in enumerate(self.decoder.block):
+            keys, values = block.layer[1].EncDecAttention.keys_values(x)
+            source = kvjax.append(source, number, keys, values, lengths=lengths)
+        return kvjax.advance(source, tokens.shape[1])
+
+    def rotary(self, reach: int, limit: int) -> Rotary:
+        return (None,) * self.config.num_hidden_layers
+
+    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+        return self.shared(tokens)
+
+    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
+        if source is None:
+            raise ValueError("this model's encoder has read no text: lm.reading(texts) lets it")
+        if tokens.shape[0] % source.batch:
+            raise ValueError(
+                f"the encoder has read {source.batch} texts, and this call has {tokens.shape[0]} "
+                "row(s): give as many of each"
+            )
+        return Aside(self.decoder.bias(both_ways=False), source)
+
+    def layers(self) -> Iterable[Layer]:
+        return self.decoder.block
+
+    def logits(self, x: Hidden) -> Logits:
+        x = self.decoder.final_layer_norm(x)
+        if self.config.scale_outputs:
+            x = x * jnp.asarray(self.config.hidden_size**-0.5, x.dtype)
+        return (self.lm_head or self.shared).logits(x)
