@@ -23,6 +23,7 @@ import kvjax
 from kvjax.attention.mask import Bias
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Counts
+from kvjax.generation.sources import UNREAD
 
 from .config_families import T5Config
 from .frame import Call, Frame, Layer, Logits, Rotary
@@ -299,7 +300,7 @@ class T5(Frame):
 
     def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
         if source is None:
-            raise ValueError("this model's encoder has read no text: lm.reading(texts) lets it")
+            raise ValueError(UNREAD)
         if tokens.shape[0] % source.batch:
             raise ValueError(
                 f"the encoder has read {source.batch} texts, and this call has {tokens.shape[0]} "

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.bench.measuring import measure
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.layouts import Ring
 from kvjax.models import Architecture, LanguageModel, T5Config
@@ -150,11 +151,23 @@ def test_a_step_copies_no_source() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < layer // 2
 
 
-def test_a_new_text_compiles_nothing() -> None:
+def test_what_compiles() -> None:
+    """A text of a length that was met, nothing; nor what was compiled before."""
     lm = t5()
     written(lm)
     other = [[5, 9, 30] * 60, [7, 8]]
     assert written(lm, other).stats.compilations == 0
+    read = lm.reading(other)
+    assert kvjax.compile(read, max_len=128, batch=2).programs
+    assert written(read, [[0]] * 2, max_len=128).stats.compilations == 0
+
+
+def test_figures_are_of_both_caches() -> None:
+    lm = t5()
+    stats = written(lm).stats
+    assert (stats.prompt_tokens, stats.new_tokens) == (159, 2 * NEW)
+    slots = 192 + 64  # of the source, and of what is written
+    assert stats.cache_bytes == {"device": 2 * 2 * 2 * slots * 32 * 4}
 
 
 def test_bad_input(tmp_path: Any) -> None:
@@ -168,7 +181,8 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: kvjax.score(lm, TEXTS, TEXTS): unread,
         lambda: kvjax.rollout(lm, lm.params, TEXTS, max_new_tokens=4): unread,
         lambda: kvjax.compile(lm, max_len=64, batch=2): unread,
-        lambda: kvjax.evaluate(lm, TEXTS[0], {"int8": "quantized"}): unread,
+        lambda: kvjax.evaluate(lm, TEXTS[0], {"int8": "quantized"}): "an evaluation is of models w",
+        lambda: measure(lm, {"raw": "static"}): "a measurement is of models without an enc",
         lambda: of_decoder(read, TARGET[:1]): "has read 2 texts, and this call has 1 row",
         lambda: written(lm, cache=written(lm).cache): "continue was given to a model whose encod",
         lambda: kvjax.PrefixTree(lm, **pages): "trees of prefixes, and engines, tell texts",

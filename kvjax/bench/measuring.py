@@ -42,6 +42,7 @@ from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.settings import Drawing, spelled_out
+from kvjax.generation.sources import without_encoder
 from kvjax.memory.sizes import bytes_read
 from kvjax.memory.weights import weight_bytes_read
 from kvjax.policies.positions import position_limit
@@ -143,6 +144,7 @@ def measure(
     """
     if not policies:
         raise ValueError("no policies: there is nothing to measure")
+    without_encoder("a measurement", lm)
     prompts, batches = _numbers("prompts", prompts), _numbers("batches", batches)
     if whole_number("steps", steps, 1) > CHUNK:
         raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {CHUNK}")

@@ -17,6 +17,7 @@ from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Compiling, Options, spelled_out
+from kvjax.generation.sources import check_read
 from kvjax.generation.statistics import Meter
 from kvjax.memory.weights import Plannable
 from kvjax.policies.presets import PolicyChoice
@@ -93,6 +94,7 @@ def compile(
         )
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
+    check_read(lm)
     batch = whole_number("batch", batch, 1)
     options = Options(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
     least = min(whole_number("min_new_tokens", options.min_new_tokens, 0), 1)

@@ -4,8 +4,7 @@ from typing import Unpack
 
 from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.model import check_model
-from kvjax.generation.request import Prompts, prepare, texts_to_read
+from kvjax.generation.request import Prompts, prepare
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Options, Settings, spelled_out
 from kvjax.generation.streaming import Stream
@@ -93,11 +92,4 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
 def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Stream:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    check_model(lm)
-    texts = texts_to_read(lm, prompts, options)
-    if texts is None:
-        return Stream(lm, prepare(lm, prompts, options), watched=watched)
-    # What is written begins with the start token; and what can't be is told before anything runs.
-    request = prepare(lm, [[lm.config.start_token]] * len(texts), options)
-    across = request.policy or "static"
-    return Stream(lm.reading(texts, across), request, watched=watched)
+    return Stream(lm, prepare(lm, prompts, options), watched=watched)

@@ -10,6 +10,7 @@ from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.sources import check_read
 from kvjax.generation.words import Prompts
 from kvjax.memory.planning import PREFILL
 
@@ -37,6 +38,7 @@ def prefill(
     Raises:
       ValueError, CacheOverflowError: as ``generate``.
     """
+    check_read(lm)
     lm = lm if mesh is None else lm.on(mesh)
     options = Options(max_new_tokens=1, cache=cache, max_len=max_len, prefill_chunk=prefill_chunk)
     request = prepare(lm, prompts, options)

@@ -51,7 +51,7 @@ class Request:
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities.
+    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first.
     """
 
     prompts: list[list[int]]
@@ -73,6 +73,7 @@ class Request:
     prefixes: Tenant | None = None
     scores: int | None = None
     padded: bool = False
+    to_read: list[list[int]] | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -109,7 +110,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
                 "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
             )
         held = fetch(given.length).tolist()
-    rows = token_ids(lm, prompts, held)
+    texts = _texts_to_read(lm, prompts, options)
+    begun = None if texts is None else [[lm.config.start_token]] * len(texts)
+    rows = begun or token_ids(lm, prompts, held)
     n = whole_number("n", options.n, 1)
     seeds, asked = row_seeds(options.seed, len(rows) * n), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
@@ -166,11 +169,11 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
-        scores=told_scores(lm.config, options.logprobs), padded=options.padded,
+        scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
     )  # fmt: skip
 
 
-def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list[list[int]] | None:
+def _texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list[list[int]] | None:
     """Of a model with an encoder that has read nothing yet, the prompts: it reads these, and what
     is written begins with a token of its own. None where prompts are what is continued.
 

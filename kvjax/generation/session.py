@@ -1,5 +1,6 @@
 """A generation as it runs on the device: it starts, is fed, makes room, and decodes."""
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
+from kvjax.generation.sources import SOURCE, has_read
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
@@ -34,8 +36,8 @@ class Session:
     ``decode`` again and again, each with ``make_room`` before it where the cache grows.
 
     Nothing here waits for the device. ``context``: the text so far, and ``logits``,
-    float32[batch, vocab], after its prompts; ``cache_bytes``: of the cache, by place; ``moves``:
-    layers that changed their place.
+    float32[batch, vocab], after its prompts; ``cache_bytes``: of the cache, and of what
+    an encoder has read, by place; ``moves``: layers that changed their place.
     """
 
     context: Context
@@ -44,7 +46,7 @@ class Session:
     def __init__(self, lm: LanguageModel, request: Request) -> None:
         self._lm, self._request = lm, request
         self._rows = len(request.prompts)  # on a mesh perhaps more than were asked for
-        self.cache_bytes: dict[str, int] = {}
+        self.cache_bytes: Counter[str] = Counter()
         self.moves: list[Move] = []
         self.hits = np.zeros(self._rows, np.int32)
         self._held = self.hits
@@ -58,6 +60,8 @@ class Session:
     def start(self, context: Context | None = None) -> None:
         """Take up what the prompts are appended to: by default what the request asks for."""
         request, vocab = self._request, self._lm.config.vocab_size
+        if request.to_read is not None:
+            self._lm = self._lm.reading(request.to_read, request.policy or "static")
         self.context = self._new_context() if context is None else context
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
         self._limit = self.put(np.int32(request.limit))
@@ -185,5 +189,7 @@ class Session:
 
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:
         self.context = Cached(cache)
-        self.cache_bytes = nbytes(cache)
+        self.cache_bytes = Counter(nbytes(cache))
+        if has_read(self._lm):
+            self.cache_bytes.update(nbytes(self._lm.params[SOURCE]))
         self.moves += moves

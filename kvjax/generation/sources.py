@@ -14,16 +14,31 @@ from kvjax.policies.presets import PolicyChoice, per_layer
 
 SOURCE = "source"
 """The key of that cache, beside a model's parameters."""
+UNREAD = "this model's encoder has read no text: lm.reading(texts) lets it"
 
 
 def encodes(lm: Any) -> bool:
-    """Whether a model has an encoder."""
-    return bool(getattr(lm.architecture, "encodes", False))
+    """Whether a model, loaded or its architecture alone, has an encoder."""
+    return bool(getattr(getattr(lm, "architecture", lm), "encodes", False))
 
 
 def has_read(lm: Any) -> bool:
     """Whether it has, and that has read what its rows go by."""
-    return encodes(lm) and SOURCE in lm.params
+    return encodes(lm) and SOURCE in getattr(lm, "params", {})
+
+
+def without_encoder(what: str, lm: Any) -> None:
+    """Raise ``ValueError`` for a model with an encoder, of which there is no ``what``."""
+    if encodes(lm):
+        raise ValueError(
+            f"{what} is of models without an encoder: what one reads has no place in it"
+        )
+
+
+def check_read(lm: Any) -> None:
+    """Raise ``ValueError`` for a model whose encoder has read nothing."""
+    if encodes(lm) and not has_read(lm):
+        raise ValueError(UNREAD)
 
 
 def read(lm: Any, tokens: Tokens, lengths: Rows, choice: PolicyChoice) -> KVCache:

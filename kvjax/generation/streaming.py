@@ -202,13 +202,13 @@ class Stream(Iterator[Piece]):
         texts = zip(start, fed, self._rows, strict=True)
         longest = max(held + new + len(row.tokens) for held, new, row in texts)
         return GenerationStats(
-            prompt_tokens=sum(map(len, self._request.prompts)),
+            prompt_tokens=sum(map(len, self._request.to_read or self._request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
             compile_seconds=prefill.compile_seconds + decode.compile_seconds,
             prefill_seconds=prefill.seconds,
             decode_seconds=decode.seconds,
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
-            cache_bytes=self._session.cache_bytes,
+            cache_bytes=dict(self._session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),

@@ -23,6 +23,7 @@ from kvjax.core.progress import tell
 from kvjax.core.typing import Array
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_device
+from kvjax.generation.sources import without_encoder
 from kvjax.operations.growth import grow
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.stacks import unstack
@@ -65,6 +66,7 @@ def evaluate(
       ValueError: if the text has fewer than two tokens, a number is out of range, or no
         prediction sees what a policy encodes.
     """
+    without_encoder("an evaluation", lm)
     check_device(lm)
     tokens = _tokens(lm, text)
     limit = position_limit(lm.config)
