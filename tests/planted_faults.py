@@ -603,6 +603,36 @@ FAULTS = (
         "keys, values = (x[:, :, : x.shape[2] // self.num_repeats] for x in (key, value))",
         ("frameworks",),
     ),
+    Fault(
+        "a source forgets as the decoder's own cache does", "generation/sources.py",
+        "policies = [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]",
+        "policies = list(per_layer(choice, replace(lm.config)))", ("sources",),
+    ),
+    Fault(
+        "rows of one source are folded into its heads", "models/t5.py",
+        "queries = queries.reshape(source.batch, each, heads, new, head_dim).swapaxes(1, 2)",
+        "queries = queries.reshape(source.batch, heads, each, new, head_dim)", ("sources",),
+    ),
+    Fault(
+        "padding is read by the encoder", "models/t5.py",
+        "key_value_seq_lengths=lengths,",
+        "key_value_seq_lengths=lengths * 0 + new,", ("sources",),
+    ),
+    Fault(
+        "a long text's pieces have the first one's places", "models/t5.py",
+        "found = lax.map(mixed, (pieces, places.reshape(-1, PIECE)))",
+        "found = lax.map(mixed, (pieces, places.reshape(-1, PIECE) % PIECE))", ("sources",),
+    ),
+    Fault(
+        "experts of a negative part are left out", "models/moe.py",
+        "return total + jnp.where(share[:, None] != 0, y, 0), None",
+        "return total + jnp.where(share[:, None] > 0, y, 0), None", ("experts",),
+    ),
+    Fault(
+        "proportional pairs are of the turned channels alone", "models/config.py",
+        'part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor',
+        "part = self.partial_rotary_factor", ("rope",),
+    ),
 )  # fmt: skip
 
 

@@ -51,6 +51,15 @@ def test_partial() -> None:
     close(found, plain(dim=16) / 2)
 
 
+def test_proportional() -> None:
+    """The first pairs turn as those of the whole head do, the others do not turn."""
+    found = frequencies(config("proportional", factor=2.0, partial=0.3))
+    turned = int(0.3 * HEAD_DIM // 2)
+    close(found[:turned], plain()[:turned] / 2)
+    assert found.shape == (HEAD_DIM // 2,) and not found[turned:].any()
+    close(frequencies(config("proportional")), plain())
+
+
 def test_dynamic() -> None:
     dynamic = config("dynamic", factor=2.0)
     close(frequencies(dynamic, TRAINED), plain())
