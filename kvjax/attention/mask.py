@@ -16,8 +16,9 @@ from kvjax.placement.spread import COPIES, Spread
 
 Bias = Callable[[Array, Array], Array]
 """``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
-float32, broadcast to [batch, heads, new, n]. Scores below −1e38 count as not seen. On a mesh,
-traced arrays that it goes by are those of a pytree: ``jax.tree_util.Partial(function, array)``."""
+float32, broadcast to [batch, heads, new, n]. Scores below −1e38 count as not seen. On a mesh
+arrays that it goes by are given to the devices if they are a pytree's:
+``jax.tree_util.Partial(function, array)``."""
 
 
 @state
