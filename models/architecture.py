@@ -17,7 +17,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.typing import Counts, Tokens
 from kvjax.generation.long_calls import in_parts
-from kvjax.generation.sources import SOURCE
+from kvjax.generation.sources import SOURCE, without_source
 from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
@@ -174,10 +174,26 @@ class Architecture:
           tokens: int32[batch, new], right-padded.
           lengths: int32[batch], real tokens a row.
           source: of ``init_cache(config, ...)``, with room for ``new`` tokens.
+
+        Raises:
+          ValueError: if the model has no encoder, the source has not that room or has texts, or a
+            token that is not traced is not in the vocabulary (where traced: its status).
         """
+        if not self.encodes:
+            raise ValueError("the model has no encoder: what it reads is its prompt")
+        tokens = jnp.asarray(tokens)
+        if tokens.shape != (source.batch, tokens.shape[-1]) or tokens.shape[1] > source.max_len:
+            raise ValueError(
+                f"tokens are {list(tokens.shape)}, and the source has {source.batch} row(s) with "
+                f"room for {source.max_len} tokens"
+            )
+        if not is_traced(source.length) and jnp.any(source.length > 0):
+            raise ValueError("the source has texts already: an encoder fills an empty cache")
+        wrong = unknown_tokens(tokens, lengths, self.config.vocab_size)
         graph, empty = _split(self.config)
         module: Any = nnx.merge(graph, _restore(empty, params))
-        return module.read(tokens, lengths, source)
+        source = module.read(tokens, lengths, source)
+        return source if wrong is None else note_tokens(source, jnp.any(wrong, axis=1))
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
@@ -195,10 +211,9 @@ class Architecture:
             heads=config.num_attention_heads, kv_heads=common_heads(config),
         )  # fmt: skip
 
-    def save(self, params: Params, source: Path, folder: Path) -> None:
+    def save(self, params: Params, checkpoint: Path, folder: Path) -> None:
         """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
-        weights = {name: node for name, node in params.items() if name != SOURCE}
-        save(self.config, weights, source, folder)
+        save(self.config, without_source(params), checkpoint, folder)
 
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""

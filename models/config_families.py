@@ -174,7 +174,7 @@ class T5Config:
     ``num_hidden_layers``: of the decoder, whose keys and values a cache has; ``encoder_layers``.
     ``gated``: feed-forward layers have gates. ``scale_outputs``: what the decoder gives is divided
     by the root of its width before the head. ``buckets``, ``max_distance``: of the biases that tell
-    positions. ``start_token``: what a text begins with that the decoder writes.
+    positions.
     """
 
     model_type: str
@@ -193,7 +193,6 @@ class T5Config:
     scale_outputs: bool
     buckets: int
     max_distance: int
-    start_token: int
     dtype: str = "float32"
 
     names: ClassVar = TensorNames(

@@ -39,6 +39,7 @@ _ROPES4 = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     "sliding_attention": {},
 }
+_NOT_READ4 = "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"
 
 
 def read_gemma(config: Fields) -> GemmaConfig:
@@ -111,16 +112,15 @@ def read_gemma4(config: Fields) -> Gemma4Config:
     kinds = config.raw("layer_types", kinds)
     if isinstance(kinds, list) and kinds:
         kinds = [*kinds[:-1], "full_attention"]  # as in Transformers, whatever the file says
-    told = {"layer_types": kinds, "rope_scaling": None}
+    # Older forms of rotary parameters, outside of these, are not read in Transformers either.
+    told = {**dict.fromkeys(_NOT_READ4), "layer_types": kinds}
     told["rope_parameters"] = config.raw("rope_parameters", _ROPES4)
     told["sliding_window"] = config.raw("sliding_window", 512)
-    shared, sizes = read_shared(replace(config, values={**config.values, **told}), _GEMMA4)
+    config = replace(config, values={**config.values, **told})
+    shared, sizes = read_shared(config, _GEMMA4)
     keys_are_values = config.flag("attention_k_eq_v", False)
     kv_heads, head_dim = _of_full_layers(config, shared, keys_are_values)
-    rope, local_rope = read_ropes(
-        replace(config, values={**config.values, **told}), _FULL4, _LOCAL4,
-        **sizes, full_head_dim=head_dim,
-    )  # fmt: skip
+    rope, local_rope = read_ropes(config, _FULL4, _LOCAL4, **sizes, full_head_dim=head_dim)
     shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
     inner = shared["intermediate_size"]
     wide = 2 if config.flag("use_double_wide_mlp", False) else 1
@@ -178,9 +178,9 @@ def _of_full_layers(
     found = {**full, **own.values}
     first = next(iter(found.values()), {})
     alike = set(found) == set(full) and all(each == first for each in found.values())
-    if not alike or not isinstance(first, dict):
-        raise refused(config, "per_layer_config")
-    if not set(first) <= {"head_dim", "num_key_value_heads"}:
+    if not (
+        alike and isinstance(first, dict) and set(first) <= {"head_dim", "num_key_value_heads"}
+    ):
         raise refused(config, "per_layer_config")
     each = Fields(config.file, first, "per_layer_config.")
     kv_heads = each.integer("num_key_value_heads", shared["num_key_value_heads"])

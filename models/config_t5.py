@@ -20,15 +20,9 @@ def read_t5(config: Fields) -> T5Config:
     farthest = config.integer("relative_attention_max_distance", 128)
     if farthest <= buckets // 2:
         raise config.wrong("relative_attention_max_distance", f"above {buckets // 2}, half of them")
-    vocab = config.integer("vocab_size", 32128)
-    start = config.integer(
-        "decoder_start_token_id", config.integer("pad_token_id", 0, least=0), least=0
-    )
-    if start >= vocab:
-        raise config.wrong("decoder_start_token_id", f"a token below vocab_size = {vocab}")
     return T5Config(
         model_type="t5",
-        vocab_size=vocab,
+        vocab_size=config.integer("vocab_size", 32128),
         hidden_size=config.integer("d_model", 512),
         intermediate_size=config.integer("d_ff", 2048),
         num_hidden_layers=config.integer("num_decoder_layers", layers),
@@ -47,7 +41,6 @@ def read_t5(config: Fields) -> T5Config:
         ),
         buckets=buckets,
         max_distance=farthest,
-        start_token=start,
         dtype=read_dtype(config),
     )
 

@@ -39,33 +39,34 @@ def linear(config: DecoderConfig, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> 
 class Attention(nnx.Module):
     """Attention of one layer; values are normed too, without a scale.
 
-    ``has_values``: whether values have a projection; else they are what keys are before their norm.
+    ``read``: the layer whose keys and values it reads. ``has_values``: whether values have a
+    projection; else they are what keys are before their norm.
     """
 
     def __init__(
         self, config: SharingConfig, layer: int, *, has_values: bool = True, rngs: nnx.Rngs
     ):
         own = config.per_layer_config[layer]
-        self.config, self.layer, self.source = own, layer, config.cache_sources[layer]
+        self.config, self.layer, self.read = own, layer, config.cache_sources[layer]
         self.has_values = has_values
         hidden, width = own.hidden_size, own.num_attention_heads * own.head_dim
         kv_width = own.num_key_value_heads * own.head_dim
 
-        def linear(fan_in: int, fan_out: int) -> Linear:
+        def made(fan_in: int, fan_out: int) -> Linear:
             return Linear(fan_in, fan_out, bias=own.qkv_bias, dtype=own.dtype, rngs=rngs)
 
-        self.q_proj, self.o_proj = linear(hidden, width), linear(width, hidden)
+        self.q_proj, self.o_proj = made(hidden, width), made(width, hidden)
         self.q_norm = norm(own, own.head_dim)
-        if self.source == layer:
-            self.k_proj, self.k_norm = linear(hidden, kv_width), norm(own, own.head_dim)
+        if self.read == layer:
+            self.k_proj, self.k_norm = made(hidden, kv_width), norm(own, own.head_dim)
             if has_values:
-                self.v_proj = linear(hidden, kv_width)
+                self.v_proj = made(hidden, kv_width)
 
     def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
         config, layer = self.config, self.layer
         queries = self.q_norm(split_heads(self.q_proj(x), config.num_attention_heads))
         keys = values = None
-        if self.source == layer:
+        if self.read == layer:
             made = self.k_proj(x)
             values = self.v_proj(x) if self.has_values else made
             keys = self.k_norm(split_heads(made, config.num_key_value_heads))
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
             shared = dict(call.aside.shared)
             if keys is not None and values is not None:
                 shared[layer] = keys, values
-            keys, values = shared[self.source]
+            keys, values = shared[self.read]
             call = call._replace(aside=call.aside._replace(shared=shared))
         scale, window = config.query_scale, config.windows[layer]
         mixed, call = call.attend(layer, queries, keys, values, scale=scale, window=window)

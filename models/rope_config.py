@@ -111,6 +111,8 @@ def _read(
     # Transformers' `default` kind of most families rotates all channels, whatever this says.
     whole = kind == "default" and not form.partial_default
     partial = 1.0 if whole else rope.number("partial_rotary_factor", outer)
+    if kind == "proportional" and partial > 1:
+        raise rope.wrong("partial_rotary_factor", "a number above 0, and at most 1")
     result = RopeConfig(kind, theta, partial)
     dim = result.rotary_dim(head_dim)
     if dim < 2 or dim % 2 or dim > head_dim:

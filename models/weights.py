@@ -33,7 +33,7 @@ def match_names(
     that Transformers ignores too are left out, and what files call otherwise is renamed.
     """
     wanted, result = set(expected), {}
-    stored = {renamed(name, names.renamed): tensor for name, tensor in stored.items()}
+    stored = _renamed_all(stored, names)
     if names.experts:
         stored = stack_experts(stored, names.experts)
     for name, tensor in stored.items():
@@ -45,6 +45,27 @@ def match_names(
     if tied and names.embedding not in result and HEAD in result:
         result[names.embedding] = result[HEAD]
     return result
+
+
+def _renamed_all(stored: Stored, names: TensorNames) -> Stored:
+    """Stored tensors by the names that are used here; what files hold twice must be the same."""
+    result: Stored = {}
+    for name, tensor in stored.items():
+        known = result.setdefault(renamed(name, names.renamed), tensor)
+        if known is not tensor and not _same(known, tensor):
+            raise CheckpointError(
+                f"{tensor.file}: the tensors {known.name} and {tensor.name} are one in this model, "
+                "and differ"
+            )
+    return result
+
+
+def _same(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    for tensor in (one, other):
+        _check_dtype(tensor)
+    return np.array_equal(one.read().view(np.uint8), other.read().view(np.uint8))
 
 
 def renamed(name: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
@@ -61,12 +82,7 @@ def head_differs(stored: Stored, names: TensorNames) -> bool:
     """
     if HEAD not in stored or names.embedding not in stored:
         return False
-    head, embedding = stored[HEAD], stored[names.embedding]
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return True
-    for tensor in (head, embedding):
-        _check_dtype(tensor)
-    return not np.array_equal(head.read().view(np.uint8), embedding.read().view(np.uint8))
+    return not _same(stored[HEAD], stored[names.embedding])
 
 
 def check_tensors(stored: Stored, shapes: dict[str, tuple[int, ...]], names: TensorNames) -> None:

@@ -445,6 +445,10 @@ def test_gemma4(tmp_path: Path) -> None:
     heads = [(each.num_key_value_heads, each.head_dim) for each in bare.per_layer_config]
     assert heads == ([(4, 256)] * 5 + [(4, 512)]) * 5
     assert (bare.shared_layers, bare.num_experts, bare.final_logit_softcapping) == (0, 0, None)
+    # What stands outside of `rope_parameters` Transformers does not read here.
+    outside = {"rope_theta": 777.0, "rope_local_base_freq": 7.0, "partial_rotary_factor": 0.5}
+    found: Any = read(tmp_path, {"model_type": "gemma4_text", **outside})
+    assert (found.rope, found.local_rope) == (bare.rope, bare.local_rope)
     published = {
         **GEMMA4, "num_kv_shared_layers": 3, "attention_k_eq_v": True, "use_double_wide_mlp": True,
         "num_global_key_value_heads": 1, "num_key_value_heads": 2, "global_head_dim": 16,
@@ -618,6 +622,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GEMMA4, "use_bidirectional_attention": "all"}, 'is "all"; expected false or vision'),
     ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is .*; expected"),
     ({**GEMMA4, "per_layer_config": {"5": {"window": 4}}}, "per_layer_config is .*; expected he"),
+    (
+        {
+            **GEMMA4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}
+            },
+        },
+        "full_attention.partial_rotary_factor is 2.0; expected a number above 0, and at most 1",
+    ),
     ({**GEMMA4, "num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; expected fewer"),
     ({**GEMMA4, "enable_moe_block": True}, "num_experts is null; expected an integer"),
     (

@@ -1,7 +1,9 @@
 """A cache on a mesh: its operations, its moves, and what is refused."""
 
+import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,54 @@ def test_wrong_meshes_are_refused():
 
 
 @pytest.mark.rare
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Slopes:
+    """A bias that is a pytree, of an array and of what is none; and it is as long as nothing."""
+
+    slopes: Any
+    name: str = "slopes"
+    times: int = 2
+
+    def __call__(self, queries: Any, keys: Any) -> Any:
+        assert self.name == "slopes" and self.times > 1
+        return self.slopes[:, None, None] * (keys[:, None, :] - queries[:, :, None])[:, None]
+
+    def __len__(self) -> int:
+        return 0
+
+    def tree_flatten(self) -> Any:
+        return (self.slopes, self.name, self.times), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, leaves: Any) -> "Slopes":
+        return cls(*leaves)
+
+
+@pytest.mark.parametrize("form", ["partial", "pytree", "function"])
+def test_forms_of_a_bias(form):
+    """On a mesh, as on one device: the arrays of a pytree are each device's."""
+    config, slopes = tiny_config(windows=(None, None)), jnp.arange(1.0, 5.0)
+    queries = np.random.default_rng(0).normal(size=(2, 4, 5, 8)).astype(np.float32)
+
+    def mixed(cache, slopes):
+        bias = Slopes(slopes)
+        if form == "partial":
+            bias = jax.tree_util.Partial(lambda s, *at: Slopes(s)(*at), slopes)
+        if form == "function":
+            bias = functools.partial(Slopes.__call__, bias)
+        return kvjax.step(cache, 5).attend(0, queries, queries[:, :2], queries[:, 2:], bias=bias)[0]
+
+    def of(over):
+        cache = kvjax.init_cache(config, batch=2, max_len=64, mesh=over)
+        return jax.jit(mixed)(cache, slopes)
+
+    wanted = of(None)
+    assert np.allclose(of(kvjax.make_mesh(data=2, tensor=2)), wanted, atol=1e-6)
+    plain = jax.jit(mixed)(kvjax.init_cache(config, batch=2, max_len=64), 0 * slopes)
+    assert np.max(np.abs(plain - wanted)) > 0.1
+
+
 def test_a_bias_is_of_a_devices_heads():
     rng = np.random.default_rng(0)
     slopes = jnp.asarray(rng.normal(size=(1, 8, 1, 1)), jnp.float32)

@@ -14,6 +14,7 @@ from kvjax import models
 from kvjax.bench.measuring import measure
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.layouts import Ring
+from kvjax.memory.limits import InferenceLimits
 from kvjax.models import Architecture, LanguageModel, T5Config
 from tests.copies import assert_no_copy, copies
 from tests.matrix import some
@@ -22,7 +23,7 @@ CONFIG = T5Config(
     model_type="t5", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     encoder_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
     layer_norm_epsilon=1e-6, activation="relu", gated=False, tie_word_embeddings=True,
-    scale_outputs=False, buckets=32, max_distance=128, start_token=0,
+    scale_outputs=False, buckets=32, max_distance=128,
 )  # fmt: skip
 TEXTS = [np.random.default_rng(n).integers(2, 61, size).tolist() for n, size in enumerate((150, 9))]
 NEW = 9
@@ -170,11 +171,30 @@ def test_figures_are_of_both_caches() -> None:
     assert stats.cache_bytes == {"device": 2 * 2 * 2 * slots * 32 * 4}
 
 
+def test_batches_read_each_their_own() -> None:
+    lm = t5()
+    found = kvjax.generate_batches(lm, [TEXTS, TEXTS[::-1]], max_new_tokens=NEW)
+    assert [each.tokens for each in found] == [written(lm, x).tokens for x in (TEXTS, TEXTS[::-1])]
+
+
+def test_what_the_model_says_of_itself() -> None:
+    lm = t5()
+    assert repr(lm) == repr(lm.reading(TEXTS))
+    assert lm.start_token == 0
+    told = replace(lm, generation=GenerationDefaults(bos_token_id=4))
+    assert told.start_token == 4
+    assert replace(lm, generation=GenerationDefaults(start_token_id=5)).start_token == 5
+
+
 def test_bad_input(tmp_path: Any) -> None:
     lm = t5()
     read = lm.reading(TEXTS)
     unread = "encoder has read no text: lm.reading"
     pages = dict(pages=8, max_len=64)
+    reader, (tokens, lengths) = lm.architecture.read, lm.encode(TEXTS)
+    empty = lambda room: kvjax.init_cache(CONFIG, batch=2, max_len=room)  # noqa: E731
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+    small = InferenceLimits(cache_memory_ratio=1.0, device_memory=weights + 600_000)
     for call, message in {
         lambda: of_decoder(lm, TARGET): unread,
         lambda: kvjax.prefill(lm, TEXTS): unread,
@@ -187,6 +207,25 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: written(lm, cache=written(lm).cache): "continue was given to a model whose encod",
         lambda: kvjax.PrefixTree(lm, **pages): "trees of prefixes, and engines, tell texts",
         lambda: kvjax.PrefixTree(read, **pages): "trees of prefixes, and engines, tell texts",
+        lambda: written(lm, cache="auto"): "moves layers as a text grows",
+        lambda: lm.reading(
+            TEXTS, kvjax.policy("auto", memory=9999)
+        ): "moves layers as a text grows",
+        lambda: written(lm, limits=InferenceLimits(max_seq_len=100)): "come to 150 tokens, but max",
+        lambda: written(lm, limits=small): r"the cache would take 262,144 bytes of the device",
+        lambda: read.on(kvjax.make_mesh(data=2)): "what the encoder has read is where the model w",
+        lambda: written(read, [[0]] * 2, mesh=kvjax.make_mesh(data=2)): "move that first",
+        lambda: read.with_params(lm.params): "goes by the parameters that it had",
+        lambda: read.put(lm.params): "goes by the parameters that it had",
+        lambda: kvjax.rollout(
+            read, lm.params, [[0]] * 2, max_new_tokens=4
+        ): "that it had: give oth",
+        lambda: reader(lm.params, tokens, lengths, empty(40)): "room for 40 tokens",
+        lambda: reader(lm.params, tokens, lengths, read.params["source"]): "has texts already",
+        lambda: reader(lm.params, tokens + 60, lengths, empty(150)): "token id .* the vocabulary h",
+        lambda: models.load().architecture.read(
+            {}, tokens, lengths, empty(150)
+        ): "the model has no encoder",
         lambda: written(lm, [[]]): "prompt 0 is empty",
         lambda: written(lm, [[61]]): "token id 61 is out of range",
         lambda: written(lm, temperature=-1): "temperature",

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from kvjax.attention.blocks import blockwise
@@ -137,12 +138,16 @@ def attend(
 
 def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
-    a program takes that was compiled before. A bias may hold traced arrays, of which derivatives
-    are asked for: its trace is not kept, and no way that serves it is without one.
+    a program takes that was compiled before. A bias that is a function may hold traced arrays, of
+    which derivatives are asked for: its trace is not kept, but that of a pytree of arrays is. No
+    way that serves one is without a derivative.
     """
     platform = view.held.policy.placement.platform()
-    if mask.bias:
-        return _traced(platform, way, kinds, view, mask)
+    if mask.bias is not None:
+        arrays, form = jax.tree.flatten(mask.bias)
+        if not arrays or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+            return _traced(platform, way, kinds, view, mask)
+        return _biased(platform, way, form, kinds, view, replace(mask, bias=None), arrays)
     if way in DIFFERENTIABLE:
         return _traced_once(platform, way, kinds, view, mask)
     return _by_kernel(platform, way, kinds, view, mask)
@@ -170,7 +175,7 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     heads = kinds[0].shape[1]
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
     parts, form = jax.tree.flatten(mask.bias)
-    arrays = [None if callable(part) else part for part in parts]
+    arrays = [part if isinstance(part, jax.Array | np.ndarray) else None for part in parts]
     rows: Any = spread.of_rows()
     everywhere: Any = PartitionSpec()
     divided = spread.of_queries(heads, kv_heads)
@@ -178,8 +183,9 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask, arrays: list[Any]) -> Mixed:
         here = [part if own is None else own for part, own in zip(parts, arrays, strict=True)]
         bias = form.unflatten(here)
-        bias_here = bias and bias_of_heads(bias, spread, heads, kinds[0].shape[1])
-        own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias_here)
+        if bias is not None:
+            bias = bias_of_heads(bias, spread, heads, kinds[0].shape[1])
+        own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias)
         kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
         return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), own, share))
 
@@ -192,6 +198,15 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
 
 
 _traced_once = jax.jit(_traced, static_argnames=("platform", "way"))
+
+
+@functools.partial(jax.jit, static_argnames=("platform", "way", "form"))
+def _biased(
+    platform: str, way: Path, form: Any, kinds: tuple[Mixed, ...], view: View, mask: Mask,
+    arrays: list[Any],
+) -> Mixed:  # fmt: skip
+    """``_traced_once`` with the bias of that form and those arrays."""
+    return _traced(platform, way, kinds, view, replace(mask, bias=form.unflatten(arrays)))
 
 
 def self_attend(

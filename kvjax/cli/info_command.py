@@ -54,6 +54,8 @@ def info(
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
     }
+    if not as_json and config.context is None:
+        report["context"] = "any"
     typer.echo(to_json(report) if as_json else table(report))
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class GenerationDefaults:
     """Token ids, and the sampling settings that ``generation_config.json`` gives; None where it
-    is silent."""
+    is silent. ``start_token_id``: what a text begins with that a decoder behind an encoder writes.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -17,3 +18,4 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    start_token_id: int | None = None

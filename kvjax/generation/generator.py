@@ -38,7 +38,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       min_new_tokens: no end-of-text token before a row has so many new tokens.
       stop: strings before which a row's text ends.
       eos_token_ids: tokens after which a row ends; by default the checkpoint's, the one thing
-        that is taken from its ``generation_config.json``.
+        that is taken from its ``generation_config.json``, but for the token that a decoder behind
+        an encoder begins with.
       use_cache: False computes the whole text again for each token: the baseline.
       prefill_chunk: prompts are fed in chunks of so many tokens, the last one padded to a power of
         two.

@@ -17,7 +17,8 @@ from kvjax.core.device import put_over
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.parameters import check_like, like
-from kvjax.generation.sources import SOURCE, encodes, read
+from kvjax.generation.sources import SOURCE, has_read, read, refuse_auto, without_source
+from kvjax.memory.weights import encodes
 from kvjax.placement.device import Device
 from kvjax.placement.spread import spread_over
 from kvjax.policies.model_config import common_heads
@@ -47,7 +48,8 @@ class LanguageModel:
     def __repr__(self) -> str:
         """What it is, not its parameters."""
         config = self.config
-        count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(self.params))
+        weights = without_source(self.params) if encodes(self) else self.params
+        count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(weights))
         name = getattr(config, "model_type", "a model of one's own")
         return (
             f"LanguageModel({name}, {config.num_hidden_layers} layers, {count:,} parameters in "
@@ -59,10 +61,16 @@ class LanguageModel:
         """The same model with its parameters spread over a mesh; itself, if they are.
 
         Raises:
-          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it.
+          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it, or the model's
+            encoder has read something.
         """
         if mesh == self.mesh:
             return self
+        if has_read(self):
+            raise ValueError(
+                "what the encoder has read is where the model was: move that first, and let it "
+                "read there"
+            )
         params = jax.tree.map(put_over, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
@@ -111,15 +119,18 @@ class LanguageModel:
 
         Args:
           texts: as of ``encode``. Calls have a row for each, or the same number of rows one behind
-            the other.
+            the other; on a mesh those that ``data`` does not divide are filled up with empty ones.
           cache: a policy or its name: how the keys and values are kept that are attended to
             across. Codecs and places count, a layout does not.
 
+        What is read goes by the parameters: after a step of training it is read again.
+
         Raises:
-          ValueError: if the model has no encoder, or a text is empty.
+          ValueError: if the model has no encoder, a text is empty, or the policy is ``Auto``.
         """
         if not encodes(self):
             raise ValueError("the model has no encoder: what it reads is its prompt")
+        refuse_auto(cache)
         ids = self._ids(texts)
         if self.mesh is not None:
             # Rows that `data` does not divide are filled up with empty ones.
@@ -187,6 +198,13 @@ class LanguageModel:
         if pad is None:
             pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None and pad < self.config.vocab_size else 0
+
+    @property
+    def start_token(self) -> int:
+        """What a decoder behind an encoder begins its texts with, as in Transformers: the
+        checkpoint's ``decoder_start_token_id``, or its first token, or its padding."""
+        told = self.generation.start_token_id, self.generation.bos_token_id
+        return next((token for token in told if token is not None), self.padding)
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Check that token ids are in the model's vocabulary.

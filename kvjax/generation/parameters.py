@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from kvjax.core.checks import is_traced
+from kvjax.generation.sources import SOURCE
 
 
 def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
@@ -16,6 +17,11 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
         raise ValueError("parameters must be a tree of arrays, with nothing else in it")
     if _forms(params, dtypes) == _forms(own, dtypes):
         return
+    if isinstance(own, dict) and SOURCE in own and SOURCE not in params:
+        raise ValueError(
+            "what the encoder has read goes by the parameters that it had: give others to the "
+            "model before it reads, and let it read again"
+        )
     theirs, ours = _named(params), _named(own)
     for name in ours.keys() - theirs.keys():
         raise ValueError(f"the parameters lack {name}, which the model's own have")

@@ -16,7 +16,7 @@ from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
-from kvjax.generation.sources import encodes, has_read
+from kvjax.generation.sources import bytes_of_source, has_read, refuse_auto
 from kvjax.generation.words import (
     Prompts,
     biases,
@@ -29,6 +29,7 @@ from kvjax.generation.words import (
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.sizes import abstract_cache
+from kvjax.memory.weights import encodes
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import common_heads
@@ -111,8 +112,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             )
         held = fetch(given.length).tolist()
     texts = _texts_to_read(lm, prompts, options)
-    begun = None if texts is None else [[lm.config.start_token]] * len(texts)
-    rows = begun or token_ids(lm, prompts, held)
+    begun = None if texts is None else [[lm.start_token]] * len(texts)
+    rows = token_ids(lm, prompts, held) if begun is None else begun
     n = whole_number("n", options.n, 1)
     seeds, asked = row_seeds(options.seed, len(rows) * n), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
@@ -147,8 +148,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             chosen,
             batch=len(rows) * n,
             prompts=asked * n,
-            need=longest + limit,
+            need=max(longest + limit, *map(len, texts or ())),
             capacity=capacity,
+            beside=bytes_of_source(lm, chosen, texts),
         )
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
@@ -189,11 +191,13 @@ def _texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> lis
         )
     if has_read(lm):
         return None
+    refuse_auto(options.cache)
     if isinstance(options.cache, KVCache):
         raise ValueError(
             "a cache to continue was given to a model whose encoder has read no text: "
             "lm.reading(texts) continues with it"
         )
+    check_ids(lm.config, [lm.start_token], "the start token")
     return token_ids(lm, prompts, [])
 
 

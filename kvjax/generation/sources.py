@@ -9,22 +9,26 @@ import jax
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Rows, Tokens
+from kvjax.generation.capacities import capacity_bucket
 from kvjax.layouts import Dense
-from kvjax.policies.presets import PolicyChoice, per_layer
+from kvjax.memory.sizes import device_bytes
+from kvjax.memory.weights import encodes
+from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
 SOURCE = "source"
 """The key of that cache, beside a model's parameters."""
 UNREAD = "this model's encoder has read no text: lm.reading(texts) lets it"
 
 
-def encodes(lm: Any) -> bool:
-    """Whether a model, loaded or its architecture alone, has an encoder."""
-    return bool(getattr(getattr(lm, "architecture", lm), "encodes", False))
-
-
 def has_read(lm: Any) -> bool:
     """Whether it has, and that has read what its rows go by."""
     return encodes(lm) and SOURCE in getattr(lm, "params", {})
+
+
+def without_source(params: dict[str, Any]) -> dict[str, Any]:
+    """A model's parameters alone."""
+    return {name: node for name, node in params.items() if name != SOURCE}
 
 
 def without_encoder(what: str, lm: Any) -> None:
@@ -41,18 +45,39 @@ def check_read(lm: Any) -> None:
         raise ValueError(UNREAD)
 
 
+def refuse_auto(choice: Any) -> None:
+    """Raise ``ValueError`` for a policy that keeps to a memory."""
+    if isinstance(choice, Auto) or (isinstance(choice, str) and isinstance(policy(choice), Auto)):
+        raise ValueError(
+            "policy('auto') moves layers as a text grows, and what an encoder has read is there at "
+            "once: give a policy of the device or of the host"
+        )
+
+
+def bytes_of_source(lm: Any, choice: PolicyChoice | None, texts: list[list[int]] | None) -> int:
+    """Bytes of the device that texts will take once they are read; 0 where nothing is."""
+    if texts is None:
+        return 0
+    policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
+    return device_bytes(lm.config, policies, len(texts), width, lm.mesh)
+
+
+def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
+    """Of a text that is read at once no token is the newest, so the layout is dense."""
+    choice = "static" if choice is None else choice
+    return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
+
+
 def read(lm: Any, tokens: Tokens, lengths: Rows, choice: PolicyChoice) -> KVCache:
     """Run a model's encoder once, over texts; the cache that its decoder attends to across.
 
     Args:
       lm: the model, which has an encoder.
       tokens, lengths: int32[batch, new], right-padded, and int32[batch].
-      choice: a policy, of which codecs and places count: of a text that is read at once no token
-        is the newest, so the layout is dense.
+      choice: a policy, of which codecs and places count.
     """
-    policies = [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
     rows, width = tokens.shape
-    source = init_cache(lm.config, policies, batch=rows, max_len=width, mesh=lm.mesh)
+    source = init_cache(lm.config, _policies(lm, choice), batch=rows, max_len=width, mesh=lm.mesh)
     found: KVCache = _read(lm.architecture, lm.params, tokens, lengths, source)
     return found
 

@@ -97,13 +97,14 @@ class InferenceLimits:
 
     def check(
         self, lm: Loaded, choice: PolicyChoice | None, *, batch: int, need: int, capacity: int,
-        prompts: int | None = None,
+        prompts: int | None = None, beside: int = 0,
     ) -> None:  # fmt: skip
         """Raise ``ValueError`` for a request that is beyond the limits.
 
         ``choice``: the policy of the cache to make, of ``batch`` rows and ``capacity`` tokens a
         row, None where none is made; ``need``: tokens of prompt and new text, at most;
-        ``prompts``: rows that do not only fill a mesh up, by default all.
+        ``prompts``: rows that do not only fill a mesh up, by default all; ``beside``: bytes of the
+        device that another cache takes.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:
@@ -115,7 +116,7 @@ class InferenceLimits:
         allowed = self.allowed(lm, batch=batch, capacity=capacity)
         if allowed is None or choice is None:
             return
-        taken = device_bytes(lm.config, choice, batch, capacity, lm.mesh)
+        taken = device_bytes(lm.config, choice, batch, capacity, lm.mesh) + beside
         if taken > allowed:
             raise ValueError(
                 f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="

@@ -42,11 +42,16 @@ def plannable(model: Any) -> Plannable:
                 f"a model is needed, loaded, its architecture or a ModelShape, not a "
                 f"{type(found).__name__}: it has no {part}"
             )
-    if getattr(found, "encodes", False):
+    if encodes(found):
         raise ValueError(
             "plans are of models without an encoder: what one reads has a length of its own"
         )
     return found  # type: ignore[no-any-return]
+
+
+def encodes(model: Any) -> bool:
+    """Whether a model, loaded or its architecture alone, has an encoder."""
+    return bool(getattr(getattr(model, "architecture", model), "encodes", False))
 
 
 class Loaded(Protocol):

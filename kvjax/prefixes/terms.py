@@ -12,6 +12,7 @@ from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache
+from kvjax.memory.weights import encodes
 from kvjax.policies.model_config import decoder_config, scanned
 from kvjax.policies.positions import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
@@ -119,7 +120,7 @@ def terms_for(
             "trees of prefixes, and engines, keep what rows have a layer at a time: a model whose "
             "config says stacked can't be lent it"
         )
-    if getattr(lm.architecture, "encodes", False):
+    if encodes(lm):
         raise ValueError(
             "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
             "decoder writes goes by what its encoder has read besides"

@@ -1,5 +1,7 @@
 """T5: logits, text and gradients are Transformers', and its encoder reads once. float32."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +144,7 @@ def test_the_text_is_theirs(torch: Any, transformers: Any, tmp_path: Path) -> No
     read = lm.reading(texts)
     broken = jax.tree.map(lambda x: x * jnp.nan, read.params["encoder"])
     once = read.with_params(read.params | {"encoder": broken})
-    start = [[lm.config.start_token]] * len(texts)
+    start = [[lm.start_token]] * len(texts)
     assert kvjax.generate(once, start, max_new_tokens=NEW).text == found.text
 
 
@@ -154,6 +156,40 @@ def test_saved_again(case: Case, torch: Any, transformers: Any, tmp_path: Path) 
     with torch.no_grad():
         found = again(**asked(torch, case.texts), decoder_input_ids=torch.tensor(case.target))
     assert np.array_equal(found.logits.numpy(), case.logits)
+
+
+def test_embeddings_that_a_file_holds_twice(case: Case, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    def written(name: str, times: float) -> models.LanguageModel:
+        folder = shutil.copytree(case.folder, tmp_path / f"{name} {times}")
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = times * tensors["shared.weight"]
+        if name.startswith("decoder"):
+            del tensors["shared.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return models.load(folder, dtype="float32")
+
+    for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        lm = written(name, 1.0).reading(case.texts)
+        assert apart(jax.jit(lm.apply)(lm.params, case.target), case.logits) <= TOLERANCE
+    with pytest.raises(kvjax.CheckpointError, match=r"encoder.embed_tokens.weight .*, and differ"):
+        written("encoder.embed_tokens.weight", 2.0)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_the_start_is_what_generation_settings_say(case: Case, both: bool, tmp_path: Path) -> None:
+    folder = shutil.copytree(case.folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    if not both:
+        del config["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 7}))
+    lm = models.load(folder, dtype="float32")
+    assert lm.start_token == 7
+    asked = {"max_new_tokens": NEW, "eos_token_ids": ()}
+    wanted = kvjax.generate(lm.reading(case.texts), [[7]] * 3, **asked)
+    assert kvjax.generate(lm, case.texts, **asked).tokens == wanted.tokens
 
 
 def test_gradients(case: Case, torch: Any) -> None:
@@ -213,6 +249,6 @@ def test_what_a_file_leaves_out(transformers: Any, tmp_path: Path) -> None:
         "buckets": "relative_attention_num_buckets", "layer_norm_epsilon": "layer_norm_epsilon",
         "max_distance": "relative_attention_max_distance", "activation": "dense_act_fn",
         "gated": "is_gated_act", "tie_word_embeddings": "tie_word_embeddings",
-        "scale_outputs": "scale_decoder_outputs", "start_token": "pad_token_id",
+        "scale_outputs": "scale_decoder_outputs",
     }.items():  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, other), name
