@@ -605,8 +605,8 @@ FAULTS = (
     ),
     Fault(
         "a source forgets as the decoder's own cache does", "generation/sources.py",
-        "policies = [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]",
-        "policies = list(per_layer(choice, replace(lm.config)))", ("sources",),
+        "return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]",
+        "return list(per_layer(choice, lm.config))", ("sources",),
     ),
     Fault(
         "rows of one source are folded into its heads", "models/t5.py",
