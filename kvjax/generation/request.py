@@ -148,7 +148,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             chosen,
             batch=len(rows) * n,
             prompts=asked * n,
-            need=max(longest + limit, *map(len, texts or ())),
+            need=max([longest + limit, *map(len, texts or ())]),
             capacity=capacity,
             beside=bytes_of_source(lm, chosen, texts),
         )
