@@ -223,7 +223,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **GEMMA4,
             "num_hidden_layers": 3,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "hidden_size_per_layer_input": 24,
+            "hidden_size_per_layer_input": 12,
             "attention_bias": True,
             "tie_word_embeddings": False,
             "rope_parameters": {
