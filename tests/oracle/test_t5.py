@@ -30,8 +30,10 @@ T5 = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "t5": T5,
-    "t5-1.1": {**T5, "d_kv": 4, "d_ff": 20, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 16,
-               "tie_word_embeddings": False},
+    "t5-1.1": {
+        **T5, "d_model": 24, "d_kv": 4, "d_ff": 24, "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
     "t5-other": {
         **T5, "d_kv": 4, "num_layers": 3, "num_decoder_layers": 1, "feed_forward_proj": "silu",
         "relative_attention_num_buckets": 9, "relative_attention_max_distance": 13,
