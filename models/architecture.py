@@ -21,47 +21,13 @@ from kvjax.generation.sources import SOURCE, without_source
 from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
-from .config import GemmaConfig, GPT2Config, LlamaConfig
-from .config_families import (
-    Config,
-    Gemma3nConfig,
-    Gemma4Config,
-    Llama4Config,
-    MixtralConfig,
-    MoeConfig,
-    NeoXConfig,
-    Phi3Config,
-    T5Config,
-)
-from .decoder import Decoder
-from .frame import Frame
-from .gemma3n import Gemma3n
-from .gemma4 import Gemma4
-from .gpt2 import GPT2
-from .llama4 import Llama4
-from .moe import Moe
-from .neox import NeoX
-from .phi3 import Phi3
+from .config_families import Config, T5Config
+from .families import FAMILIES
 from .saving import save
 from .sharding import param_shardings
-from .t5 import T5
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
-
-_FAMILIES: dict[type, type[Frame]] = {
-    LlamaConfig: Decoder,
-    GemmaConfig: Decoder,
-    GPT2Config: GPT2,
-    Gemma3nConfig: Gemma3n,
-    Gemma4Config: Gemma4,
-    Llama4Config: Llama4,
-    MixtralConfig: Moe,
-    MoeConfig: Moe,
-    NeoXConfig: NeoX,
-    Phi3Config: Phi3,
-    T5Config: T5,
-}
 
 
 @dataclass(frozen=True)
@@ -207,7 +173,7 @@ class Architecture:
         """
         config = self.config
         return param_shardings(
-            self.abstract_params(), _FAMILIES[type(config)].divided, mesh,
+            self.abstract_params(), FAMILIES[type(config)].divided, mesh,
             heads=config.num_attention_heads, kv_heads=common_heads(config),
         )  # fmt: skip
 
@@ -219,7 +185,7 @@ class Architecture:
         """Random parameters, for training from scratch."""
 
         def make(key: Array) -> Params:
-            return _plain(nnx.state(_FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
+            return _plain(nnx.state(FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
 
         return jax.jit(make)(jax.random.key(seed))
 
@@ -227,7 +193,7 @@ class Architecture:
 @functools.lru_cache(maxsize=64)
 def _split(config: Config) -> tuple[Any, Any]:
     """The module's graph, and its state with shapes in place of arrays."""
-    family = _FAMILIES[type(config)]
+    family = FAMILIES[type(config)]
     return nnx.split(nnx.eval_shape(lambda: family(config, rngs=nnx.Rngs(0))))
 
 

@@ -120,7 +120,9 @@ def test_on_a_mesh(sizes: dict[str, int]) -> None:
     lm, texts = t5(), [*TEXTS, TEXTS[1][:4]]
     wanted = written(lm, texts, n=2, temperature=1.0)
     over = kvjax.make_mesh(**sizes)
-    assert written(lm, texts, n=2, temperature=1.0, mesh=over).tokens == wanted.tokens
+    roomy = InferenceLimits(cache_memory_ratio=1.0, device_memory=2**30)
+    found = written(lm, texts, n=2, temperature=1.0, mesh=over, limits=roomy)
+    assert found.tokens == wanted.tokens
 
 
 def test_a_long_text_is_read_in_pieces() -> None:

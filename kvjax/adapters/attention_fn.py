@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.adapters.running import TokensFirst, current, layer_number
-from kvjax.attention.attending import self_attend
+from kvjax.attention.uncached import self_attend
 from kvjax.core.rotary import RotaryTable
 
 

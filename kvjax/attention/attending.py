@@ -26,14 +26,12 @@ from kvjax.cache.stacking import strip_is_there
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
-from kvjax.codecs import Raw
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Counts, KeysValues, LayerNumber, Mixed, Queries
-from kvjax.layouts import UNLIMITED, Dense
+from kvjax.core.typing import Counts, LayerNumber, Mixed, Queries
+from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
-from kvjax.policies.cache_policy import CachePolicy
 
 
 def attend(
@@ -93,7 +91,7 @@ def attend(
         pending = None
     if cache.spread is not None:
         cache.spread.check_context()
-    _check_queries(queries, held, cache.batch)
+    check_queries(queries, held, cache.batch)
     new = queries.shape[2]
     way = path_of(path, held.policy, new)
     layout = held.policy.layout
@@ -124,7 +122,7 @@ def attend(
     cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED
     call = cache.length if held.policy.prefill == "exact" else None
     mask = Mask(
-        at, _scale(queries, scale), min(windows, default=None), max(sinks, layout.sinks), chunk,
+        at, scale_of(queries, scale), min(windows, default=None), max(sinks, layout.sinks), chunk,
         cap, soft_cap, bias, call,
     )  # fmt: skip
     capped = turned = apply_rotary(queries, at, rotary)
@@ -133,10 +131,10 @@ def attend(
     kinds = (turned,) if capped is turned else (turned, capped)
     marks, table = cache.written[:, entry], cache.table(entry)
     view = View(held, cache.length, length, marks, rotary, table, index)
-    return _mixture(way, kinds, view, mask)
+    return mixture(way, kinds, view, mask)
 
 
-def _mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+def mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
     """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias that is a function may hold traced arrays, of
     which derivatives are asked for: its trace is not kept, but that of a pytree of arrays is. No
@@ -209,48 +207,7 @@ def _biased(
     return _traced(platform, way, kinds, view, replace(mask, bias=form.unflatten(arrays)))
 
 
-def self_attend(
-    queries: Queries,
-    keys: KeysValues,
-    values: KeysValues,
-    *,
-    rotary: RotaryTable | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    sinks: int = 0,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    bias: Bias | None = None,
-) -> Mixed:
-    """Causal attention of a text to itself, without a cache: the training pass.
-
-    Args:
-      queries: [batch, heads, new, head_dim], unrotated, at positions 0 to ``new - 1``.
-      keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
-      rotary, scale, window, sinks, chunk, soft_cap, bias: as in ``attend``.
-
-    Returns:
-      [batch, heads, new, head_dim] in the queries' dtype; differentiable.
-
-    Raises:
-      ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
-    """
-    policy = CachePolicy(Dense(keys.shape[2]), Raw(keys.dtype.name), Raw(values.dtype.name))
-    held = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])
-    _check_queries(queries, held, keys.shape[0])
-    batch, _, new, _ = queries.shape
-    positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (batch, new))
-    queries = apply_rotary(queries, positions, rotary)
-    keys = apply_rotary(keys, positions, rotary)
-    held = replace(held, keys=keys)
-    mask = Mask(
-        positions, _scale(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
-    )
-    length = jnp.full((batch,), new, jnp.int32)
-    return _mixture(blockwise, (queries,), View(held, length, length, length), mask)
-
-
-def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
+def check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
     shape = jnp.shape(queries)
     refuse_symbolic("queries", shape)
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == held.head_dim
@@ -263,5 +220,5 @@ def _check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
         raise ValueError(f"queries must be floating-point numbers, got {queries.dtype}")
 
 
-def _scale(queries: Queries, scale: float | None) -> float:
+def scale_of(queries: Queries, scale: float | None) -> float:
     return queries.shape[3] ** -0.5 if scale is None else scale

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.attention.attending import attend, self_attend
+from kvjax.attention.attending import attend
+from kvjax.attention.uncached import self_attend
 from kvjax.cache.admission import begun, positions_from
 from kvjax.cache.appending import advance, append
 from kvjax.cache.state import KVCache

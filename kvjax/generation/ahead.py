@@ -14,11 +14,12 @@ from kvjax.generation import programs
 from kvjax.generation.elsewhere import compiled_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
+from kvjax.generation.request import Request, prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Compiling, Options, spelled_out
 from kvjax.generation.sources import check_read
 from kvjax.generation.statistics import Meter
+from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.memory.weights import Plannable
 from kvjax.policies.presets import PolicyChoice
 

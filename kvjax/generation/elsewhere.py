@@ -19,9 +19,10 @@ from kvjax.generation.contexts import Cached
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
 from kvjax.generation.past import past_of
-from kvjax.generation.request import Request, chunk_widths, prepare, text_capacities
+from kvjax.generation.request import Request, prepare
 from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
+from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer

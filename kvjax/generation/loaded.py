@@ -61,8 +61,7 @@ class LanguageModel:
         """The same model with its parameters spread over a mesh; itself, if they are.
 
         Raises:
-          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it, or the model's
-            encoder has read something.
+          ValueError: if the mesh has other axes than ``make_mesh`` gives, or an encoder has read.
         """
         if mesh == self.mesh:
             return self
@@ -201,8 +200,7 @@ class LanguageModel:
 
     @property
     def start_token(self) -> int:
-        """What a decoder behind an encoder begins its texts with, as in Transformers: the
-        checkpoint's ``decoder_start_token_id``, or its first token, or its padding."""
+        """What a decoder behind an encoder begins with: as told, or the first token, or padding."""
         told = self.generation.start_token_id, self.generation.bos_token_id
         return next((token for token in told if token is not None), self.padding)
 

@@ -9,7 +9,7 @@ from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.capacities import capacity_for, grown_to
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
@@ -123,8 +123,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         if given.batch != len(rows):
             raise ValueError(f"the cache has {given.batch} rows, but there are {asked} prompts")
         if any(held[asked:]):
-            texts = 1 + max(row for row, tokens in enumerate(held) if tokens)
-            raise ValueError(f"the cache has texts in {texts} rows, but there are {asked} prompts")
+            filled = 1 + max(row for row, tokens in enumerate(held) if tokens)
+            raise ValueError(f"the cache has texts in {filled} rows, but there are {asked} prompts")
         check(given)
     start = np.asarray(held or [0] * len(rows), np.int64)
     longest = int(np.max(start + [len(row) for row in rows]))
@@ -150,7 +150,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             prompts=asked * n,
             need=max([longest + limit, *map(len, texts or ())]),
             capacity=capacity,
-            beside=bytes_of_source(lm, chosen, texts),
+            beside=0 if texts is None else bytes_of_source(lm, chosen, texts, len(rows)),
         )
     eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
@@ -205,27 +205,6 @@ def chunk_bucket(tokens: int, chunk: int) -> int:
     """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
     and at most ``chunk``."""
     return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
-
-
-def text_capacities(request: Request, cache: KVCache) -> list[tuple[int, int]]:
-    """The fewest and the most tokens a row that meet each capacity of a request's cache, which is
-    given as it begins."""
-    most = request.capacity if cache.grows_to is None else cache.max_len
-    found = [(1, most)]
-    while most < request.capacity:
-        least, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
-        found.append((least, most))
-    return found
-
-
-def chunk_widths(request: Request, least: int, most: int) -> dict[int, int]:
-    """The widths of a prompt's last chunk that meet a capacity, and of each the longest such chunk:
-    as many lengths as have all widths that end there."""
-    chunk, found = request.chunk, {}
-    for held in range(least, min(least + chunk, most + 1, request.capacity)):
-        rest = held - (held - 1) // chunk * chunk
-        found.setdefault(request.width(rest), rest)
-    return found
 
 
 def _cache_choice(options: Options) -> tuple[KVCache | None, PolicyChoice | None]:

@@ -54,12 +54,10 @@ def refuse_auto(choice: Any) -> None:
         )
 
 
-def bytes_of_source(lm: Any, choice: PolicyChoice | None, texts: list[list[int]] | None) -> int:
-    """Bytes of the device that texts will take once they are read; 0 where nothing is."""
-    if texts is None:
-        return 0
+def bytes_of_source(lm: Any, choice: PolicyChoice | None, texts: list[list[int]], rows: int) -> int:
+    """Bytes of the device that texts will take once they are read, in so many rows."""
     policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
-    return device_bytes(lm.config, policies, len(texts), width, lm.mesh)
+    return device_bytes(lm.config, policies, rows, width, lm.mesh)
 
 
 def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
