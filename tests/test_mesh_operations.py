@@ -77,7 +77,19 @@ class Slopes:
         return cls(*leaves)
 
 
-@pytest.mark.parametrize("form", ["partial", "pytree", "function"])
+def unhashable(slopes):
+    """A bias that is a pytree of an array, of a form that has no hash."""
+
+    class Listed(Slopes):
+        pass
+
+    jax.tree_util.register_pytree_node(
+        Listed, lambda x: ((x.slopes,), ["slopes", 2]), lambda rest, own: Listed(*own, *rest)
+    )
+    return Listed(slopes)
+
+
+@pytest.mark.parametrize("form", ["partial", "pytree", "function", "unhashable", "closure"])
 def test_forms_of_a_bias(form):
     """On a mesh, as on one device: the arrays of a pytree are each device's."""
     config, slopes = tiny_config(windows=(None, None)), jnp.arange(1.0, 5.0)
@@ -87,6 +99,10 @@ def test_forms_of_a_bias(form):
         bias = Slopes(slopes)
         if form == "partial":
             bias = jax.tree_util.Partial(lambda s, *at: Slopes(s)(*at), slopes)
+        if form == "closure":
+            bias = jax.tree_util.Partial(lambda s, *at: Slopes(s + slopes)(*at), 0 * slopes)
+        if form == "unhashable":
+            bias = unhashable(slopes)
         if form == "function":
             bias = functools.partial(Slopes.__call__, bias)
         return kvjax.step(cache, 5).attend(0, queries, queries[:, :2], queries[:, 2:], bias=bias)[0]

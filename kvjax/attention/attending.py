@@ -143,9 +143,9 @@ def mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixe
     platform = view.held.policy.placement.platform()
     if mask.bias is not None:
         arrays, form = jax.tree.flatten(mask.bias)
-        if not arrays or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
-            return _traced(platform, way, kinds, view, mask)
-        return _biased(platform, way, form, kinds, view, replace(mask, bias=None), arrays)
+        if _is_kept(arrays, form):
+            return _biased(platform, way, form, kinds, view, replace(mask, bias=None), arrays)
+        return _traced(platform, way, kinds, view, mask)
     if way in DIFFERENTIABLE:
         return _traced_once(platform, way, kinds, view, mask)
     return _by_kernel(platform, way, kinds, view, mask)
@@ -196,6 +196,16 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
 
 
 _traced_once = jax.jit(_traced, static_argnames=("platform", "way"))
+
+
+def _is_kept(arrays: list[Any], form: Any) -> bool:
+    """Whether the trace of a bias of these parts is kept: of arrays alone, and of a form that can
+    be looked up."""
+    try:
+        hash(form)
+    except TypeError:
+        return False
+    return bool(arrays) and all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("platform", "way", "form"))
