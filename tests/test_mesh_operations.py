@@ -83,9 +83,10 @@ def unhashable(slopes):
     class Listed(Slopes):
         pass
 
-    jax.tree_util.register_pytree_node(
-        Listed, lambda x: ((x.slopes,), ["slopes", 2]), lambda rest, own: Listed(*own, *rest)
-    )
+    def made(rest: Any, own: Any) -> Listed:
+        return Listed(*own, *rest)
+
+    jax.tree_util.register_pytree_node(Listed, lambda x: ((x.slopes,), ["slopes", 2]), made)
     return Listed(slopes)
 
 
