@@ -534,7 +534,7 @@ FAULTS = (
         "return Past(seen, self.tokens, self.length + taken)", ("scores",),
     ),
     Fault(
-        "tokens are drawn from what the hook has not seen", "generation/programs.py",
+        "tokens are drawn from what the hook has not seen", "generation/choosing.py",
         "after, marked = choose(before, seen, logits, filters, settings, limit)",
         "after, marked = choose(before, seen, raw, filters, settings, limit)", ("scores",),
     ),

@@ -37,8 +37,8 @@ from kvjax.core.absent import (
 from kvjax.core.errors import MissingCompilerError
 from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
+from kvjax.generation.choosing import Progress
 from kvjax.generation.drawing import make_settings
-from kvjax.generation.programs import Progress
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from kvjax.placement.pages import pages_at, with_pages_at

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax.generation import programs, settings
+from kvjax.generation import choosing, programs, settings
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.generator import generate, stream
@@ -479,7 +479,7 @@ def test_the_loop_moves_no_cache(tiny_llama, settings):
             filters,
             architecture.abstract_params(),
             programs.Cached(cache),
-            programs.Progress(rows, rows, flags, flags),
+            choosing.Progress(rows, rows, flags, flags),
             None,
             flags,
             numbers,

@@ -5,8 +5,8 @@ from jaxtyping import Int
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.generation.choosing import Progress
 from kvjax.generation.filters import Allowed, Seen
-from kvjax.generation.programs import Progress
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.scores import Scores
 

@@ -18,10 +18,10 @@ from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
+from kvjax.generation.choosing import Progress, choose, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, choose, whole
 from kvjax.generation.sampling import filter_logits
 from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages

@@ -13,9 +13,9 @@ from kvjax.engine.board import Board
 from kvjax.engine.calls import Held, Piece, Report, Rounds
 from kvjax.engine.pages import RowPages
 from kvjax.engine.slots import Slot
+from kvjax.generation.choosing import Progress
 from kvjax.generation.filters import EVERY
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.programs import Progress
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts

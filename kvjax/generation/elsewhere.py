@@ -15,6 +15,7 @@ from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
+from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
@@ -136,7 +137,7 @@ class _Programs:
         )  # fmt: skip
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)
-        self._progress = programs.Progress(
+        self._progress = Progress(
             self._of_rows(jnp.int32), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
             self._of_rows(jnp.bool_),
         )  # fmt: skip

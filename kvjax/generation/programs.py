@@ -14,34 +14,20 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.cache.state import KVCache
-from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached, Context
-from kvjax.generation.filters import Allowed, Logits, Seen
+from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
-from kvjax.generation.sampling import Filters, Sampling, filter_logits, sample
-from kvjax.generation.scores import Scores, scores_of
+from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.scores import Scores
 from kvjax.operations.rows import repeat
 
 _T = TypeVar("_T")
 
 CHUNK = 128
 """The most steps that one dispatch of the decode loop can run."""
-
-
-@state
-class Progress:
-    """Where each row stands.
-
-    ``token``: the newest, which the model has not seen yet; ``count``: new tokens; ``done``,
-    ``broken``: finished, and finished because its logits were not finite numbers.
-    """
-
-    token: Rows
-    count: Rows
-    done: SomeRows
-    broken: SomeRows
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -103,7 +89,7 @@ def begin(
     ``scores`` as of ``decode``, of [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    progress, past, found = _chosen(progress, past, logits, filters, settings, limit, scores)
+    progress, past, found = chosen(progress, past, logits, filters, settings, limit, scores)
     return progress, past, jax.tree.map(lambda x: x[:, None], found)
 
 
@@ -162,7 +148,7 @@ def decoded(
         lengths = jnp.where(progress.done, 0, 1)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
         logits = logits if filters.greedy and scores is None else whole(logits, context)
-        progress, past, found = _chosen(progress, past, logits, filters, settings, limit, scores)
+        progress, past, found = chosen(progress, past, logits, filters, settings, limit, scores)
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
             out, (progress.token, found),
@@ -172,69 +158,3 @@ def decoded(
     carry = jnp.int32(0), context, progress, past, out
     _, context, progress, past, out = lax.while_loop(go_on, one, carry)
     return context, progress, past, *out
-
-
-def _chosen(
-    before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
-    limit: Array, scores: int | None,
-) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
-    """The next token of the rows that are not done, their texts with it, and its scores."""
-    raw, seen = logits, None
-    if past is not None:
-        logits, seen = past.hooked(logits, filters.hook), past.seen
-    after, marked = choose(before, seen, logits, filters, settings, limit)
-    found = None
-    if scores is not None:
-        filtered = None
-        if not filters.greedy:
-            filtered = filter_logits(
-                logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
-            )
-        found = scores_of(
-            raw, after.token, scores, filtered=filtered, temperature=settings.temperature
-        )
-    if past is not None:
-        past = past.with_token(marked, after.token, after.count > before.count)
-    return after, past, found
-
-
-def whole(logits: Logits, context: Context) -> Logits:
-    """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
-    at them many times, and programs should not depend on how they were divided."""
-    spread = None if context.cache is None else context.cache.spread
-    if spread is None:
-        return logits
-    return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
-
-
-def choose(
-    progress: Progress,
-    seen: Seen | None,
-    logits: Logits,
-    filters: Filters,
-    settings: Sampling,
-    limit: Array,
-    *,
-    forced: Rows | None = None,
-    allowed: Allowed | None = None,
-) -> tuple[Progress, Seen | None]:
-    """Choose the next token of the rows that are not done.
-
-    ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
-    for none. ``allowed``: see ``sample``.
-    """
-    token, finite = sample(
-        logits, filters, settings, count=progress.count, seen=seen, allowed=allowed
-    )
-    if forced is not None:
-        token = jnp.where(forced >= 0, forced, token)
-    broken = progress.broken | (~progress.done & ~finite)
-    taken = ~progress.done & finite
-    token = jnp.where(taken, token, progress.token)
-    count = progress.count + taken
-    ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
-    done = progress.done | broken | ended | (count >= limit)
-    if seen is not None:
-        new = jnp.where(taken, token, seen.shape[1])
-        seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
-    return Progress(token, count, done, broken), seen

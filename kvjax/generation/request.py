@@ -11,12 +11,13 @@ from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_for, grown_to
 from kvjax.generation.drawing import make_settings
+from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
-from kvjax.generation.sources import bytes_of_source, has_read, refuse_auto
+from kvjax.generation.sources import bytes_of_source
 from kvjax.generation.words import (
     Prompts,
     biases,
@@ -27,14 +28,11 @@ from kvjax.generation.words import (
     told_scores,
 )
 from kvjax.layouts import UNLIMITED
-from kvjax.memory.limits import InferenceLimits, memory_left
-from kvjax.memory.sizes import abstract_cache
-from kvjax.memory.weights import encodes
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import common_heads
 from kvjax.policies.positions import same_rotary
-from kvjax.policies.presets import Auto, PolicyChoice, policy
+from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
 
 _SMALLEST_CHUNK = 16
@@ -100,7 +98,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    given, chosen = _cache_choice(options)
+    given, chosen = cache_choice(options)
     spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
@@ -111,7 +109,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
                 "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
             )
         held = fetch(given.length).tolist()
-    texts = _texts_to_read(lm, prompts, options)
+    texts = texts_to_read(lm, prompts, options)
     begun = None if texts is None else [[lm.start_token]] * len(texts)
     rows = token_ids(lm, prompts, held) if begun is None else begun
     n = whole_number("n", options.n, 1)
@@ -139,7 +137,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)
         )
     if chosen is not None:
-        chosen = _with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
+        chosen = with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
     if given is not None:
         check_room(given, grown_to(given, longest + limit))
     if options.limits is not None:
@@ -175,74 +173,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     )  # fmt: skip
 
 
-def _texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list[list[int]] | None:
-    """Of a model with an encoder that has read nothing yet, the prompts: it reads these, and what
-    is written begins with a token of its own. None where prompts are what is continued.
-
-    Raises:
-      ValueError: if what is continued, or known, would go by another text.
-    """
-    if not encodes(lm):
-        return None
-    if options.prefix_cache is not None:
-        raise ValueError(
-            "prefix_cache tells texts by their tokens, and what this model's decoder writes goes "
-            "by what its encoder has read besides"
-        )
-    if has_read(lm):
-        return None
-    refuse_auto(options.cache)
-    if isinstance(options.cache, KVCache):
-        raise ValueError(
-            "a cache to continue was given to a model whose encoder has read no text: "
-            "lm.reading(texts) continues with it"
-        )
-    check_ids(lm.config, [lm.start_token], "the start token")
-    return token_ids(lm, prompts, [])
-
-
 def chunk_bucket(tokens: int, chunk: int) -> int:
     """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
     and at most ``chunk``."""
     return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
-
-
-def _cache_choice(options: Options) -> tuple[KVCache | None, PolicyChoice | None]:
-    """The cache to continue, or the policy of the one to make; neither where none is used."""
-    choice = options.cache
-    if isinstance(choice, KVCache):
-        if not options.use_cache:
-            raise ValueError("a cache to continue was given together with use_cache=False")
-        return choice, None
-    if choice is None or isinstance(choice, bool):
-        raise ValueError(
-            f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
-        )
-    choice = policy(choice) if isinstance(choice, str) else choice
-    return None, choice if options.use_cache else None
-
-
-def _with_memory(
-    lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
-) -> PolicyChoice:
-    """A policy that keeps to a memory: to its own, or to what limits allow or the device has left.
-
-    Raises:
-      ValueError: if there is no room for so many tokens though all layers are on the host.
-    """
-    if not isinstance(choice, Auto):
-        return choice
-    memory = choice.memory
-    allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
-    if allowed is None and memory is None:
-        try:
-            allowed = memory_left(lm, batch=batch, capacity=tokens)
-        except ValueError as error:
-            raise ValueError(f"policy('auto') without memory=: {error}") from None
-    found = min(bytes for bytes in (memory, allowed) if bytes is not None)
-    if found < 1:
-        raise ValueError("weights and temporaries leave nothing of the device to the cache")
-    choice = replace(choice, memory=found)
-    # Where it can't be kept to, this raises.
-    abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=lm.mesh)
-    return choice

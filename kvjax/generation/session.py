@@ -14,6 +14,7 @@ from kvjax.cache.status import check
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
+from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.past import past_of
@@ -26,7 +27,7 @@ from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
 
-Report = tuple[jax.Array, programs.Progress, Scores | None]
+Report = tuple[jax.Array, Progress, Scores | None]
 """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, and the
 tokens' scores, where they were asked for."""
 

@@ -1,0 +1,92 @@
+"""The next token of each row, chosen from its logits, and where the rows stand with it."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.generation.contexts import Context
+from kvjax.generation.filters import Allowed, Logits, Seen
+from kvjax.generation.past import Past
+from kvjax.generation.sampling import Filters, Sampling, filter_logits, sample
+from kvjax.generation.scores import Scores, scores_of
+
+
+@state
+class Progress:
+    """Where each row stands.
+
+    ``token``: the newest, which the model has not seen yet; ``count``: new tokens; ``done``,
+    ``broken``: finished, and finished because its logits were not finite numbers.
+    """
+
+    token: Rows
+    count: Rows
+    done: SomeRows
+    broken: SomeRows
+
+
+def chosen(
+    before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
+    limit: Array, scores: int | None,
+) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
+    """The next token of the rows that are not done, their texts with it, and its scores."""
+    raw, seen = logits, None
+    if past is not None:
+        logits, seen = past.hooked(logits, filters.hook), past.seen
+    after, marked = choose(before, seen, logits, filters, settings, limit)
+    found = None
+    if scores is not None:
+        filtered = None
+        if not filters.greedy:
+            filtered = filter_logits(
+                logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
+            )
+        found = scores_of(
+            raw, after.token, scores, filtered=filtered, temperature=settings.temperature
+        )
+    if past is not None:
+        past = past.with_token(marked, after.token, after.count > before.count)
+    return after, past, found
+
+
+def whole(logits: Logits, context: Context) -> Logits:
+    """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
+    at them many times, and programs should not depend on how they were divided."""
+    spread = None if context.cache is None else context.cache.spread
+    if spread is None:
+        return logits
+    return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
+
+
+def choose(
+    progress: Progress,
+    seen: Seen | None,
+    logits: Logits,
+    filters: Filters,
+    settings: Sampling,
+    limit: Array,
+    *,
+    forced: Rows | None = None,
+    allowed: Allowed | None = None,
+) -> tuple[Progress, Seen | None]:
+    """Choose the next token of the rows that are not done.
+
+    ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
+    for none. ``allowed``: see ``sample``.
+    """
+    token, finite = sample(
+        logits, filters, settings, count=progress.count, seen=seen, allowed=allowed
+    )
+    if forced is not None:
+        token = jnp.where(forced >= 0, forced, token)
+    broken = progress.broken | (~progress.done & ~finite)
+    taken = ~progress.done & finite
+    token = jnp.where(taken, token, progress.token)
+    count = progress.count + taken
+    ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
+    done = progress.done | broken | ended | (count >= limit)
+    if seen is not None:
+        new = jnp.where(taken, token, seen.shape[1])
+        seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
+    return Progress(token, count, done, broken), seen
