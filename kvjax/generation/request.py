@@ -10,6 +10,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_for, grown_to
+from kvjax.generation.drafts import Draft, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
@@ -50,7 +51,8 @@ class Request:
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first.
+    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
+    ``draft``: what proposes tokens, None for nothing.
     """
 
     prompts: list[list[int]]
@@ -73,6 +75,7 @@ class Request:
     scores: int | None = None
     padded: bool = False
     to_read: list[list[int]] | None = None
+    draft: Draft | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -99,6 +102,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = cache_choice(options)
+    draft = draft_of(lm, options.draft)
+    if draft is not None and not options.use_cache:
+        raise ValueError("a draft was given together with use_cache=False: a cache checks it")
     spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
@@ -170,6 +176,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
+        draft=draft,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A generation as it runs on the device: it starts, is fed, makes room, and decodes."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,20 +16,30 @@ from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.drafted import Drafts
+from kvjax.generation.drafting import Drafter
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.pace import Pace
 from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
+from kvjax.generation.speculation import speculate
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
 
-Report = tuple[jax.Array, Progress, Scores | None]
-"""Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, and the
-tokens' scores, where they were asked for."""
+
+class Report(NamedTuple):
+    """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
+    tokens' scores, where they were asked for, and how drafts fare, where there are any."""
+
+    tokens: jax.Array
+    progress: Progress
+    scores: Scores | None
+    pace: Pace | None
 
 
 class Session:
@@ -52,6 +62,7 @@ class Session:
         self.hits = np.zeros(self._rows, np.int32)
         self._held = self.hits
         self._lease: Lease | None = None
+        self._drafts: Drafts | None = None
 
     @property
     def cache(self) -> KVCache | None:
@@ -66,6 +77,9 @@ class Session:
         self.context = self._new_context() if context is None else context
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
         self._limit = self.put(np.int32(request.limit))
+        if request.draft is not None and self.cache is not None:
+            platform = self.cache.layers[0].policy.placement.platform()
+            self._drafts = Drafts(self._lm, request, request.draft, platform)
 
     def put(self, tree: Any) -> Any:
         """Numbers, and arrays with one or more for each row, where the context is: committed, or
@@ -92,22 +106,44 @@ class Session:
         self._settings = self.put(request.settings)
         past = past_of(
             request.texts, vocab=self.logits.shape[1], room=request.capacity,
-            penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
+            penalty=bool(request.filters.repetition_penalty),
+            hook=request.filters.hook is not None or self._drafts is not None,
         )  # fmt: skip
         self._progress, self._past, scores = programs.begin(
             self.logits, request.filters, self._settings, self._limit,
             None if past is None else self.put(past), request.scores,
         )  # fmt: skip
         del self.logits
-        return self._progress.token[:, None], self._progress, scores
+        if self._drafts is not None:
+            self._drafts.read()
+            self._drafts.pace = self.put(self._drafts.pace)
+            self.cache_bytes.update(self._drafts.nbytes)
+        return Report(self._progress.token[:, None], self._progress, scores, None)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
         (bool[batch])."""
+        if (drafter := self.drafter) is not None:
+            return self._speculated(drafter, steps, halt)
         self.context, self._progress, self._past, out, scores = programs.decode(
             *self._decoding(steps, halt)
         )
-        return out, self._progress, scores
+        return Report(out, self._progress, scores, None)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What proposes drafts, as the cache is now."""
+        return self._drafts and self.cache and self._drafts.drafter(self.cache)
+
+    def _speculated(
+        self, drafter: Drafter, steps: np.int32 | Array, halt: np.ndarray | Array
+    ) -> Report:
+        drafts = self._drafts
+        assert drafts is not None
+        self.context, drafts.held, drafts.pace, self._progress, self._past, out, scores = speculate(
+            *self._speculating(drafter, drafts, steps, halt)
+        )
+        return Report(out, self._progress, scores, drafts.pace)
 
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
@@ -160,6 +196,16 @@ class Session:
             self._past, halt, self._settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
+    def _speculating(
+        self, drafter: Drafter, drafts: Drafts, steps: np.int32 | Array, halt: np.ndarray | Array
+    ) -> tuple[Any, ...]:
+        lm = self._lm
+        return (
+            lm.architecture, self._request.filters, drafter, lm.params, drafts.params, self.context,
+            drafts.held, drafts.pace, self._progress, self._past, halt, self._settings,
+            self._limit, steps, self._request.scores,
+        )  # fmt: skip
+
     def _new_context(self) -> Context:
         request, rows = self._request, self._rows
         if request.cache is not None:
@@ -191,6 +237,8 @@ class Session:
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:
         self.context = Cached(cache)
         self.cache_bytes = Counter(nbytes(cache))
+        if self._drafts is not None:
+            self.cache_bytes.update(self._drafts.nbytes)
         if has_read(self._lm):
             self.cache_bytes.update(nbytes(self._lm.params[SOURCE]))
         self.moves += moves

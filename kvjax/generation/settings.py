@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value
+from kvjax.generation.drafts import DraftChoice
 from kvjax.generation.past import LogitsHook
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
@@ -41,6 +42,7 @@ class Compiling(Drawing, total=False):
     prefill_chunk: int
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
+    draft: DraftChoice | None
 
 
 class Settings(Compiling, total=False):
@@ -84,6 +86,7 @@ class Options:
     padded: bool = False
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None
+    draft: DraftChoice | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:

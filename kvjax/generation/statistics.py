@@ -13,6 +13,25 @@ from kvjax.operations.room import Move
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """How drafts fared: tokens that were ``proposed``, and ``accepted`` of them; ``passes`` of the
+    model behind the prompts, and ``saved``, those that the longest row would have taken more of
+    without drafts."""
+
+    proposed: int
+    accepted: int
+    passes: int
+    saved: int
+
+
+def speculation(pace: Any, count: Any, rows: int) -> Speculation:
+    """From a ``Pace`` on the host, and the new tokens of each row, of which so many were asked."""
+    passes = int(pace.passes)
+    proposed, accepted = (int(x[:rows].sum()) for x in (pace.proposed, pace.accepted))
+    return Speculation(proposed, accepted, passes, int(count.max()) - 1 - passes)
+
+
+@dataclass(frozen=True)
 class GenerationStats:
     """Figures of one ``generate`` or ``stream``.
 
@@ -30,6 +49,7 @@ class GenerationStats:
     the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
     no distance is as long, none.
     ``cached_tokens``: of the prompts' tokens, those that a ``prefix_cache`` had.
+    ``speculation``: how drafts fared, where there were any.
     ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 
@@ -45,6 +65,7 @@ class GenerationStats:
     beyond_context: int = 0
     moves: tuple[Move, ...] = ()
     cached_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 class Meter:

@@ -18,7 +18,7 @@ from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.scores import TokenScore, token_scores
 from kvjax.generation.session import Report, Session
-from kvjax.generation.statistics import GenerationStats, Meter
+from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
 
@@ -55,6 +55,7 @@ class Stream(Iterator[Piece]):
         first = 1 if alone else _TOGETHER_STEPS
         self._steps = first if watched else _WATCHED_STEPS if request.stops else CHUNK
         self._paced = watched and alone
+        self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
         self._pieces: Generator[Piece, None, None] = self._run()
@@ -138,7 +139,9 @@ class Stream(Iterator[Piece]):
         cache = self._session.cache
         if not self._request.stops or cache is None or cache.revocable is None:
             return CHUNK
-        return max(1, cache.revocable + 1 - max(row.pending for row in self._rows))
+        drafter = self._session.drafter
+        left = cache.revocable - (0 if drafter is None else drafter.length)
+        return max(1, left + 1 - max(row.pending for row in self._rows))
 
     def _absorb(self, report: Report) -> None:
         """Wait for a dispatch, and take its tokens in.
@@ -146,7 +149,9 @@ class Stream(Iterator[Piece]):
         Raises:
           NonFiniteError: if a row's logits were not finite numbers.
         """
-        out, progress, scores = fetch(report)
+        out, progress, scores, pace = fetch(report)
+        if pace is not None:
+            self._speculation = speculation(pace, progress.count, self._request.rows)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -214,6 +219,7 @@ class Stream(Iterator[Piece]):
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
             cached_tokens=int(self._session.hits.sum()),
+            speculation=self._speculation,
         )
 
     def _pace(self, seconds: float) -> None:
