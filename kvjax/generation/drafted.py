@@ -4,20 +4,24 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.generation import programs
-from kvjax.generation.capacities import capacity_for
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafting import Drafter, Lookup, Second
 from kvjax.generation.drafts import Draft, DraftModel, PromptLookup, relative_size
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model
 from kvjax.generation.pace import Pace, price_of, usual_length
-from kvjax.generation.prompts import prompt_chunks
+from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
+from kvjax.generation.speculation import speculate
+from kvjax.policies.positions import position_limit
 
 
 class Drafts:
@@ -37,33 +41,74 @@ class Drafts:
         self.pace = Pace.new(self._rows)
 
     @property
+    def architecture(self) -> Model:
+        """Of its model."""
+        return self._lm.architecture
+
+    @property
     def nbytes(self) -> Counter[str]:
         """Bytes of its cache, by place."""
         return Counter() if self.held is None else Counter(nbytes(self.held.cache))
 
+    def empty(self) -> Cached | None:
+        """The cache that its model reads prompts into: as long as the other, as far as it has
+        positions."""
+        draft, request = self._draft, self._request
+        if not isinstance(draft, DraftModel):
+            return None
+        limit = position_limit(self._lm.config)
+        capacity = request.capacity if limit is None else min(request.capacity, limit)
+        cache = allocate(
+            self._lm.config, draft.cache, batch=len(request.prompts), max_len=capacity,
+            room=capacity, mesh=self._lm.mesh,
+        )  # fmt: skip
+        return Cached(cache)
+
     def read(self) -> None:
         """Let it read the prompts."""
-        if not isinstance(self._draft, DraftModel):
+        context: Any = self.empty()
+        if context is None:
             return
         lm, request = self._lm, self._request
-        context: Any = Cached(draft_cache(lm, self._draft, request))
-        empty = np.zeros((len(request.prompts), lm.config.vocab_size), np.float32)
-        logits = _beside(context, empty)
+        logits = _beside(
+            context, np.zeros((len(request.prompts), lm.config.vocab_size), np.float32)
+        )
         for chunk in prompt_chunks(request):
-            tokens = np.minimum(chunk.tokens, lm.config.vocab_size - 1)
-            context, logits = programs.prefill(
-                lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
-            )
+            context, logits = programs.prefill(*self._reading(context, logits, chunk))
         if request.samples > 1:
             context, _ = programs.sampled(context, logits, request.samples)
         self.held = context
 
-    def drafter(self, cache: KVCache) -> Drafter | None:
-        """What proposes, as it is compiled for a cache: no more tokens at a time than that can
-        forget; None where it can't forget any."""
+    def decode(self, drafter: Drafter, call: tuple[Any, ...]) -> Any:
+        """``programs.decode`` with drafts, of what that is given."""
+        self.held, self.pace, *found = speculate(drafter, self.params, self.held, self.pace, *call)
+        return found
+
+    def lowered(
+        self, drafter: Drafter, call: tuple[Any, ...], chunks: list[Chunk]
+    ) -> list[Lowered]:
+        """The same, and its reading of these chunks, to be compiled."""
+        found, held = (
+            [speculate.lower(drafter, self.params, self.held, self.pace, *call)],
+            self.held,
+        )
+        if held is not None:
+            logits = _beside(held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
+            calls = [self._reading(held, logits, chunk) for chunk in chunks]
+            found += [programs.prefill.lower(*call) for call in calls]
+        return found
+
+    def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:
+        lm, last = self._lm, self._lm.config.vocab_size - 1
+        tokens = jnp.minimum(chunk.tokens, last) if last + 1 < self._vocab else chunk.tokens
+        return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
+
+    def drafter(self, cache: KVCache, its: Cached | None) -> Drafter | None:
+        """What proposes, as it is compiled for a cache, and ``its`` own: no more tokens at a time
+        than these can forget; None where they can't forget any."""
         draft, rows = self._draft, self._rows
         length = draft.length or usual_length(self._platform, rows)
-        for held in (cache, None if self.held is None else self.held.cache):
+        for held in (cache, its and its.cache):
             if held is not None and held.revocable is not None:
                 # Of what a stop string takes back, half is left.
                 stops = bool(self._request.stops) and held is cache
@@ -74,24 +119,7 @@ class Drafts:
         if isinstance(draft, PromptLookup):
             return Lookup(length, price, draft.shortest, draft.longest)
         config = self._lm.config
-        return Second(length, price, self._lm.architecture, config.vocab_size, self._vocab)
-
-
-def draft_cache(lm: LanguageModel, draft: DraftModel, request: Request) -> KVCache:
-    """The cache that a draft's model reads the prompts into.
-
-    Raises:
-      ValueError: if it has no room for the text.
-    """
-    longest = max(map(len, request.prompts))
-    try:
-        capacity = capacity_for(lm.config, longest, request.limit, None, None)
-    except ValueError as error:
-        raise ValueError(f"of the draft: {error}") from None
-    rows = len(request.prompts)
-    return allocate(
-        lm.config, draft.cache, batch=rows, max_len=capacity, room=capacity, mesh=lm.mesh
-    )
+        return Second(length, price, self.architecture, config.vocab_size, self._vocab)
 
 
 def _beside(context: Cached, logits: np.ndarray) -> Any:

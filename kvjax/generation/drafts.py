@@ -1,15 +1,16 @@
 """Drafts: what a text may go on with, said by something cheaper than its model."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvjax.core.checks import truth_value, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.sources import without_encoder
-from kvjax.policies.presets import PolicyChoice
+from kvjax.policies.positions import position_limit
+from kvjax.policies.presets import PolicyChoice, budget_of
 
 MOST_DRAFTED = 31
 """Tokens that can be drafted at a time."""
@@ -81,33 +82,52 @@ def draft_of(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
             f"draft is {given!r:.80}: give a model, 'lookup', or a DraftModel or PromptLookup"
         )
     without_encoder("a draft", given.lm)
+    if budget_of(given.cache) is not None:
+        raise ValueError(
+            "a draft's cache can't be policy('auto'): its layers would move as it runs"
+        )
     _check_tokenizer(lm, given.lm)
     return given
 
 
-def relative_size(lm: LanguageModel, draft: LanguageModel) -> float:
+def relative_size(lm: Any, draft: LanguageModel) -> float:
     """Parameters of a draft's model, as a share of those of a model."""
-    ours, its = (sum(map(np.size, jax.tree.leaves(x.params))) for x in (lm, draft))
+    ours, its = (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(x.params)) for x in (lm, draft)
+    )
     return float(its / max(ours, 1))
+
+
+def check_length(draft: Draft | None, need: int) -> None:
+    """Raise ``ValueError`` where a draft's model has not the positions of a text."""
+    if isinstance(draft, DraftModel):
+        limit = position_limit(draft.lm.config)
+        if limit is not None and need > limit:
+            raise ValueError(
+                f"prompt and max_new_tokens make {need} tokens, but the draft has only {limit} "
+                "positions"
+            )
 
 
 def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
     ours, its = _vocabulary(lm), _vocabulary(draft)
-    if ours != its:
-        raise ValueError(
-            f"the draft {draft.source} has another tokenizer than {lm.source}: its tokens are not "
-            "the same words"
-        )
+    if ours is not None and its is not None:
+        if ours != its:
+            raise ValueError(
+                f"the draft {draft.source} has another tokenizer than {lm.source}: its tokens are "
+                "not the same words"
+            )
+        return
     sizes = lm.config.vocab_size, draft.config.vocab_size
-    if ours is None and sizes[0] != sizes[1]:
+    if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft's vocabulary has {sizes[1]} tokens, and the model's {sizes[0]}: without "
-            "tokenizers they must be the same"
+            "tokenizers to compare they must be the same"
         )
 
 
 def _vocabulary(lm: LanguageModel) -> Any:
-    """What tells tokenizers apart: the words, where they are known."""
+    """What tells tokenizers apart: their words, where these are known, else themselves."""
     tokenizer: Any = lm.tokenizer
     known = getattr(getattr(tokenizer, "backend", None), "get_vocab", None)
     known = getattr(tokenizer, "get_vocab", None) if known is None else known

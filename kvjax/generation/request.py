@@ -10,7 +10,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_for, grown_to
-from kvjax.generation.drafts import Draft, draft_of
+from kvjax.generation.drafts import Draft, check_length, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
@@ -138,6 +138,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
     capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
+    check_length(draft, int(max(map(len, rows))) + limit)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(
             lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)

@@ -25,7 +25,6 @@ from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
-from kvjax.generation.speculation import speculate
 from kvjax.operations.rewinding import rewind
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
@@ -123,27 +122,20 @@ class Session:
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
         (bool[batch])."""
-        if (drafter := self.drafter) is not None:
-            return self._speculated(drafter, steps, halt)
-        self.context, self._progress, self._past, out, scores = programs.decode(
-            *self._decoding(steps, halt)
-        )
-        return Report(out, self._progress, scores, None)
+        call, drafter = self._decoding(steps, halt), self.drafter
+        if drafter is None or self._drafts is None:
+            found = programs.decode(*call)
+        else:
+            found = self._drafts.decode(drafter, call)
+        self.context, self._progress, self._past, out, scores = found
+        pace = None if self._drafts is None else self._drafts.pace
+        return Report(out, self._progress, scores, pace)
 
     @property
     def drafter(self) -> Drafter | None:
         """What proposes drafts, as the cache is now."""
-        return self._drafts and self.cache and self._drafts.drafter(self.cache)
-
-    def _speculated(
-        self, drafter: Drafter, steps: np.int32 | Array, halt: np.ndarray | Array
-    ) -> Report:
-        drafts = self._drafts
-        assert drafts is not None
-        self.context, drafts.held, drafts.pace, self._progress, self._past, out, scores = speculate(
-            *self._speculating(drafter, drafts, steps, halt)
-        )
-        return Report(out, self._progress, scores, drafts.pace)
+        drafts, cache = self._drafts, self.cache
+        return None if drafts is None or cache is None else drafts.drafter(cache, drafts.held)
 
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
@@ -177,10 +169,11 @@ class Session:
         """The programs of these chunks and of ``decode``, for the context as it is, to be compiled:
         a call with arguments of the same kind finds what was compiled for them."""
         halt = np.zeros(self._rows, bool)
-        return [
-            *(programs.prefill.lower(*self._filling(chunk)) for chunk in chunks),
-            programs.decode.lower(*self._decoding(np.int32(0), halt)),
-        ]
+        prefill = [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
+        call, drafter = self._decoding(np.int32(0), halt), self.drafter
+        if drafter is None or self._drafts is None:
+            return [*prefill, programs.decode.lower(*call)]
+        return [*prefill, *self._drafts.lowered(drafter, call, chunks)]
 
     def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
         lm = self._lm
@@ -194,16 +187,6 @@ class Session:
         return (
             lm.architecture, self._request.filters, lm.params, self.context, self._progress,
             self._past, halt, self._settings, self._limit, steps, self._request.scores,
-        )  # fmt: skip
-
-    def _speculating(
-        self, drafter: Drafter, drafts: Drafts, steps: np.int32 | Array, halt: np.ndarray | Array
-    ) -> tuple[Any, ...]:
-        lm = self._lm
-        return (
-            lm.architecture, self._request.filters, drafter, lm.params, drafts.params, self.context,
-            drafts.held, drafts.pace, self._progress, self._past, halt, self._settings,
-            self._limit, steps, self._request.scores,
         )  # fmt: skip
 
     def _new_context(self) -> Context:

@@ -20,6 +20,7 @@ from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafting import Drafter
+from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.pace import Pace
 from kvjax.generation.past import Past
@@ -34,7 +35,7 @@ class _Carry:
     next; ``out``: tokens that were chosen, and their scores."""
 
     context: Cached
-    held: Cached | None
+    held: Any
     pace: Pace
     progress: Progress
     past: Past
@@ -47,14 +48,14 @@ class _Carry:
     donate_argnames=("context", "held", "past"),
 )  # fmt: skip
 def speculate(
-    model: Model,
-    filters: Filters,
     drafter: Drafter,
-    params: Any,
     draft_params: Any,
-    context: Cached,
     held: Cached | None,
     pace: Pace,
+    model: Model,
+    filters: Filters,
+    params: Any,
+    context: Cached,
     progress: Progress,
     past: Past,
     halt: SomeRows,
@@ -62,11 +63,19 @@ def speculate(
     limit: Array,
     steps: Array,
     scores: int | None = None,
-) -> tuple[Cached, Cached | None, Pace, Progress, Past, Int[Array, "batch chunk"], Scores | None]:
-    """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done."""
+) -> tuple[Cached | None, Pace, Cached, Progress, Past, Int[Array, "batch chunk"], Scores | None]:
+    """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done.
+
+    ``drafter``: what proposes; ``draft_params``, ``held``: its parameters, and its text so far;
+    ``pace``: how drafts fare. The last two are given back, before what ``decode`` gives.
+    """
     progress = replace(progress, done=progress.done | halt)
     begin, rows = progress.count, jnp.arange(progress.count.shape[0])
-    choose = functools.partial(chosen, filters=filters, settings=settings, scores=scores)
+
+    def choose(
+        progress: Progress, past: Past, logits: Logits, most: Array, scores: int | None
+    ) -> Any:
+        return chosen(progress, past, logits, filters, settings, most, scores)
 
     def active(progress: Progress) -> SomeRows:
         return ~progress.done & (progress.count - begin < steps)
@@ -77,10 +86,8 @@ def speculate(
         found = drafter.found(past, jnp.clip(left, 0, drafter.length))
         return pace.wanted(found, drafter.price, active(progress))
 
-    def draft(progress: Progress, past: Past, logits: Array, limit: Rows) -> tuple[Progress, Past]:
-        after, known, _ = chosen(progress, past, logits, filters, settings, limit, None)
-        assert known is not None
-        return after, known
+    def draft(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
+        return choose(progress, past, logits, limit, None)[:2]
 
     def going(carry: _Carry) -> Array:
         return jnp.any(active(carry.progress)) & ~jnp.any(carry.progress.broken)
@@ -93,11 +100,13 @@ def speculate(
         """A token of each row."""
         before = carry.progress
         now = active(before)
+        context: Any
         logits, context = carry.context.feed(
             model, params, before.token[:, None], now.astype(jnp.int32)
         )
         waiting = replace(before, done=~now)
-        after, past, found = choose(waiting, carry.past, whole(logits, context), limit=limit)
+        logits = whole(logits, context)
+        after, past, found = choose(waiting, carry.past, logits, limit, scores)
         after = replace(after, done=jnp.where(now, after.done, before.done))
         out = told(carry.out, (after.token, found), before, after)
         pace = carry.pace.rested()
@@ -106,7 +115,7 @@ def speculate(
     def several(carry: _Carry) -> _Carry:
         """A draft of each row, checked in one pass."""
         before, now = carry.progress, active(carry.progress)
-        known = carry.past.length
+        known: Any = carry.past.length
         (drafted, count), held = drafter.propose(
             draft_params, carry.held, before, carry.past, carry.wanted, draft
         )
@@ -122,7 +131,8 @@ def speculate(
             place, progress, past, still, out = checking
             here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
             waiting = replace(progress, done=~still)
-            after, past, found = choose(waiting, past, whole(here, context), limit=limit)
+            here = whole(here, context)
+            after, past, found = choose(waiting, past, here, limit, scores)
             after = replace(after, done=jnp.where(still, after.done, progress.done))
             out = told(out, (after.token, found), progress, after)
             guess = jnp.take(drafted, place, axis=1, mode="clip")
@@ -149,4 +159,4 @@ def speculate(
     first = wanted(pace, progress, past)
     carry = _Carry(context, held, pace, progress, past, first, out)
     carry = lax.while_loop(going, body, carry)
-    return carry.context, carry.held, carry.pace, carry.progress, carry.past, *carry.out
+    return carry.held, carry.pace, carry.context, carry.progress, carry.past, *carry.out
