@@ -15,7 +15,6 @@ from kvjax.generation import programs
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafting import Drafter, Lookup, Second
 from kvjax.generation.drafts import Draft, DraftModel, PromptLookup, relative_size
-from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model
 from kvjax.generation.pace import Pace, price_of, usual_length
 from kvjax.generation.prompts import Chunk, prompt_chunks
@@ -28,7 +27,7 @@ class Drafts:
     """``held``: the draft's own cache, None where there is none; ``pace``: how they fare;
     ``params``: of its model."""
 
-    def __init__(self, lm: LanguageModel, request: Request, draft: Draft, platform: str) -> None:
+    def __init__(self, lm: Any, request: Request, draft: Draft, platform: str) -> None:
         self._request, self._draft, self._platform = request, draft, platform
         self._rows = len(request.texts)
         self.held: Cached | None = None

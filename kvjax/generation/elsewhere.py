@@ -192,10 +192,10 @@ class _Programs:
 
     def _drafts(self) -> tuple[Any, ...] | None:
         """What proposes, its parameters, its cache, and how it fares, as shapes."""
-        request = self._request
+        request, model = self._request, self._model
         if request.draft is None:
             return None
-        drafts = Drafts(self._model, request, request.draft, self._platform)
+        drafts = Drafts(model, request, request.draft, self._platform)
         held = jax.eval_shape(drafts.empty)
         drafter = drafts.drafter(self._context.cache, held)
         if drafter is None:
@@ -203,7 +203,7 @@ class _Programs:
         if held is not None:
             self._homes.append((held, Cached(places(held.cache, self._device))))
         its = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafts.params)
-        mesh, everywhere = self._model.mesh, jax.tree.map(lambda _: self._near, its)
+        mesh, everywhere = model.mesh, jax.tree.map(lambda _: self._near, its)
         if mesh is not None and its is not None:
             everywhere = _sharded(drafts.architecture)(mesh)
         self._homes.append((its, everywhere))

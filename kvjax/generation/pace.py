@@ -1,8 +1,10 @@
 """How many tokens are drafted: by what was accepted of those before."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
@@ -57,10 +59,13 @@ class Pace:
 
     @classmethod
     def new(cls, batch: int) -> "Pace":
-        """Of rows that begin."""
-        zero, zeros = jnp.int32(0), jnp.zeros(batch, jnp.int32)
-        known = jnp.full(batch, _AT_FIRST, jnp.float32)
-        return cls(_HOPE * known, known, zero, jnp.int32(_REST), zeros, zeros, zero)
+        """Of rows that begin, as NumPy's arrays."""
+        zeros: Any = np.zeros(batch, np.int32)
+        known: Any = np.full(batch, _AT_FIRST, np.float32)
+        zero: Any = np.int32(0)
+        rest: Any = np.int32(_REST)
+        right: Any = known * np.float32(_HOPE)
+        return cls(right, known, zero, rest, zeros, zeros, zero)
 
     def wanted(self, found: Rows, price: Price | None, active: SomeRows) -> Rows:
         """How many tokens of each row are to be drafted, of as many as could be ``found``: none

@@ -116,6 +116,7 @@ def speculate(
         """A draft of each row, checked in one pass."""
         before, now = carry.progress, active(carry.progress)
         known: Any = carry.past.length
+        held: Any
         (drafted, count), held = drafter.propose(
             draft_params, carry.held, before, carry.past, carry.wanted, draft
         )
