@@ -50,7 +50,8 @@ class Request:
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first.
+    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
+    ``before``: of each row, the tokens that a given cache holds, where they are known.
     """
 
     prompts: list[list[int]]
@@ -73,11 +74,25 @@ class Request:
     scores: int | None = None
     padded: bool = False
     to_read: list[list[int]] | None = None
+    before: list[list[int]] | None = None
 
     @property
     def texts(self) -> list[list[int]]:
         """The prompt of every row of the result, those that fill a mesh up among them."""
         return [row for row in self.prompts for _ in range(self.samples)]
+
+    @property
+    def known_texts(self) -> list[list[int]]:
+        """``texts``, behind what the cache holds already where that is known: what penalties, hooks
+        and the new text's first characters go by."""
+        if self.before is None:
+            return self.texts
+        return [[*held, *ids] for held, ids in zip(self.before, self.texts, strict=True)]
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether a text may end while its prompt is read: each has a row of its own."""
+        return self.samples == 1 and self.prefixes is None
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""

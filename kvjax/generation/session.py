@@ -11,6 +11,7 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
+from kvjax.core.device import fetch
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
@@ -22,7 +23,7 @@ from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
-from kvjax.operations.rewinding import rewind
+from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
@@ -91,7 +92,7 @@ class Session:
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         past = past_of(
-            request.texts, vocab=self.logits.shape[1], room=request.capacity,
+            request.known_texts, vocab=self.logits.shape[1], room=request.capacity,
             penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
         )  # fmt: skip
         self._progress, self._past, scores = programs.begin(
@@ -120,6 +121,15 @@ class Session:
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
         self._hold(*make_room(cache, grown_to(cache, tokens)))
+
+    @property
+    def held(self) -> np.ndarray:
+        """int32[batch]: tokens of each prompt that the text has so far."""
+        return self._held
+
+    def forgets(self, tokens: np.ndarray) -> bool:
+        """Whether the cache can forget so many of its newest tokens of each row."""
+        return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
     def take_back(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""

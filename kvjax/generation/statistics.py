@@ -25,7 +25,8 @@ class GenerationStats:
     where it made none. What was made and then dropped for a stop string is counted.
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
-    ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    ``stop_reasons``: ``"eos"``, ``"stop"``, ``"length"`` or, of a stream, ``"stopped"``, one a row;
+    None while it runs.
     ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
     the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
     no distance is as long, none.
