@@ -195,6 +195,11 @@ class Chat:
         return (*turns[:-1], replace(turns[-1], answer=answer.text, tokens=tuple(answer.tokens)))
 
     @property
+    def lm(self) -> LanguageModel:
+        """The model."""
+        return self._now.lm
+
+    @property
     def plain(self) -> bool:
         """Whether there is no chat template."""
         return self._now.rendering.plain

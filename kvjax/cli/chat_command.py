@@ -40,7 +40,7 @@ def chat(
     max_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens the chat can have; by default what the model was trained for, at most 4096."
+            help="Tokens the chat can have; by default what the model is trained for, at most 4096."
         ),
     ] = None,
     on_full: Annotated[

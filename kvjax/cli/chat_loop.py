@@ -1,10 +1,10 @@
 """A conversation line by line: what is asked, and commands between."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 
-import jax
 import typer
 
 from kvjax.chats.answer import Answer
@@ -38,10 +38,11 @@ class Talk:
                     return
             except (KvjaxError, ValueError, OSError) as error:
                 self._tell(error)
-            except jax.errors.JaxRuntimeError as error:
-                if error.error_code_string != NO_MEMORY:
+            except Exception as error:  # whatever it is, the chat is still there
+                if self.alone:
                     raise
-                self._tell(error)
+                memory = getattr(error, "error_code_string", None) == NO_MEMORY
+                self._tell(error) if memory else traceback.print_exc()
             except KeyboardInterrupt:
                 self.chat.close()
                 if self.alone:
