@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from string import ascii_letters
 from typing import Any
@@ -28,7 +26,13 @@ ALL = [
     *POLICIES,
     *(
         pytest.param(each, marks=pytest.mark.rare)
-        for each in ("dynamic", "offloaded,bits=8", "paged,page_size=16", "paged,bits=2", "auto")
+        for each in (
+            "dynamic",
+            "offloaded,bits=8",
+            "paged,page_size=16",
+            "paged,bits=2",
+            "auto,memory=1MB",
+        )
     ),
 ]
 
@@ -142,33 +146,6 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(other.send("ef")) == said(chat.send("ef"))
     assert other.turns == chat.turns and other.stats.prefilled > chat.stats.prefilled
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
-
-
-PROGRAM = """
-import json, sys
-import kvjax
-from kvjax import models
-
-chat = kvjax.Chat.load(models.load(sys.argv[1], dtype="float32"), sys.argv[2])
-pieces = [piece.tokens[0] for piece in chat.send("after")]
-logits = kvjax.prefill(chat.lm, [[7]], cache=chat._now.held.cache, prefill_chunk=16)[1]
-print(json.dumps([chat.turns[-1].tokens, logits.tolist(), chat.stats.prefilled]))
-"""
-
-
-@pytest.mark.parametrize("policy", ["bits=4"])
-def test_a_chat_goes_on_in_another_process(tiny_llama, tiny_llama_dir, tmp_path, policy):
-    """Bit for bit, and reads nothing again."""
-    chat = begun(tiny_llama, policy, system="be brief")
-    for text in ("x" * 60, "y" * 50):
-        said(chat.send(text))
-    chat.save(tmp_path)
-    command = [sys.executable, "-c", PROGRAM, str(tiny_llama_dir), str(tmp_path)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    said(chat.send("after"))
-    cache = kvjax.fork(held(chat).cache)
-    logits = kvjax.prefill(tiny_llama, [[7]], cache=cache, prefill_chunk=16)[1]
-    assert json.loads(out) == [list(chat.turns[-1].tokens), logits.tolist(), chat.stats.prefilled]
 
 
 @pytest.mark.parametrize("policy", ALL)

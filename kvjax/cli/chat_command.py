@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvjax.chats.texts import PLAIN
 from kvjax.cli import options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
@@ -19,8 +20,11 @@ def chat(
     dtype: options.Dtype = None,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     template: Annotated[
-        Path | None,
-        typer.Option(help="A chat template (Jinja) from a file; by default the checkpoint's."),
+        str | None,
+        typer.Option(
+            help="A file with a chat template (Jinja), or plain for none; by default the "
+            "checkpoint's."
+        ),
     ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Go on with the chat in this folder, which /save wrote.")
@@ -66,7 +70,7 @@ def chat(
     if load is not None and policy != parse_policy("static"):
         raise ValueError("the chat in --load has its cache and its policy: leave --cache out")
     given: dict[str, Any] = {
-        "system": system, "template": None if template is None else read(template),
+        "system": system, "template": template if template in (None, PLAIN) else read(Path(template)),
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
         "stop": stop or None, "max_len": max_len, "on_full": on_full,

@@ -51,7 +51,7 @@ class Talk:
 
     def _greet(self) -> None:
         if self.chat.plain:
-            _note("kvjax: this model has no chat template: it goes on with what it is told")
+            _note("kvjax: there is no chat template: the model goes on with what it is told")
         if not self.alone:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # lines can be edited, and come back
