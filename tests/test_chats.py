@@ -370,6 +370,20 @@ def _unchanged(logits: Any, tokens: Any, length: Any) -> Any:
     return logits
 
 
+def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path):
+    """And stop strings, which a text ends before, perhaps inside a token."""
+    text = "a</s>hey</s>b</s>you</s>c</s>no!STOP"
+    lm: Any = scripted(text, tokenizer=byte_tokenizer, eos=[257])
+    settings = {"template": SHORT, "max_len": 64, "prefill_chunk": 16, "stop": ["!STOP"]}
+    chat = kvjax.Chat(lm, **settings)
+    assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
+    assert [turn.reason for turn in chat.turns] == ["eos", "eos", "stop"]
+    assert list(held(chat).tokens) == byte_tokenizer.encode("a</s>hey</s>b</s>you</s>c</s>no")
+    assert chat.stats.prefilled == 2 + 3 + 3  # an end that was drawn is read with what comes next
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        kvjax.Chat(scripted([1], tokenizer=None, vocab_size=9), **settings)
+
+
 def test_texts_are_cut_where_their_tokens_are_known():
     encode = {"ab": [1], "abc": [9], "c": [3], "abxc": [1, 7, 3]}
     known = Known().answered(0, "ab", [1], "x", [7])

@@ -104,6 +104,7 @@ class Chat:
         self._now.request([0], cache, seed, self.settings | {"max_new_tokens": 1})
 
     @classmethod
+    @outside
     def load(cls, lm: LanguageModel, folder: str | Path, **settings: Any) -> "Chat":
         """Take up a chat that ``save`` wrote, here or elsewhere: it goes on bit for bit.
 
@@ -216,6 +217,7 @@ class Chat:
             cache_bytes=dict(nbytes(now.held.cache)) if now.held else {},
         )  # fmt: skip
 
+    @outside
     def _ask(self, number: int, text: str, attempt: int) -> Answer:
         return self._now.ask(
             number, _text("a text that is sent", text), attempt, system=self.system,

@@ -69,8 +69,10 @@ def chat(
     )  # fmt: skip
     if load is not None and policy != parse_policy("static"):
         raise ValueError("the chat in --load has its cache and its policy: leave --cache out")
+    if template not in (None, PLAIN):
+        template = read(Path(template))
     given: dict[str, Any] = {
-        "system": system, "template": template if template in (None, PLAIN) else read(Path(template)),
+        "system": system, "template": template,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
         "stop": stop or None, "max_len": max_len, "on_full": on_full,

@@ -56,6 +56,8 @@ class Talk:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # lines can be edited, and come back
             _note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
+            if self.chat.turns:
+                _note(f"({_counted(len(self.chat.turns), 'turn')} so far: /show)")
 
     def _lines(self) -> Iterator[str]:
         """What is typed, or comes from a file, without what ends its lines."""
@@ -135,7 +137,7 @@ class Talk:
         typer.echo()
         stats = answer.result.stats
         if stats.stop_reasons[0] == "length":
-            _note("(cut off at the most tokens that an answer has, or where the chat is full)")
+            _note("(cut off: --max-new-tokens, or the chat is full)")
         if stats.beyond_context and not self._warned:
             self._warned = True
             _note(beyond(stats.beyond_context))
