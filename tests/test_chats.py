@@ -21,20 +21,10 @@ SHARED = {"max_len": 256, "max_new_tokens": 8, "prefill_chunk": 16, "eos_token_i
 """One capacity, one width of prompts: few programs."""
 SHORT = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 """A token around each text."""
-POLICIES = ["static", "bits=4", "sliding_window,window=24,sinks=2"]
-ALL = [
-    *POLICIES,
-    *(
-        pytest.param(each, marks=pytest.mark.rare)
-        for each in (
-            "dynamic",
-            "offloaded,bits=8",
-            "paged,page_size=16",
-            "paged,bits=2",
-            "auto,memory=1MB",
-        )
-    ),
-]
+RING = "sliding_window,window=24,sinks=2"
+OTHERS = ["dynamic", "offloaded,bits=8", "paged,page_size=16", "paged,bits=2", "auto,memory=1MB"]
+RARE = [pytest.param(each, marks=pytest.mark.rare) for each in OTHERS]
+ALL = ["static", "bits=4", pytest.param(RING, marks=pytest.mark.rare), *RARE]
 
 
 def begun(lm: Any, policy: str = "static", **more: Any) -> kvjax.Chat:
@@ -148,7 +138,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
 
 
-@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("policy", ["static", "bits=4", RING, *RARE])
 def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkeypatch):
     """What is under way is taken back, or, where the cache can't forget so much, taken in."""
     monkeypatch.setattr(pacing, "_PROMPT_SECONDS", 1e9)  # steps double each time
@@ -226,18 +216,19 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         signal.signal(signal.SIGINT, usual)
 
 
-def test_errors_keep_the_chat(tiny_llama):
-    def hook(logits: Any, tokens: Any, length: Any) -> Any:
-        return logits * jax.numpy.where(length > 40, np.nan, 1.0)
-
-    chat = begun(tiny_llama, logits_hook=hook)
-    first = said(chat.send("short"))
+def test_errors_keep_the_chat(byte_tokenizer):
+    text = "a</s>first</s>" + "b" * 40
+    lm: Any = scripted(text, tokenizer=byte_tokenizer, eos=[257], scale={(0, 24): np.nan})
+    chat = kvjax.Chat(lm, template=SHORT, max_len=64, prefill_chunk=16)
+    assert said(chat.send("a")) == "first"
     with pytest.raises(kvjax.NonFiniteError):
-        list(chat.send("long" * 8))
-    assert [turn.answer for turn in chat.turns] == [first, ""]
-    chat.undo()
-    assert said(chat.send("x"))
-    assert chat.stats.reread == 15 and chat.turns[0].answer == first
+        list(chat.send("c" * 14))
+    assert [turn.answer for turn in chat.turns] == ["first", "b"]
+    assert (chat.turns[1].reason, held(chat)) == ("stopped", None)
+    assert chat.undo().user == "c" * 14
+    chat.settings["max_new_tokens"] = 3
+    assert said(chat.send("d")) == "bbb"
+    assert chat.stats.reread == 8 and chat.turns[0].answer == "first"
 
 
 def test_stopped_streams(byte_tokenizer, monkeypatch):
@@ -268,6 +259,24 @@ def test_stopped_streams(byte_tokenizer, monkeypatch):
     list(running)
     running.stop()
     assert running.result.text == whole.text and list(running) == []
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("policy", ["static", "bits=4"])
+def test_a_chat_on_a_mesh_and_elsewhere(tiny_llama, policy, tmp_path):
+    """Says what it says on one device, and goes on from there to here."""
+    mesh = kvjax.make_mesh(tensor=2, sequence=2, devices=jax.devices()[:4])
+    chat, there = begun(tiny_llama, policy), begun(tiny_llama.on(mesh), policy)
+    for text in ("a" * 40, "b" * 90, "c"):
+        assert said(chat.send(text)) == said(there.send(text))
+    assert said(chat.edit(1, "d" * 9)) == said(there.edit(1, "d" * 9))
+    there.save(tmp_path)
+    here = kvjax.Chat.load(tiny_llama, tmp_path)
+    again = kvjax.Chat.load(tiny_llama.on(mesh), tmp_path)
+    assert here.turns == again.turns == chat.turns
+    assert said(here.send("e")) == said(again.send("e")) == said(chat.send("e"))
+    assert here.stats.reread == again.stats.reread == chat.stats.reread
+    assert_sees_its_text(here)
 
 
 def test_a_full_chat(tiny_llama):
