@@ -316,6 +316,7 @@ def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
         ({"system": 3}, "system must be a text, got 3"),
         ({"template": ""}, "template must be Jinja text or 'plain'"),
         ({"template": "plain", "template_options": {"x": 1}}, "has no options for it"),
+        ({"template_options": 3}, "template_options must map names to values"),
         ({"max_len": 0}, "max_len must be a whole number, at least 1"),
         ({"cache": kvjax.init_cache(tiny_llama.config, max_len=8)}, "makes its own cache"),
         ({"stop": ""}, "at least one character"),
@@ -389,6 +390,13 @@ def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path
     assert [turn.reason for turn in chat.turns] == ["eos", "eos", "stop"]
     assert list(held(chat).tokens) == byte_tokenizer.encode("a</s>hey</s>b</s>you</s>c</s>no")
     assert chat.stats.prefilled == 2 + 3 + 3  # an end that was drawn is read with what comes next
+    # A ring that can't forget so much is read again.
+    ring = kvjax.policy("sliding_window", window=8, slack=0)
+    chat = kvjax.Chat(lm, cache=ring, **settings | {"prefill_chunk": 1})
+    assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
+    assert held(chat) is None
+    chat.settings["max_new_tokens"] = 1
+    assert said(chat.edit(2, "c")) == "n" and chat.stats.reread == 14
     with pytest.raises(ValueError, match="has no tokenizer"):
         kvjax.Chat(scripted([1], tokenizer=None, vocab_size=9), **settings)
 

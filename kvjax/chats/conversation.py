@@ -12,6 +12,7 @@ from kvjax.chats.known import Known, common
 from kvjax.chats.planning import Plan, planned
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import Turn
+from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.loaded import LanguageModel
@@ -59,7 +60,7 @@ class Conversation:
         """Go back to before turn ``number``, and on with what is asked."""
         self.close()
         turns, known = self.turns[:number], self.known.before(number)
-        new = settings["max_new_tokens"]
+        new = whole_number("max_new_tokens", settings["max_new_tokens"], 1)
         plan = planned(
             self.rendering, known, system, turns, user, most=self.most, new=new, drop=drop
         )
@@ -107,8 +108,11 @@ class Conversation:
         else:
             text, tokens, stats = result.text[0], result.tokens[0], result.stats
             reason = stats.stop_reasons[0]
-            held = int(fetch(result.cache.length)[0])
-            self.held = Held(result.cache, (*plan.ids, *tokens)[:held])
+            held, whole = int(fetch(result.cache.length)[0]), (*plan.ids, *tokens)
+            if held <= len(whole):
+                self.held = Held(result.cache, whole[:held])
+            else:  # behind a stop string that was longer than what a ring can forget
+                self.lost = whole
             fed = min(fed, held)
             stats = replace(stats, prompt_tokens=len(plan.ids), cached_tokens=kept)
             nothing: Any = None

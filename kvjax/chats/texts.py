@@ -37,6 +37,8 @@ class Rendering:
             raise ValueError("a chat is text, and the model has no tokenizer")
         if not isinstance(template, str | None) or template == "":
             raise ValueError(f"template must be Jinja text or {PLAIN!r}, got {template!r:.80}")
+        if not isinstance(options, Mapping):
+            raise ValueError(f"template_options must map names to values, got {options!r:.80}")
         if template is None and hasattr(tokenizer, "render") and not tokenizer.templates:
             template = PLAIN
         self.plain = template == PLAIN

@@ -36,6 +36,8 @@ class Talk:
             try:
                 if not self._done(line):
                     return
+            except BrokenPipeError:  # nobody reads what is said
+                raise
             except (KvjaxError, ValueError, OSError) as error:
                 self._tell(error)
             except Exception as error:  # whatever it is, the chat is still there
