@@ -633,6 +633,26 @@ FAULTS = (
         'part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor',
         "part = self.partial_rotary_factor", ("rope",),
     ),
+    Fault(
+        "a chat keeps a token too many", "chats/held.py",
+        "same = min(common(self.tokens, ids), len(ids) - 1)",
+        "same = min(common(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
+    ),
+    Fault(
+        "a stream that is stopped keeps a token of what was under way", "generation/text.py",
+        "del self.tokens[tokens:]",
+        "del self.tokens[tokens + 1 :]", ("chats",),
+    ),
+    Fault(
+        "the token that ended an answer stays in the chat", "chats/conversation.py",
+        'said = tokens[:-1] if reason == "eos" else tokens',
+        "said = tokens", ("chats",),
+    ),
+    Fault(
+        "penalties go by what is new of a chat", "generation/session.py",
+        "            request.known_texts,",
+        "            request.texts,", ("chats",),
+    ),
 )  # fmt: skip
 
 

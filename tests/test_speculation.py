@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models import first_layers
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
 from tests.test_prefixes import small
 

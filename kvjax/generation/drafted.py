@@ -1,6 +1,7 @@
 """A session's drafts: what proposes them, its own text so far, and how they fare."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.generation import programs
+from kvjax.generation.acceptance import Acceptance, price_of, usual_length
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafting import Drafter, Lookup, Second
 from kvjax.generation.drafts import Draft, DraftModel, PromptLookup, relative_size
 from kvjax.generation.model import Model
-from kvjax.generation.pace import Pace, price_of, usual_length
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.speculation import speculate
@@ -24,7 +25,7 @@ from kvjax.policies.positions import position_limit
 
 
 class Drafts:
-    """``held``: the draft's own cache, None where there is none; ``pace``: how they fare;
+    """``held``: the draft's own cache, None where there is none; ``fared``: how they fare;
     ``params``: of its model."""
 
     def __init__(self, lm: Any, request: Request, draft: Draft, platform: str) -> None:
@@ -37,7 +38,7 @@ class Drafts:
             self._lm = draft.lm if lm.mesh is None else draft.lm.on(lm.mesh)
             self.params, self._share = self._lm.params, relative_size(lm, draft.lm)
         self._vocab = lm.config.vocab_size
-        self.pace = Pace.new(self._rows)
+        self.fared = Acceptance.new(self._rows)
 
     @property
     def architecture(self) -> Model:
@@ -72,7 +73,8 @@ class Drafts:
         logits = _beside(
             context, np.zeros((len(request.prompts), lm.config.vocab_size), np.float32)
         )
-        for chunk in prompt_chunks(request):
+        texts = request.prompts if request.before is None else request.known_texts
+        for chunk in prompt_chunks(replace(request, prompts=texts, start=0 * request.start)):
             context, logits = programs.prefill(*self._reading(context, logits, chunk))
         if request.samples > 1:
             context, _ = programs.sampled(context, logits, request.samples)
@@ -80,7 +82,9 @@ class Drafts:
 
     def decode(self, drafter: Drafter, call: tuple[Any, ...]) -> Any:
         """``programs.decode`` with drafts, of what that is given."""
-        self.held, self.pace, *found = speculate(drafter, self.params, self.held, self.pace, *call)
+        self.held, self.fared, *found = speculate(
+            drafter, self.params, self.held, self.fared, *call
+        )
         return found
 
     def lowered(
@@ -88,7 +92,7 @@ class Drafts:
     ) -> list[Lowered]:
         """The same, and its reading of these chunks, to be compiled."""
         found, held = (
-            [speculate.lower(drafter, self.params, self.held, self.pace, *call)],
+            [speculate.lower(drafter, self.params, self.held, self.fared, *call)],
             self.held,
         )
         if held is not None:

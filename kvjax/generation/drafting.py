@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.generation.acceptance import Price
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
-from kvjax.generation.pace import Price
 from kvjax.generation.past import Past
 
 Choose = Callable[[Progress, Past, Logits, Rows], tuple[Progress, Past]]

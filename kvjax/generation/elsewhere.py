@@ -183,12 +183,12 @@ class _Programs:
         if drafts is None:
             call = functools.partial(unwrap(programs.decode), *static, scores=scores)
             return self._compiled(call, (1, 3), given, found)
-        drafter, its, held, pace = drafts
+        drafter, its, held, fared = drafts
 
-        def checked(its: Any, held: Any, pace: Any, *rest: Any) -> Any:
-            return unwrap(speculate)(drafter, its, held, pace, *static, *rest, scores=scores)
+        def checked(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
+            return unwrap(speculate)(drafter, its, held, fared, *static, *rest, scores=scores)
 
-        return self._compiled(checked, (1, 4, 6), (its, held, pace, *given), (held, pace, *found))
+        return self._compiled(checked, (1, 4, 6), (its, held, fared, *given), (held, fared, *found))
 
     def _drafts(self) -> tuple[Any, ...] | None:
         """What proposes, its parameters, its cache, and how it fares, as shapes."""
@@ -207,7 +207,7 @@ class _Programs:
         if mesh is not None and its is not None:
             everywhere = _sharded(drafts.architecture)(mesh)
         self._homes.append((its, everywhere))
-        return drafter, its, held, jax.eval_shape(lambda: drafts.pace)
+        return drafter, its, held, jax.eval_shape(lambda: drafts.fared)
 
     def _scores(self, tokens: int) -> Scores | None:
         most, shape = self._request.scores, (self._rows, tokens)

@@ -52,7 +52,8 @@ class Request:
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
     told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
-    ``draft``: what proposes tokens, None for nothing.
+    ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
+    what proposes tokens, None for nothing.
     """
 
     prompts: list[list[int]]
@@ -76,11 +77,25 @@ class Request:
     padded: bool = False
     to_read: list[list[int]] | None = None
     draft: Draft | None = None
+    before: list[list[int]] | None = None
 
     @property
     def texts(self) -> list[list[int]]:
         """The prompt of every row of the result, those that fill a mesh up among them."""
         return [row for row in self.prompts for _ in range(self.samples)]
+
+    @property
+    def known_texts(self) -> list[list[int]]:
+        """``texts``, behind what the cache holds already where that is known: what penalties, hooks
+        and the new text's first characters go by."""
+        if self.before is None:
+            return self.texts
+        return [[*held, *ids] for held, ids in zip(self.before, self.texts, strict=True)]
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether a text may end while its prompt is read: each has a row of its own."""
+        return self.samples == 1 and self.prefixes is None
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
@@ -138,7 +153,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
     capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
-    check_length(draft, int(max(map(len, rows))) + limit)
+    check_length(draft, longest + limit)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(
             lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)

@@ -11,21 +11,22 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
+from kvjax.core.device import fetch
 from kvjax.core.typing import Array
 from kvjax.generation import programs
+from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.drafted import Drafts
 from kvjax.generation.drafting import Drafter
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.pace import Pace
 from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
-from kvjax.operations.rewinding import rewind
+from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
@@ -38,7 +39,7 @@ class Report(NamedTuple):
     tokens: jax.Array
     progress: Progress
     scores: Scores | None
-    pace: Pace | None
+    drafted: Acceptance | None
 
 
 class Session:
@@ -104,7 +105,7 @@ class Session:
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         past = past_of(
-            request.texts, vocab=self.logits.shape[1], room=request.capacity,
+            request.known_texts, vocab=self.logits.shape[1], room=request.capacity,
             penalty=bool(request.filters.repetition_penalty),
             hook=request.filters.hook is not None or self._drafts is not None,
         )  # fmt: skip
@@ -115,7 +116,7 @@ class Session:
         del self.logits
         if self._drafts is not None:
             self._drafts.read()
-            self._drafts.pace = self.put(self._drafts.pace)
+            self._drafts.fared = self.put(self._drafts.fared)
             self.cache_bytes.update(self._drafts.nbytes)
         return Report(self._progress.token[:, None], self._progress, scores, None)
 
@@ -128,8 +129,8 @@ class Session:
         else:
             found = self._drafts.decode(drafter, call)
         self.context, self._progress, self._past, out, scores = found
-        pace = None if self._drafts is None else self._drafts.pace
-        return Report(out, self._progress, scores, pace)
+        drafted = None if self._drafts is None else self._drafts.fared
+        return Report(out, self._progress, scores, drafted)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -148,6 +149,15 @@ class Session:
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
         self._hold(*make_room(cache, grown_to(cache, tokens)))
+
+    @property
+    def held(self) -> np.ndarray:
+        """int32[batch]: tokens of each prompt that the text has so far."""
+        return self._held
+
+    def forgets(self, tokens: np.ndarray) -> bool:
+        """Whether the cache can forget so many of its newest tokens of each row."""
+        return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
     def take_back(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""

@@ -17,12 +17,12 @@ from jaxtyping import Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafting import Drafter
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
-from kvjax.generation.pace import Pace
 from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.sampling import Filters, Sampling
@@ -36,7 +36,7 @@ class _Carry:
 
     context: Cached
     held: Any
-    pace: Pace
+    fared: Acceptance
     progress: Progress
     past: Past
     wanted: Rows
@@ -51,7 +51,7 @@ def speculate(
     drafter: Drafter,
     draft_params: Any,
     held: Cached | None,
-    pace: Pace,
+    fared: Acceptance,
     model: Model,
     filters: Filters,
     params: Any,
@@ -63,11 +63,13 @@ def speculate(
     limit: Array,
     steps: Array,
     scores: int | None = None,
-) -> tuple[Cached | None, Pace, Cached, Progress, Past, Int[Array, "batch chunk"], Scores | None]:
+) -> tuple[
+    Cached | None, Acceptance, Cached, Progress, Past, Int[Array, "batch chunk"], Scores | None
+]:
     """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done.
 
     ``drafter``: what proposes; ``draft_params``, ``held``: its parameters, and its text so far;
-    ``pace``: how drafts fare. The last two are given back, before what ``decode`` gives.
+    ``fared``: how drafts fare. The last two are given back, before what ``decode`` gives.
     """
     progress = replace(progress, done=progress.done | halt)
     begin, rows = progress.count, jnp.arange(progress.count.shape[0])
@@ -80,11 +82,11 @@ def speculate(
     def active(progress: Progress) -> SomeRows:
         return ~progress.done & (progress.count - begin < steps)
 
-    def wanted(pace: Pace, progress: Progress, past: Past) -> Rows:
+    def wanted(fared: Acceptance, progress: Progress, past: Past) -> Rows:
         # Nothing is drafted, nor ever fed, beyond the last token that is asked for.
         left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
         found = drafter.found(past, jnp.clip(left, 0, drafter.length))
-        return pace.wanted(found, drafter.price, active(progress))
+        return fared.wanted(found, drafter.price, active(progress))
 
     def draft(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
         return choose(progress, past, logits, limit, None)[:2]
@@ -109,8 +111,8 @@ def speculate(
         after, past, found = choose(waiting, carry.past, logits, limit, scores)
         after = replace(after, done=jnp.where(now, after.done, before.done))
         out = told(carry.out, (after.token, found), before, after)
-        pace = carry.pace.rested()
-        return _Carry(context, carry.held, pace, after, past, wanted(pace, after, past), out)
+        fared = carry.fared.rested()
+        return _Carry(context, carry.held, fared, after, past, wanted(fared, after, past), out)
 
     def several(carry: _Carry) -> _Carry:
         """A draft of each row, checked in one pass."""
@@ -146,9 +148,9 @@ def speculate(
         accepted = jnp.clip(taken - 1, 0, count)
         # A row's cache ends before its newest token, and holds what broke it.
         context = context.taken_back(fed - jnp.where(now, jnp.maximum(taken, 1), 0))
-        pace = carry.pace.after(count, accepted, drafter.length, drafter.price, now)
+        fared = carry.fared.after(count, accepted, drafter.length, drafter.price, now)
         held = drafter.settled(held, known + accepted)
-        return _Carry(context, held, pace, after, past, wanted(pace, after, past), out)
+        return _Carry(context, held, fared, after, past, wanted(fared, after, past), out)
 
     def body(carry: _Carry) -> _Carry:
         # Loops, not a choice of two: of what goes through a choice, devices copy some.
@@ -157,7 +159,7 @@ def speculate(
 
     shape = len(rows), CHUNK
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
-    first = wanted(pace, progress, past)
-    carry = _Carry(context, held, pace, progress, past, first, out)
+    first = wanted(fared, progress, past)
+    carry = _Carry(context, held, fared, progress, past, first, out)
     carry = lax.while_loop(going, body, carry)
-    return carry.held, carry.pace, carry.context, carry.progress, carry.past, *carry.out
+    return carry.held, carry.fared, carry.context, carry.progress, carry.past, *carry.out

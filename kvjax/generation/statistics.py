@@ -24,10 +24,11 @@ class Speculation:
     saved: int
 
 
-def speculation(pace: Any, count: Any, rows: int) -> Speculation:
-    """From a ``Pace`` on the host, and the new tokens of each row, of which so many were asked."""
-    passes = int(pace.passes)
-    proposed, accepted = (int(x[:rows].sum()) for x in (pace.proposed, pace.accepted))
+def speculation(fared: Any, count: Any, rows: int) -> Speculation:
+    """From an ``Acceptance`` on the host, and the new tokens of each row, of which ``rows`` were
+    asked for."""
+    passes = int(fared.passes)
+    proposed, accepted = (int(x[:rows].sum()) for x in (fared.proposed, fared.accepted))
     return Speculation(proposed, accepted, passes, int(count.max()) - 1 - passes)
 
 
@@ -44,7 +45,8 @@ class GenerationStats:
     where it made none. What was made and then dropped for a stop string is counted.
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
-    ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    ``stop_reasons``: ``"eos"``, ``"stop"``, ``"length"`` or, of a stream, ``"stopped"``, one a row;
+    None while it runs.
     ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
     the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
     no distance is as long, none.

@@ -43,7 +43,7 @@ def usual_length(platform: str, rows: int) -> int:
 
 
 @state
-class Pace:
+class Acceptance:
     """``right`` of ``judged``: float32[batch], drafted tokens that were accepted, and those that
     were looked at, the older the less they count. ``rest``: int32, passes before any row's next
     draft; ``wait``: int32, those of the next rest. In all: ``proposed`` and ``accepted``,
@@ -58,7 +58,7 @@ class Pace:
     passes: Array
 
     @classmethod
-    def new(cls, batch: int) -> "Pace":
+    def new(cls, batch: int) -> "Acceptance":
         """Of rows that begin, as NumPy's arrays."""
         zeros: Any = np.zeros(batch, np.int32)
         known: Any = np.full(batch, _AT_FIRST, np.float32)
@@ -79,7 +79,7 @@ class Pace:
 
     def after(
         self, count: Rows, accepted: Rows, length: int, price: Price | None, active: SomeRows
-    ) -> "Pace":
+    ) -> "Acceptance":
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
         kept = jnp.where(count > 0, _KEPT, 1)
@@ -104,7 +104,7 @@ class Pace:
             wait=jnp.where(poor, jnp.minimum(2 * wait, _LONGEST_REST), wait),
         )
 
-    def rested(self) -> "Pace":
+    def rested(self) -> "Acceptance":
         """Behind a pass over one token a row."""
         return replace(self, rest=jnp.maximum(self.rest - 1, 0), passes=self.passes + 1)
 
