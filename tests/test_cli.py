@@ -96,6 +96,8 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
 def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 7, "--temperature", 0.8, "--top-k", 50, "--top-p", 0.9)
     arguments += ("--min-p", 0.01, "--seed", 5, "--repetition-penalty", 1.1, "--max-len", 64)
+    arguments += ("--typical-p", 0.9, "--frequency-penalty", 0.5, "--presence-penalty", -0.5)
+    arguments += ("--no-repeat-ngram-size", 3)
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--json", *arguments)
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -110,6 +112,10 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
         min_p=0.01,
         seed=5,
         repetition_penalty=1.1,
+        typical_p=0.9,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        no_repeat_ngram_size=3,
         max_len=64,
     )
     assert found["text"] == expected.text[0] and found["tokens"] == expected.tokens[0]

@@ -39,7 +39,11 @@ def generate(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     logit_bias: options.LogitBias = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: options.Stop = None,
@@ -97,7 +101,9 @@ def generate(
     settings: Settings = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()),
+        "typical_p": typical_p, "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
         "max_len": max_len, "cache": policy, "use_cache": not no_cache,
         "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
     }  # fmt: skip

@@ -129,8 +129,9 @@ class Engine:
         Args:
           prompt: a text, or token ids.
           listener: called, in the thread of ``step``, when the request has something new or ended.
-          max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias,
-            min_new_tokens, stop, eos_token_ids: as of ``generate``.
+          max_new_tokens, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
+            frequency_penalty, presence_penalty, no_repeat_ngram_size, logit_bias, min_new_tokens,
+            stop, eos_token_ids: as of ``generate``.
           seed: of its draws.
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
           guide: which tokens may come next, see ``Guide``.

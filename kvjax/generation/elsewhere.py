@@ -133,7 +133,7 @@ class _Programs:
         self._logits = self._of_rows(jnp.float32, vocab)
         past = past_of(
             [[]] * self._rows, vocab=vocab, room=request.capacity,
-            penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
+            marks=request.filters.marks, whole=request.filters.whole,
         )  # fmt: skip
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)

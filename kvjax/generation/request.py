@@ -156,7 +156,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         check_ids(lm.config, eos, "eos_token_ids")
     filters, settings = make_settings(
         seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-        min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+        min_p=options.min_p, typical_p=options.typical_p,
+        repetition_penalty=options.repetition_penalty,
+        frequency_penalty=options.frequency_penalty, presence_penalty=options.presence_penalty,
+        no_repeat_ngram_size=options.no_repeat_ngram_size,
         min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
         logits_hook=options.logits_hook,
     )  # fmt: skip

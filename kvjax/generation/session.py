@@ -92,7 +92,7 @@ class Session:
         self._settings = self.put(request.settings)
         past = past_of(
             request.texts, vocab=self.logits.shape[1], room=request.capacity,
-            penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
+            marks=request.filters.marks, whole=request.filters.whole,
         )  # fmt: skip
         self._progress, self._past, scores = programs.begin(
             self.logits, request.filters, self._settings, self._limit,

@@ -29,12 +29,16 @@ class Drawing(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
 
 
 class Compiling(Drawing, total=False):
     """What chooses programs."""
 
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
     logit_bias: Mapping[int, float] | None
     min_new_tokens: int
     eos_token_ids: int | Sequence[int] | None
@@ -71,7 +75,11 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     logit_bias: Mapping[int, float] | None = None
     min_new_tokens: int = 0
     stop: str | Sequence[str] | None = None
