@@ -40,6 +40,7 @@ from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.generator import generate, stream
+from kvjax.generation.guides import Guides
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.results import GenerationResult
@@ -80,7 +81,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError", "Compiled",
     "Dense", "Device", "DevicePlan", "Edges", "Engine", "EngineStats", "Float8", "GenerationResult",
-    "Growing", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2",
+    "Growing", "Guides", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1",
+    "Int2",
     "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "LanguageModel", "ModelShape",
     "NonFiniteError", "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree",
     "Quantized", "Raw", "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored",

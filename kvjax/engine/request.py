@@ -3,13 +3,12 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
-
-import numpy as np
+from typing import TypedDict
 
 from kvjax.core.checks import whole_number
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import Guide
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
@@ -19,19 +18,6 @@ MOST_ENDS = 16
 """End-of-text tokens that a request can have."""
 MOST_BIASED = 304
 """Tokens whose logits a request can change."""
-
-
-class Guide(Protocol):
-    """Which tokens may come next: a grammar, a list of choices. It has a request of its own."""
-
-    def allowed(self) -> np.ndarray:
-        """uint32[words]: a bit for each token, 32 in a word, the lowest first; 1 for what may
-        come behind the tokens that were accepted."""
-        ...
-
-    def accept(self, token: int, /) -> None:
-        """A token has come."""
-        ...
 
 
 class Asking(TypedDict, total=False):

@@ -28,20 +28,22 @@ class Progress:
 
 def chosen(
     before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
-    limit: Array, scores: int | None,
+    limit: Array, scores: int | None, *, allowed: Allowed | None = None,
 ) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
-    """The next token of the rows that are not done, their texts with it, and its scores."""
+    """The next token of the rows that are not done, their texts with it, and its scores;
+    ``allowed``: see ``sample``."""
     raw = logits
     if past is not None:
         logits = past.hooked(logits, filters.hook)
-    after, then = choose(before, past, logits, filters, settings, limit)
+    after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)
     found = None
     if scores is not None:
         filtered = None
         if not filters.greedy:
             filtered = filter_logits(
-                logits.astype(jnp.float32), filters, settings, count=before.count, past=past
-            )
+                logits.astype(jnp.float32), filters, settings, count=before.count, past=past,
+                allowed=allowed,
+            )  # fmt: skip
         found = scores_of(
             raw, after.token, scores, filtered=filtered, temperature=settings.temperature
         )

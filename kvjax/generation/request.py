@@ -13,6 +13,7 @@ from kvjax.generation.capacities import capacity_for, grown_to
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import Guide, guides_of
 from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
@@ -50,7 +51,8 @@ class Request:
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first.
+    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
+    ``guides``: of every row, the others' among them, what it keeps to, or None; None for no row.
     """
 
     prompts: list[list[int]]
@@ -73,6 +75,7 @@ class Request:
     scores: int | None = None
     padded: bool = False
     to_read: list[list[int]] | None = None
+    guides: tuple[Guide | None, ...] | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -173,6 +176,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
+        guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
     )  # fmt: skip
 
 

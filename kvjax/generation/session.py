@@ -86,6 +86,16 @@ class Session:
         """Choose the first token of each row, of which a prompt may have several, from the logits
         after its prompt."""
         request = self._request
+        self._ready()
+        self._progress, self._past, scores = programs.begin(
+            self.logits, request.filters, self._settings, self._limit, self._past, request.scores
+        )
+        del self.logits
+        return self._progress.token[:, None], self._progress, scores
+
+    def _ready(self) -> None:
+        """Have all rows, and what their choices go by, where the context is."""
+        request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
@@ -94,12 +104,7 @@ class Session:
             request.texts, vocab=self.logits.shape[1], room=request.capacity,
             marks=request.filters.marks, whole=request.filters.whole,
         )  # fmt: skip
-        self._progress, self._past, scores = programs.begin(
-            self.logits, request.filters, self._settings, self._limit,
-            None if past is None else self.put(past), request.scores,
-        )  # fmt: skip
-        del self.logits
-        return self._progress.token[:, None], self._progress, scores
+        self._past = None if past is None else self.put(past)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now

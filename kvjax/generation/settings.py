@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value
+from kvjax.generation.masks import RowGuides
 from kvjax.generation.past import LogitsHook
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
@@ -60,6 +61,7 @@ class Settings(Compiling, total=False):
     mesh: Mesh | None
     n: int
     padded: bool
+    guide: RowGuides | None
     prefix_cache: PrefixTree | Tenant | None
 
 
@@ -92,6 +94,7 @@ class Options:
     padded: bool = False
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None
+    guide: RowGuides | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:

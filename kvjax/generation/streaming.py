@@ -11,6 +11,7 @@ from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
+from kvjax.generation.guided import GuidedSession
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
@@ -42,7 +43,8 @@ class Stream(Iterator[Piece]):
         chunks: list[Chunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
-        self._session = Session(lm, request)
+        guided = request.guides is not None  # then each token waits for the one before
+        self._session = GuidedSession(lm, request) if guided else Session(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.texts]
@@ -54,7 +56,8 @@ class Stream(Iterator[Piece]):
         alone = jax.process_count() == 1
         first = 1 if alone else _TOGETHER_STEPS
         self._steps = first if watched else _WATCHED_STEPS if request.stops else CHUNK
-        self._paced = watched and alone
+        self._paced = watched and alone and not guided
+        self._steps = 1 if guided else self._steps
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
         self._pieces: Generator[Piece, None, None] = self._run()
@@ -99,7 +102,7 @@ class Stream(Iterator[Piece]):
         flying: deque[Report] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
-        ahead = 1 if self._request.stops else 2
+        ahead = 1 if self._request.stops or self._request.guides else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
             before = self._decode_meter.seconds
@@ -126,6 +129,7 @@ class Stream(Iterator[Piece]):
         result = GenerationResult(
             texts, tokens, self._stats(), cache, unfed[: len(asked)],
             self._logprobs([slice(len(row.tokens)) for row in asked]),
+            guides=None if (guides := self._request.guides) is None else guides[: len(asked)],
         )  # fmt: skip
         if self._request.padded:
             limit, scores = self._request.limit, self._request.scores

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.engine.request import Asking, Guide
+from kvjax.engine.request import Asking
 from kvjax.generation.guides import Guides
+from kvjax.generation.masks import Guide
 from kvjax.serve.fields import Fields, is_number
 from kvjax.serve.refused import Refused
 
