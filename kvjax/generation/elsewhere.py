@@ -132,7 +132,7 @@ class _Programs:
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
         past = past_of(
-            [[]] * self._rows, vocab=vocab, room=request.capacity,
+            [[]] * self._rows, vocab=vocab, room=request.room,
             marks=request.filters.marks, whole=request.filters.whole,
         )  # fmt: skip
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)

@@ -9,7 +9,7 @@ from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.capacities import capacity_for, grown_to
+from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
@@ -81,6 +81,14 @@ class Request:
     def texts(self) -> list[list[int]]:
         """The prompt of every row of the result, those that fill a mesh up among them."""
         return [row for row in self.prompts for _ in range(self.samples)]
+
+    @property
+    def room(self) -> int:
+        """Tokens that filters and hooks may be shown of a row: of a given cache that has no end,
+        those of this request, not all that it can hold."""
+        if self.capacity < UNLIMITED:
+            return self.capacity
+        return capacity_bucket(max(map(len, self.prompts)) + self.limit)
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""

@@ -101,7 +101,7 @@ class Session:
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         past = past_of(
-            request.texts, vocab=self.logits.shape[1], room=request.capacity,
+            request.texts, vocab=self.logits.shape[1], room=request.room,
             marks=request.filters.marks, whole=request.filters.whole,
         )  # fmt: skip
         self._past = None if past is None else self.put(past)
