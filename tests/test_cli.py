@@ -125,6 +125,32 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert set(found["stats"]["cache_bytes"]) == {"device"}
 
 
+def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
+    model = ("generate", "a", "--model", tiny_llama_dir, "--max-new-tokens", 30)
+    schema, lark = tmp_path / "schema.json", tmp_path / "form.lark"
+    schema.write_text('{"enum": [17, "é"]}', encoding="utf-8")
+    lark.write_text('start: "q" /[0-9]/', encoding="utf-8")
+    for words, wanted in (
+        (("--json-schema", schema), {"17", '"é"'}),
+        (("--json-schema", '{"const": [1, null]}', "--json"), {"[1,null]"}),
+        (("--regex", "yes|no"), {"yes", "no"}),
+        (("--choice", "y", "--choice", 'n"'), {"y", 'n"'}),
+        (("--grammar", lark), {f"q{digit}" for digit in range(10)}),
+    ):
+        code, out, _ = run(*model, *words)
+        assert code == 0 and (json.loads(out)["text"] if "--json" in words else out[:-1]) in wanted
+    for words, message in (
+        (("--regex", "a", "--choice", "b"), "--regex can't stand beside --choice"),
+        (("--regex", "("), "the regex can't be kept to"),
+        (("--grammar", tmp_path / "none"), "there is no file"),
+        (("--json-schema", "point"), "there is no file 'point'"),
+        (("--json-schema", "{"), "the schema can't be kept to"),
+        (("--choice", ""), "choices must be texts"),
+        (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
+    ):  # fmt: skip
+        assert_refused(run(*model, *words), message)
+
+
 def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 3, "--logprobs", 2, "--logit-bias", "70=1000", "--json")
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, *arguments)

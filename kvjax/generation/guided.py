@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.device import fetch
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, Rows
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Context
-from kvjax.generation.filters import Allowed, Logits
+from kvjax.generation.filters import Logits
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Masks, words_for
 from kvjax.generation.model import Model
@@ -46,9 +47,8 @@ class GuidedSession(Session):
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose one token more, of all rows but those to end now (bool[batch])."""
-        ended = self.put(np.asarray(halt))
         self.context, logits = feed(
-            self._lm.architecture, self._lm.params, self.context, self._progress, ended
+            self._lm.architecture, self._lm.params, self.context, self._progress, halt
         )
         # That runs; its report had these on the host before.
         token, count, done = fetch(
@@ -58,20 +58,20 @@ class GuidedSession(Session):
         return self._choose(logits, np.asarray(halt) | done)
 
     def _choose(self, logits: Logits, ended: np.ndarray) -> Report:
-        request, allowed = self._request, self.put(self._masks.bits(ended))
-        self._progress, self._past, scores = choose(
+        request, allowed = self._request, self._masks.bits(ended)
+        self._progress, self._past, out, scores = choose(
             logits, request.filters, self._settings, self._limit, self._progress, self._past,
-            self.put(ended), allowed, request.scores,
+            ended, allowed, request.scores,
         )  # fmt: skip
-        return self._progress.token[:, None], self._progress, scores
+        return out, self._progress, scores
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def feed(
-    model: Model, params: Any, context: Context, progress: Progress, halt: SomeRows
+    model: Model, params: Any, context: Context, progress: Progress, halt: Any
 ) -> tuple[Context, Logits]:
     """Feed the newest token of the rows that go on; the logits behind it."""
-    lengths: Rows = jax.numpy.where(progress.done | halt, 0, 1)
+    lengths: Rows = jnp.where(progress.done | halt, 0, 1)
     logits, context = context.feed(model, params, progress.token[:, None], lengths)
     return context, whole(logits, context)
 
@@ -79,11 +79,13 @@ def feed(
 @functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
 def choose(
     logits: Logits, filters: Filters, settings: Sampling, limit: Array, progress: Progress,
-    past: Past | None, halt: SomeRows, allowed: Allowed, scores: int | None,
-) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
-    """The next token of the rows that go on, as of ``programs.begin``, among those allowed."""
+    past: Past | None, halt: Any, allowed: Any, scores: int | None,
+) -> tuple[Progress, Past | None, Array, Scores | None]:  # fmt: skip
+    """The next token of the rows that go on, among those allowed, as a step of
+    ``programs.decode``."""
     progress = replace(progress, done=progress.done | halt)
     progress, past, found = chosen(
         progress, past, logits, filters, settings, limit, scores, allowed=allowed
     )
-    return progress, past, jax.tree.map(lambda x: x[:, None], found)
+    out, found = jax.tree.map(lambda x: x[:, None], (progress.token, found))
+    return progress, past, out, found
