@@ -56,11 +56,12 @@ def test_each_token_is_the_likeliest_by_the_definitions(controls):
         assert all(len(set(tokens)) < 8 for tokens in found.tokens)
 
 
-def test_an_engine_gives_what_generate_does():
-    """With rows of every kind at once, some of which are parked and come back."""
+@pytest.mark.parametrize("host", ["1GiB", pytest.param(0, marks=pytest.mark.rare)])
+def test_an_engine_gives_what_generate_does(host):
+    """With rows of every kind at once, some of which are parked, or forgotten, and come back."""
     controls = [CONTROLS, {}, {"presence_penalty": 1.5}, {"no_repeat_ngram_size": 1},
                 {"temperature": 0.8, "typical_p": 0.7, "frequency_penalty": 0.5}]  # fmt: skip
-    engine = engine_of(pages=9)
+    engine = engine_of(pages=9, host_memory=host)
     prompts = [[1 + n, *range(n, 30 + n)] for n in range(len(controls))]
     handles = [
         engine.submit(prompt, max_new_tokens=60, seed=n, **each)
