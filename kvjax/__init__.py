@@ -43,6 +43,7 @@ from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.drafts import DraftModel, PromptLookup
 from kvjax.generation.generator import generate, stream
+from kvjax.generation.guides import Guides
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.results import GenerationResult
@@ -83,11 +84,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "Chat", "ChatStats",
     "CheckpointError", "Compiled", "Dense", "Device", "DevicePlan", "DraftModel", "Edges", "Engine",
-    "EngineStats", "Float8", "GenerationResult", "Growing", "HalfQuadratic", "Handle", "Host",
-    "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8", "Integer", "KVCache",
-    "KvjaxError", "LanguageModel", "ModelShape", "NonFiniteError", "PageAllocator", "PageMap",
-    "Paged", "Plan", "PrefixStats", "PrefixTree", "PromptLookup", "Quantized", "Raw", "Ring",
-    "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored", "Service", "Step", "Turn",
+    "EngineStats", "Float8", "GenerationResult", "Growing", "Guides", "HalfQuadratic", "Handle",
+    "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8", "Integer",
+    "KVCache", "KvjaxError", "LanguageModel", "ModelShape", "NonFiniteError", "PageAllocator",
+    "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "PromptLookup", "Quantized", "Raw",
+    "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored", "Service", "Step", "Turn",
     "Unrotated", "advance", "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check",
     "clear_status", "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork",
     "generate", "generate_batches", "grow", "init_cache", "language_model", "load_cache",

@@ -653,6 +653,31 @@ FAULTS = (
         "            request.known_texts,",
         "            request.texts,", ("chats",),
     ),
+    Fault(
+        "a frequency penalty counts the prompt as well", "generation/sampling.py",
+        "counts = counted(tokens, length - count, length, logits.shape[1])",
+        "counts = counted(tokens, 0 * length, length, logits.shape[1])", ("sampling", "controls"),
+    ),
+    Fault(
+        "a run that comes twice is looked at one token too short", "generation/filters.py",
+        "return jnp.any(banned & (back < n))",
+        "return jnp.any(banned & (back < n - 1))", ("sampling", "controls"),
+    ),
+    Fault(
+        "typical tokens are those of the least surprise", "generation/filters.py",
+        "return _keep_below(logits, weights, p, by=-jnp.abs(known - expected))",
+        "return _keep_below(logits, weights, p, by=known - expected)", ("sampling",),
+    ),
+    Fault(
+        "an engine's row forgets how long its prompt is", "engine/rows.py",
+        "self._run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))",
+        "self._run(programs.mark, np.int32(row), ids, np.int32(0))", ("controls",),
+    ),
+    Fault(
+        "a guide is not told the tokens of a text", "generation/masks.py",
+        "self._counts = counts",
+        "self._counts = counts + 1", ("guided",),
+    ),
 )  # fmt: skip
 
 

@@ -292,7 +292,8 @@ LINES = [
     {"id": 7, "tokens": [65, 66, 67], "temperature": 0, "logprobs": 2},
     {"messages": [{"role": "user", "content": "hi"}], "max_new_tokens": 3, "priority": -1},
     {"prompt": "für", "seed": 11, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "stop": ["x", "y"],
-     "repetition_penalty": 1.2, "min_new_tokens": 2, "logit_bias": {"70": 3.5}, "id": None},
+     "repetition_penalty": 1.2, "min_new_tokens": 2, "logit_bias": {"70": 3.5}, "id": None,
+     "typical_p": 0.9, "frequency_penalty": 1, "presence_penalty": 0.5, "no_repeat_ngram_size": 3},
     {"prompt": "Once", "max_new_tokens": 9},
 ]  # fmt: skip
 BAD = {

@@ -18,6 +18,7 @@ from benchmarks import (
     decode,
     devices,
     endless,
+    guided,
     here,
     memory,
     paging,
@@ -252,6 +253,17 @@ def test_pages_are_timed_beside_a_dense_cache(tmp_path, capsys):
     assert [x["pages"] for x in results["shared"]] == [[5, 7], [2, 4]]
     assert (tmp_path / "paging.png").read_bytes().startswith(b"\x89PNG")
     assert "| 8 bits | 2 | 64 |" in capsys.readouterr().out
+
+
+@pytest.mark.rare
+def test_masks_are_timed_beside_steps(tmp_path, capsys):
+    assert guided.main(["--quick", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "guided.json").read_text())
+    found = {x["guide"]: x for x in results["steps_of"]}
+    assert list(found) == ["free", "everything", *guided.GUIDES] and results["vocabulary"] == 300
+    assert all(x["ms"] > 0 and x["of free"] > 0 for x in found.values())
+    assert all((x["host ms"] > 0) == (name in guided.GUIDES) for name, x in found.items())
+    assert "| 1 | JSON schema |" in capsys.readouterr().out
 
 
 @pytest.mark.rare

@@ -96,6 +96,8 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
 def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 7, "--temperature", 0.8, "--top-k", 50, "--top-p", 0.9)
     arguments += ("--min-p", 0.01, "--seed", 5, "--repetition-penalty", 1.1, "--max-len", 64)
+    arguments += ("--typical-p", 0.9, "--frequency-penalty", 0.5, "--presence-penalty", -0.5)
+    arguments += ("--no-repeat-ngram-size", 3)
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--json", *arguments)
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -110,6 +112,10 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
         min_p=0.01,
         seed=5,
         repetition_penalty=1.1,
+        typical_p=0.9,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        no_repeat_ngram_size=3,
         max_len=64,
     )
     assert found["text"] == expected.text[0] and found["tokens"] == expected.tokens[0]
@@ -117,6 +123,32 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert found["stats"]["cache_bytes"] == expected.stats.cache_bytes
     assert found["stats"]["stop_reasons"] == ["length"]
     assert set(found["stats"]["cache_bytes"]) == {"device"}
+
+
+def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
+    model = ("generate", "a", "--model", tiny_llama_dir, "--max-new-tokens", 30)
+    schema, lark = tmp_path / "schema.json", tmp_path / "form.lark"
+    schema.write_text('{"enum": [17, "é"]}', encoding="utf-8")
+    lark.write_text('start: "q" /[0-9]/', encoding="utf-8")
+    for words, wanted in (
+        (("--json-schema", schema), {"17", '"é"'}),
+        (("--json-schema", '{"const": [1, null]}', "--json"), {"[1,null]"}),
+        (("--regex", "yes|no"), {"yes", "no"}),
+        (("--choice", "y", "--choice", 'n"'), {"y", 'n"'}),
+        (("--grammar", lark), {f"q{digit}" for digit in range(10)}),
+    ):
+        code, out, _ = run(*model, *words)
+        assert code == 0 and (json.loads(out)["text"] if "--json" in words else out[:-1]) in wanted
+    for words, message in (
+        (("--regex", "a", "--choice", "b"), "--regex can't stand beside --choice"),
+        (("--regex", "("), "the regex can't be kept to"),
+        (("--grammar", tmp_path / "none"), "there is no file"),
+        (("--json-schema", "point"), "there is no file 'point'"),
+        (("--json-schema", "{"), "the schema can't be kept to"),
+        (("--choice", ""), "choices must be texts"),
+        (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
+    ):  # fmt: skip
+        assert_refused(run(*model, *words), message)
 
 
 def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):

@@ -18,6 +18,9 @@ SAMPLED: dict[str, Any] = {
     "top_p": 0.9,
     "min_p": 0.02,
     "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1,
+    "no_repeat_ngram_size": 3,
+    "typical_p": 0.95,
 }
 
 # Ten prompt lengths and token counts of one bucket set: capacity 96, widths 16 and 32 (and, where
@@ -65,10 +68,11 @@ def test_new_numbers_compile_nothing(tiny_llama):
     prompts = [prompt(5)]
     asked: dict[str, Any] = SAMPLED | {"logit_bias": {5: 2.0}, "logprobs": 2}
     generate(tiny_llama, prompts, max_new_tokens=8, min_new_tokens=1, **asked)
-    changed = {"temperature": 0.3, "top_k": 100, "top_p": 0.5, "min_p": 0.1}
+    changed = {"temperature": 0.3, "top_k": 100, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
     for other in (
         {"seed": 2**40},
         {"repetition_penalty": 0.9},
+        {"frequency_penalty": 0.0, "presence_penalty": -1.0, "no_repeat_ngram_size": 4},
         {"min_new_tokens": 5},
         {"eos_token_ids": [1, 2, 3]},
         {"logit_bias": {token: -1.0 for token in range(7)}},

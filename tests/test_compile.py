@@ -20,7 +20,7 @@ POLICIES: dict[str, tuple[Any, int]] = {
 }
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1, "logit_bias": {7: 1.0},
-    "logprobs": 1,
+    "logprobs": 1, "presence_penalty": 0.5, "no_repeat_ngram_size": 2, "typical_p": 0.9,
 }  # fmt: skip
 
 

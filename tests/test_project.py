@@ -226,7 +226,7 @@ def test_models_are_imported_by_one_name(path):
 
 def test_only_declared_packages_are_imported():
     extras = PROJECT["optional-dependencies"]
-    declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"]
+    declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"] + extras["guided"]
     declared += extras["adapters"] + extras["keras-hub"] + extras["tunix"]
     distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}

@@ -53,6 +53,7 @@ def test_rows_are_those_of_generate(lm, policy):
         "eos_token_ids": range(0, 61, 7),
     }
     given |= {"cache": POLICIES[policy], "repetition_penalty": 1.1, "min_new_tokens": 2}
+    given |= {"frequency_penalty": 0.5, "no_repeat_ngram_size": 2, "typical_p": 0.9}
     found = kvjax.rollout(lm, lm.params, PROMPTS, seed=5, **given).check()
     wanted = kvjax.generate(lm, PROMPTS, seed=5 * 2**32, logprobs=True, padded=True, **given)
     assert found.lengths.tolist() == wanted.lengths.tolist()

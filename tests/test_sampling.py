@@ -11,14 +11,17 @@ import pytest
 import kvjax.generation.filters as ways
 from kvjax.generation import sampling
 from kvjax.generation.drawing import make_settings
+from kvjax.generation.past import Past
 from kvjax.generation.sampling import Filters
 
 VOCAB = 500
 
 # As generation runs them, and one program for all numbers.
-keep_top_k, keep_top_p, keep_min_p, penalize = map(
-    jax.jit, (ways.keep_top_k, ways.keep_top_p, ways.keep_min_p, ways.penalize)
-)
+keep_top_k, keep_top_p, keep_min_p, keep_typical, keep_new_ngrams, penalize = map(
+    jax.jit,
+    (ways.keep_top_k, ways.keep_top_p, ways.keep_min_p, ways.keep_typical, ways.keep_new_ngrams,
+     ways.penalize),
+)  # fmt: skip
 sample, filter_logits = (
     jax.jit(function, static_argnums=1) for function in (sampling.sample, sampling.filter_logits)
 )
@@ -59,6 +62,31 @@ def naive_min_p(logits, min_p):
     return np.where(probabilities >= min_p * probabilities.max(-1, keepdims=True), logits, -np.inf)
 
 
+def naive_typical(logits, p):
+    kept = np.full_like(logits, -np.inf)
+    for row, probabilities, out in zip(logits, softmax(logits), kept, strict=True):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = -np.log(probabilities)
+            far = abs(surprise - np.nansum(probabilities * surprise))
+        mass = 0.0
+        for i in np.argsort(far, kind="stable"):
+            if mass >= p:
+                break
+            out[i] = row[i]
+            mass += probabilities[i]
+    return kept
+
+
+def naive_ngrams(logits, texts, sizes):
+    """Without what would end a run of a row's own size that its text has already."""
+    out = logits.copy()
+    for row, text, n in zip(out, texts, sizes, strict=True):
+        for end in range(n - 1, len(text)) if n else ():
+            if text[end - n + 1 : end] == text[len(text) - n + 1 :]:
+                row[text[end]] = -np.inf
+    return out
+
+
 def naive_penalty(logits, seen, penalty):
     out = logits.copy()
     for row, token in zip(*np.nonzero(seen), strict=True):
@@ -88,6 +116,33 @@ def test_min_p_is_the_naive_one(min_p):
     )
 
 
+@pytest.mark.parametrize("p", [1e-6, 0.2, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_typical_p_is_the_naive_one(p, scale):
+    logits = some_logits(scale=scale)
+    np.testing.assert_array_equal(keep_typical(jnp.asarray(logits), p), naive_typical(logits, p))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 2, 3), (2, 2, 5, 30), (7, 8, 9, 2**31 - 1)], ids=str)
+def test_no_ngram_comes_twice_as_in_the_naive_one(sizes):
+    """Of rows of different lengths, whose buffers hold something behind them."""
+    rng = np.random.default_rng(3)
+    logits, tokens = some_logits(), rng.integers(0, 3, (4, 40)).astype(np.int32)
+    lengths = np.array([40, 9, 24, 8], np.int32)
+    texts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    got = keep_new_ngrams(jnp.asarray(logits), tokens, lengths, np.array(sizes, np.int32))
+    np.testing.assert_array_equal(got, naive_ngrams(logits, texts, sizes))
+
+
+def test_a_ban_of_ngrams_gives_way_where_nothing_is_left():
+    """To a guide, and to a vocabulary that has come whole."""
+    logits = np.full((3, VOCAB), -np.inf, np.float32)
+    logits[:, [4, 9]] = 2.0, 1.0
+    tokens = np.array([[4, 9, 5], [4, 4, 0], [9, 0, 0]], np.int32)
+    got = keep_new_ngrams(jnp.asarray(logits), tokens, np.array([3, 2, 0], np.int32), 1)
+    assert [np.flatnonzero(np.isfinite(row)).tolist() for row in got] == [[4, 9], [9], [4, 9]]
+
+
 @pytest.mark.parametrize("penalty", [0.5, 1.3])
 def test_repetition_penalty_is_the_naive_one(penalty):
     logits, seen = some_logits(), np.random.default_rng(1).random((4, VOCAB)) < 0.3
@@ -107,7 +162,8 @@ def test_filters_pass_over_what_is_masked_already():
     logits = some_logits()
     logits[:, ::2] = -np.inf
     x = jnp.asarray(logits)
-    for kept in (keep_top_k(x, 300), keep_top_p(x, 0.999), keep_min_p(x, 1e-9)):
+    every = keep_top_k(x, 300), keep_top_p(x, 0.999), keep_min_p(x, 1e-9), keep_typical(x, 0.999)
+    for kept in every:
         assert not np.isfinite(kept)[:, ::2].any()
         assert not np.isnan(kept).any()
 
@@ -120,27 +176,41 @@ def chosen(logits, *, count=0, seen=None, seeds=None, **settings):
         filters,
         jax.device_put(numbers),
         count=jnp.full(rows, count, jnp.int32),
-        seen=None if seen is None else jnp.asarray(seen),
+        past=None if seen is None else Past(jnp.asarray(seen)),
     )
     return np.asarray(token), np.asarray(finite)
 
 
 def test_all_filters_in_the_order_of_transformers():
+    """The penalties that Transformers has not come behind the one that it has; of a row's last two
+    tokens, which are new, the second is the first again, or another one."""
     logits, seen = some_logits(), np.random.default_rng(1).random((4, VOCAB)) < 0.3
+    logits[:, 9] = 9.0
     filters, settings = make_settings(
         seeds=range(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.5,
-        min_new_tokens=3, eos_token_ids=(int(logits[0].argmax()), 7),
+        min_new_tokens=3, eos_token_ids=(int(logits[0].argmax()), 7), typical_p=0.7,
+        frequency_penalty=0.5, presence_penalty=-0.2, no_repeat_ngram_size=2,
     )  # fmt: skip
-    expected = naive_penalty(logits, seen, 1.5)
+    tokens = np.random.default_rng(2).integers(0, VOCAB, (4, 30)).astype(np.int32)
+    lengths = np.array([20, 30, 2, 7], np.int32)
+    expected, texts = naive_penalty(logits, seen, 1.5), []
+    for row, (ids, length) in enumerate(zip(tokens, lengths, strict=True)):
+        ids[length - 2 : length] = (9, 9) if row % 2 else (9, 11)
+        texts.append(ids[:length].tolist())
+        for token in ids[length - 2 : length]:
+            expected[row, token] -= 0.5
+        expected[row, list({*ids[length - 2 : length]})] += 0.2
+    expected = naive_ngrams(expected, texts, [2] * 4)
     expected[:, [int(logits[0].argmax()), 7]] = -np.inf
     expected = (expected - expected.max(-1, keepdims=True)) / np.float32(0.7)
     expected = naive_min_p(naive_top_p(naive_top_k(expected, 40), 0.8), 0.05)
+    expected = naive_typical(expected, 0.7)
     got = filter_logits(
         jnp.asarray(logits),
         filters,
         jax.device_put(settings),
         count=jnp.full(4, 2, jnp.int32),
-        seen=jnp.asarray(seen),
+        past=Past(jnp.asarray(seen), jnp.asarray(tokens), jnp.asarray(lengths)),
     )
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -176,14 +246,22 @@ def test_filters_give_the_distribution_of_transformers():
         filters,
         jax.device_put(settings),
         count=jnp.zeros(4, jnp.int32),
-        seen=jnp.asarray(seen),
+        past=Past(jnp.asarray(seen)),
     )
     np.testing.assert_allclose(jax.nn.softmax(got), expected.numpy(), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 2.5}, {"temperature": 0.4}],
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 2.5},
+        {"temperature": 0.4},
+        {"typical_p": 0.6},
+    ],
     ids=str,
 )
 def test_draws_follow_the_distribution(settings):
@@ -275,7 +353,7 @@ def test_logits_that_are_not_finite_are_told(bad, temperature):
     assert finite.tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}])
+@pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9, "typical_p": 0.9}])
 def test_nothing_is_sorted(settings):
     filters, numbers = make_settings(seeds=[0, 1], temperature=1.0, **settings)
     logits: Any = jax.ShapeDtypeStruct((2, VOCAB), jnp.float32)
@@ -298,6 +376,12 @@ def test_nothing_is_sorted(settings):
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
+        ({"typical_p": 0.0}, r"typical_p must be above 0 and at most 1, got 0\.0"),
+        ({"frequency_penalty": 2.1}, r"frequency_penalty must be from -2 to 2, got 2\.1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be from -2 to 2, got nan"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be a whole number, at least 0"),
+        ({"no_repeat_ngram_size": 2.5}, "no_repeat_ngram_size must be a whole number"),
+        ({"no_repeat_ngram_size": "2"}, "no_repeat_ngram_size must be a whole number"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-6 to 1e6"),
         ({"seeds": [-1]}, r"seed must be .* from 0 to 2\*\*64 - 1, got -1"),
         ({"seeds": [2**64]}, "seed must be"),

@@ -50,7 +50,11 @@ def batch(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     seed: Annotated[
         int, typer.Option(help="Draws of a line go by this and its number, or by its own seed.")
     ] = 0,
@@ -98,7 +102,9 @@ def batch(
     settings: Any = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or None,
+        "typical_p": typical_p, "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": stop or None,
         "logprobs": logprobs,
     }  # fmt: skip
     streamed = standard or not prompts.is_file()  # a pipe can't be read twice

@@ -8,7 +8,8 @@ from typing import Any
 PROMPTS = ("prompt", "tokens", "messages")
 SETTINGS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "logit_bias", "seed", "stop", "logprobs", "priority",
+    "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "no_repeat_ngram_size", "logit_bias", "seed", "stop", "logprobs", "priority",
 )  # fmt: skip
 _KNOWN = ("id", *PROMPTS, *SETTINGS)
 _KINDS = {

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import options
+from kvjax.cli import guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
 from kvjax.cli.figures import beyond, one_line, score, to_json
@@ -39,10 +39,18 @@ def generate(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     logit_bias: options.LogitBias = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: options.Stop = None,
+    json_schema: guiding.JsonSchema = None,
+    regex: guiding.Regex = None,
+    choice: guiding.Choice = None,
+    grammar: guiding.Grammar = None,
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
@@ -86,6 +94,7 @@ def generate(
     _check_files(load_cache, save_cache, no_cache, chat)
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs are told in JSON: give --json too")
+    form = guiding.given_form(json_schema, regex, choice, grammar)
     use_compilation_cache()
     import kvjax
     from kvjax import models
@@ -97,18 +106,21 @@ def generate(
     settings: Settings = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()),
+        "typical_p": typical_p, "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
         "max_len": max_len, "cache": policy, "use_cache": not no_cache,
         "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
     }  # fmt: skip
     with joined(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
-        (words, chat, dtype, revision, mesh, as_json, settings),
+        (words, chat, dtype, revision, mesh, as_json, form, settings),
     ) as speaks:  # fmt: skip
         if save_cache is not None:
             can_be_saved(save_cache)
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+        settings["guide"] = guiding.guide_of(lm, form)
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         held: list[int] = []
         if load_cache is not None:
@@ -140,6 +152,7 @@ def generate(
             keep(result)
             if speaks:
                 _warn(result.stats)
+            guiding.check_kept(result)
             return
         running = kvjax.stream(lm, [entry], **settings)
         with shown("reading the prompt"):
@@ -152,6 +165,7 @@ def generate(
             typer.echo()
             typer.echo(one_line(asdict(running.result.stats)), err=True)
             _warn(running.result.stats)
+        guiding.check_kept(running.result)
 
 
 def _check_files(load: Path | None, save: Path | None, no_cache: bool, chat: bool) -> None:

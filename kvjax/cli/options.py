@@ -51,6 +51,20 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
 ]
+TypicalP = Annotated[
+    float | None,
+    typer.Option(help="Sample among those about as surprising as expected that make up p."),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(help="Make new tokens less likely for each time that they came: -2 to 2."),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Make new tokens that came at all less likely: -2 to 2.")
+]
+NoRepeatNgramSize = Annotated[
+    int | None, typer.Option(help="No run of so many tokens twice in prompt and text.")
+]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(help="Add to a token's logit: TOKEN=NUMBER, as 13=-100; may be repeated."),

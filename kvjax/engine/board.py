@@ -51,7 +51,10 @@ class Board:
         self._asked.sampling.repetition_penalty[row] = 1
         self._asked.sampling.min_new_tokens[row] = 0
         self._asked.sampling.top_k[row], self._asked.sampling.top_p[row] = NO_TOKEN, 2
-        self._asked.sampling.min_p[row] = 0
+        self._asked.sampling.min_p[row], self._asked.sampling.typical_p[row] = 0, 2
+        self._asked.sampling.frequency_penalty[row] = 0
+        self._asked.sampling.presence_penalty[row] = 0
+        self._asked.sampling.no_repeat_ngram_size[row] = 0
         self._asked.sampling.biased[row] = NO_TOKEN
         self._asked.scores[row] = 0
         self._there = None

@@ -6,7 +6,8 @@ from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.choosing import Progress
-from kvjax.generation.filters import Allowed, Seen
+from kvjax.generation.filters import Allowed
+from kvjax.generation.past import Past
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.scores import Scores
 
@@ -14,11 +15,12 @@ from kvjax.generation.scores import Scores
 @state
 class Held:
     """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
-    program; ``progress``, where each row stands; ``seen``: tokens of each row, for its penalty."""
+    program; ``progress``, where each row stands; ``past``: the text of each row, which its filters
+    go by, where they do; else anything."""
 
     cache: KVCache
     progress: Progress
-    seen: Seen
+    past: Past
 
 
 @state

@@ -63,8 +63,7 @@ class Engine:
         who come, wait for so many.
       exact: see above; without it few rows decode in smaller programs, CPUs multiply most of a full
         pool where it lies, and what others may share is not rounded down to whole chunks.
-      prefix_cache: whether requests share what they begin with, see ``PrefixTree``.
-      checkpoint_every: as of ``PrefixTree``.
+      prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
 
     Raises:
@@ -129,11 +128,12 @@ class Engine:
         Args:
           prompt: a text, or token ids.
           listener: called, in the thread of ``step``, when the request has something new or ended.
-          max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias,
-            min_new_tokens, stop, eos_token_ids: as of ``generate``.
+          max_new_tokens, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
+            frequency_penalty, presence_penalty, no_repeat_ngram_size, logit_bias, min_new_tokens,
+            stop, eos_token_ids: as of ``generate``.
           seed: of its draws.
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
-          guide: which tokens may come next, see ``Guide``.
+          guide: which tokens may come next, of ``Guides`` or ``kvjax.generation.masks.Guide``.
           tenant: whose prefixes it shares; by default everybody's who names none.
           priority: a whole number; lower ones go first.
           deadline: seconds after which it ends as it is.

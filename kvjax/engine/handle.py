@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.engine.request import Request
+from kvjax.generation.masks import bits_of
 from kvjax.generation.scores import TokenScore
 from kvjax.generation.text import RowText
 
@@ -139,12 +140,7 @@ class Handle:
 
         def found() -> np.ndarray:
             assert guide is not None
-            bits = np.asarray(guide.allowed())
-            if bits.shape != (words,) or bits.dtype != np.uint32:
-                raise ValueError(
-                    f"a guide gave {bits.dtype}{list(bits.shape)}, and must give uint32[{words}]"
-                )
-            return bits
+            return bits_of(guide, words)
 
         return None if guide is None or self.error is not None else self._tried(found)
 

@@ -74,7 +74,7 @@ class Memory:
         if state is not None:
             self._rows.put_state(slot.row, state, fresh)
         slot.filled, slot.fresh = hit, state is None
-        if slot.handle.request.penalized:
+        if slot.handle.request.by_text:
             self._rows.mark(slot.row, prompt)
         return True
 

@@ -20,8 +20,9 @@ from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.choosing import Progress, choose, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.filters import EVERY, Allowed, Logits, Seen
+from kvjax.generation.filters import EVERY, Allowed, Logits
 from kvjax.generation.model import Model
+from kvjax.generation.past import Past
 from kvjax.generation.sampling import filter_logits
 from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages
@@ -39,14 +40,14 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     logits, context = context.feed(model, params, piece.tokens, piece.lengths)
     zeros = jnp.zeros_like(piece.rows)
     waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
-    progress, seen, scores = _chosen(
-        waiting, before.seen, whole(logits, context), piece.asked, piece.forced, piece.allowed
+    progress, past, scores = _chosen(
+        waiting, before.past, whole(logits, context), piece.asked, piece.forced, piece.allowed
     )
     # Where a prompt goes on, nothing was chosen.
     progress = jax.tree.map(
         lambda new, old: jnp.where(piece.ends, new, old), progress, before.progress
     )
-    after = Held(context.cache, progress, seen)
+    after = Held(context.cache, progress, past)
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
     return _with_some(held, piece.rows, after), _report(after, tokens, scores)
 
@@ -77,7 +78,7 @@ def decode(
         return jnp.any(active(step, progress))
 
     def one(carry: Any) -> Any:
-        step, context, progress, seen, (tokens, scores) = carry
+        step, context, progress, past, (tokens, scores) = carry
         now = active(step, progress)
         with rows_of_any_length(exact=exact):
             logits, context = context.feed(
@@ -86,27 +87,34 @@ def decode(
         waiting = replace(progress, done=progress.done | ~now)
         forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
         allowed = jnp.where(step == 0, call.allowed, EVERY)
-        chosen, seen, found = _chosen(
-            waiting, seen, whole(logits, context), call.asked, forced, allowed
+        chosen, past, found = _chosen(
+            waiting, past, whole(logits, context), call.asked, forced, allowed
         )
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
         tokens, scores = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
             (tokens, scores), (progress.token, found),
         )  # fmt: skip
-        return step + 1, context, progress, seen, (tokens, scores)
+        return step + 1, context, progress, past, (tokens, scores)
 
-    begin = jnp.int32(0), context, before.progress, before.seen, out
-    _, context, progress, seen, (tokens, scores) = lax.while_loop(go_on, one, begin)
-    after = Held(context.cache, progress, seen)
+    begin = jnp.int32(0), context, before.progress, before.past, out
+    _, context, progress, past, (tokens, scores) = lax.while_loop(go_on, one, begin)
+    after = Held(context.cache, progress, past)
     return _with_some(held, call.rows, after), _report(after, tokens, scores)
 
 
 @functools.partial(jax.jit, donate_argnames="held")
-def mark(held: Held, row: Array, tokens: Int[Array, " n"]) -> tuple[Held, None]:
-    """Let a row's ``seen`` tokens be these, padded with numbers that are none's."""
-    mine = jnp.zeros(held.seen.shape[1], bool).at[tokens].set(True, mode="drop")
-    return replace(held, seen=held.seen.at[row].set(mine)), None
+def mark(held: Held, row: Array, tokens: Int[Array, " n"], length: Array) -> tuple[Held, None]:
+    """Let a row's text be so many of these tokens, padded with numbers that are none's."""
+    past = held.past
+    assert past.seen is not None and past.tokens is not None and past.length is not None
+    mine = jnp.zeros(past.seen.shape[1], bool).at[tokens].set(True, mode="drop")
+    past = Past(
+        past.seen.at[row].set(mine),
+        past.tokens.at[row].set(tokens),
+        past.length.at[row].set(length),
+    )
+    return replace(held, past=past), None
 
 
 @functools.partial(jax.jit, static_argnames="splits")
@@ -128,7 +136,7 @@ def take(held: Held, row: Array, parts: list[Array], *, splits: Any) -> Any:
             body, placement = (layer.keys, layer.values), layer.policy.placement
             pages = pages_at(body, layer.orders, placement, page)
             found.append(jax.tree.map(lambda x: x[0], pages))
-    return (rows, found), mine((held.progress, held.seen))
+    return (rows, found), mine((held.progress, held.past))
 
 
 @functools.partial(jax.jit, donate_argnames="held")
@@ -145,7 +153,7 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
         for layer, mine in zip(cache.layers, owns, strict=True)
     )
     cache = replace(cache, layers=layers, written=into(cache.written, written))
-    return Held(cache, *into((held.progress, held.seen), stands)), None
+    return Held(cache, *into((held.progress, held.past), stands)), None
 
 
 def _some(held: Held, rows: Rows) -> Held:
@@ -155,11 +163,11 @@ def _some(held: Held, rows: Rows) -> Held:
         return held
     cache = held.cache
     layers = tuple(layer.taken(rows) for layer in cache.layers)
-    written, progress, seen = jax.tree.map(
+    written, progress, past = jax.tree.map(
         lambda x: jnp.take(x, rows, axis=0, mode="clip"),
-        (cache.written, held.progress, held.seen),
+        (cache.written, held.progress, held.past),
     )
-    return Held(replace(cache, layers=layers, written=written), progress, seen)
+    return Held(replace(cache, layers=layers, written=written), progress, past)
 
 
 def _with_some(held: Held, rows: Rows, after: Held) -> Held:
@@ -174,7 +182,7 @@ def _with_some(held: Held, rows: Rows, after: Held) -> Held:
     both = zip(cache.layers, new.layers, strict=True)
     layers = tuple(layer.with_rows(rows, found) for layer, found in both)
     cache = replace(cache, layers=layers, written=into(cache.written, new.written))
-    return Held(cache, into(held.progress, after.progress), into(held.seen, after.seen))
+    return Held(cache, into(held.progress, after.progress), into(held.past, after.past))
 
 
 def _context(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes: Array) -> Cached:
@@ -195,13 +203,13 @@ def _report(after: Held, tokens: Array, scores: Scores) -> Report:
 
 
 def _chosen(
-    progress: Progress, seen: Seen, logits: Logits, asked: Asked, forced: Rows,
+    progress: Progress, past: Past, logits: Logits, asked: Asked, forced: Rows,
     allowed: Allowed,
-) -> tuple[Progress, Seen, Scores]:  # fmt: skip
+) -> tuple[Progress, Past, Scores]:  # fmt: skip
     """The next token of the rows that are not done, and its scores where some row asks for them."""
     settings = asked.sampling
-    after, marked = choose(
-        progress, seen, logits, settings.filters, settings, asked.limit,
+    after, then = choose(
+        progress, past, logits, settings.filters, settings, asked.limit,
         forced=forced, allowed=allowed,
     )  # fmt: skip
     batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
@@ -209,7 +217,7 @@ def _chosen(
     def scored(logits: Logits) -> Scores:
         filtered = filter_logits(
             logits.astype(jnp.float32), settings.filters, settings, count=progress.count,
-            seen=seen, allowed=allowed,
+            past=past, allowed=allowed,
         )  # fmt: skip
         found = scores_of(
             logits, after.token, most, filtered=filtered, temperature=settings.temperature
@@ -221,5 +229,5 @@ def _chosen(
     def none(logits: Logits) -> Scores:
         return Scores.zeros((batch,), MOST_SCORES)
 
-    assert marked is not None
-    return after, marked, lax.cond(jnp.any(asked.scores > 0), scored, none, logits)
+    assert then is not None
+    return after, then, lax.cond(jnp.any(asked.scores > 0), scored, none, logits)

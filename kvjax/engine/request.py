@@ -3,13 +3,12 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
-
-import numpy as np
+from typing import TypedDict
 
 from kvjax.core.checks import whole_number
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import Guide
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
@@ -21,19 +20,6 @@ MOST_BIASED = 304
 """Tokens whose logits a request can change."""
 
 
-class Guide(Protocol):
-    """Which tokens may come next: a grammar, a list of choices. It has a request of its own."""
-
-    def allowed(self) -> np.ndarray:
-        """uint32[words]: a bit for each token, 32 in a word, the lowest first; 1 for what may
-        come behind the tokens that were accepted."""
-        ...
-
-    def accept(self, token: int, /) -> None:
-        """A token has come."""
-        ...
-
-
 class Asking(TypedDict, total=False):
     """The keywords of ``Engine.submit``."""
 
@@ -42,7 +28,11 @@ class Asking(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
     logit_bias: Mapping[int, float] | None
     min_new_tokens: int
     seed: int
@@ -63,7 +53,7 @@ class Request:
     it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
-    after which it ends as it is, None for never; ``penalized``: whether tokens of its prompt count;
+    after which it ends as it is, None for never; ``by_text``: whether its filters go by its text;
     ``guide``: which tokens may come next, None for all.
     """
 
@@ -76,7 +66,7 @@ class Request:
     tenant: Hashable
     priority: int
     deadline: float | None
-    penalized: bool
+    by_text: bool
     guide: Guide | None
 
 
@@ -90,7 +80,11 @@ def asked(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    no_repeat_ngram_size: int | None = None,
     logit_bias: Mapping[int, float] | None = None,
     min_new_tokens: int = 0,
     seed: int = 0,
@@ -140,12 +134,14 @@ def asked(
         raise ValueError(f"priority is {priority!r}: give a whole number, lower goes first")
     filters, sampling = make_settings(
         seeds=[seed], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, min_new_tokens=least, eos_token_ids=eos,
+        typical_p=typical_p, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=least, eos_token_ids=eos,
         logit_bias=bias,
     )  # fmt: skip
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=told_scores(lm.config, logprobs),
         tenant=named("tenant", tenant), priority=priority, deadline=deadline,
-        penalized=bool(filters.repetition_penalty), guide=guide,
+        by_text=filters.marks or filters.whole, guide=guide,
     )  # fmt: skip

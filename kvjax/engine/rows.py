@@ -16,6 +16,7 @@ from kvjax.engine.slots import Slot
 from kvjax.generation.choosing import Progress
 from kvjax.generation.filters import EVERY
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.past import past_of
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts
@@ -54,9 +55,9 @@ class Rows:
         )
         placement = cache.layers[0].policy.placement
         zeros = np.zeros(count, np.int32)
-        seen: Any = np.zeros((count, lm.config.vocab_size), bool)
+        past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
-        self._held = Held(replace(cache, pools=()), *placement.put((Progress(*numbers), seen)))
+        self._held = Held(replace(cache, pools=()), *placement.put((Progress(*numbers), past)))
         texts.pool.take_up(cache.layers)
         self.pages, self.board = RowPages(texts, count), Board(count, placement)
 
@@ -148,10 +149,10 @@ class Rows:
         self.put(row, rows, self._nowhere())
 
     def mark(self, row: int, tokens: Sequence[int]) -> None:
-        """Let these be the tokens that a row's penalty counts."""
-        ids = np.full(self.terms.max_len, self._held.seen.shape[1], np.int32)
+        """Let these be the tokens that a row's filters go by."""
+        ids = np.full(self.terms.max_len, self.lm.config.vocab_size, np.int32)
         ids[: len(tokens)] = tokens
-        self._run(programs.mark, np.int32(row), ids)
+        self._run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
 
     def usable(self, params: Any) -> Any:
         """Parameters as they can be sent in the place of those that are.
@@ -198,7 +199,14 @@ class Rows:
     def _nowhere(self) -> Any:
         """Where a row stands that has no new tokens."""
         numbers: Any = np.int32(0), np.int32(0), np.bool_(False), np.bool_(False)
-        return Progress(*numbers), np.zeros(self._held.seen.shape[1], bool)
+        return Progress(*numbers), jax.tree.map(lambda x: x[0], self._no_text(1))
+
+    def _no_text(self, rows: int) -> Any:
+        """Of so many rows."""
+        return past_of(
+            [[]] * rows, vocab=self.lm.config.vocab_size, room=self.terms.max_len, marks=True,
+            whole=True,
+        )  # fmt: skip
 
     def _every(self, rows: int) -> Any:
         """What allows all tokens."""

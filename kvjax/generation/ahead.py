@@ -75,7 +75,8 @@ def compile(
       device: compile for this one instead, whether it is here or not: a name (``"v5e"``,
         ``"h200"``), a ``jax.Device``, a topology, or a mesh of such (``make_mesh(tensor=4,
         devices="v5e")``). Nothing is allocated, and nothing is kept but in the result.
-      temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens: as they will be given to
+      temperature, top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty,
+        presence_penalty, no_repeat_ngram_size, min_new_tokens: as they will be given to
         ``generate``. Which of them are given chooses programs, and whether ``temperature`` is 0;
         other values compile nothing.
       eos_token_ids, prefill_chunk: as for ``generate``; more than 7 tokens choose a program.

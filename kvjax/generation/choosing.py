@@ -6,7 +6,7 @@ from jax import lax
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.contexts import Context
-from kvjax.generation.filters import Allowed, Logits, Seen
+from kvjax.generation.filters import Allowed, Logits
 from kvjax.generation.past import Past
 from kvjax.generation.sampling import Filters, Sampling, filter_logits, sample
 from kvjax.generation.scores import Scores, scores_of
@@ -28,26 +28,26 @@ class Progress:
 
 def chosen(
     before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
-    limit: Array, scores: int | None,
+    limit: Array, scores: int | None, *, allowed: Allowed | None = None,
 ) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
-    """The next token of the rows that are not done, their texts with it, and its scores."""
-    raw, seen = logits, None
+    """The next token of the rows that are not done, their texts with it, and its scores;
+    ``allowed``: see ``sample``."""
+    raw = logits
     if past is not None:
-        logits, seen = past.hooked(logits, filters.hook), past.seen
-    after, marked = choose(before, seen, logits, filters, settings, limit)
+        logits = past.hooked(logits, filters.hook)
+    after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)
     found = None
     if scores is not None:
         filtered = None
         if not filters.greedy:
             filtered = filter_logits(
-                logits.astype(jnp.float32), filters, settings, count=before.count, seen=seen
-            )
+                logits.astype(jnp.float32), filters, settings, count=before.count, past=past,
+                allowed=allowed,
+            )  # fmt: skip
         found = scores_of(
             raw, after.token, scores, filtered=filtered, temperature=settings.temperature
         )
-    if past is not None:
-        past = past.with_token(marked, after.token, after.count > before.count)
-    return after, past, found
+    return after, then, found
 
 
 def whole(logits: Logits, context: Context) -> Logits:
@@ -61,7 +61,7 @@ def whole(logits: Logits, context: Context) -> Logits:
 
 def choose(
     progress: Progress,
-    seen: Seen | None,
+    past: Past | None,
     logits: Logits,
     filters: Filters,
     settings: Sampling,
@@ -69,14 +69,14 @@ def choose(
     *,
     forced: Rows | None = None,
     allowed: Allowed | None = None,
-) -> tuple[Progress, Seen | None]:
-    """Choose the next token of the rows that are not done.
+) -> tuple[Progress, Past | None]:
+    """Choose the next token of the rows that are not done, and their texts with it.
 
     ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
     for none. ``allowed``: see ``sample``.
     """
     token, finite = sample(
-        logits, filters, settings, count=progress.count, seen=seen, allowed=allowed
+        logits, filters, settings, count=progress.count, past=past, allowed=allowed
     )
     if forced is not None:
         token = jnp.where(forced >= 0, forced, token)
@@ -86,7 +86,10 @@ def choose(
     count = progress.count + taken
     ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
     done = progress.done | broken | ended | (count >= limit)
-    if seen is not None:
-        new = jnp.where(taken, token, seen.shape[1])
-        seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
-    return Progress(token, count, done, broken), seen
+    if past is not None:
+        seen = past.seen
+        if seen is not None:
+            new = jnp.where(taken, token, seen.shape[1])
+            seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
+        past = past.with_token(seen, token, taken)
+    return Progress(token, count, done, broken), past

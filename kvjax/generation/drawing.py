@@ -15,8 +15,15 @@ _RANGES = {
     "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    "typical_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     # Beyond this, finite logits might not stay finite.
     "repetition_penalty": ("from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
+    "frequency_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
+    "presence_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
+    "no_repeat_ngram_size": (
+        "a whole number, at least 0",
+        lambda x: 0 <= x < 2**64 and x == int(x),
+    ),
     "logit_bias": ("numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     "seed": ("a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
 }
@@ -29,7 +36,11 @@ def make_settings(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    no_repeat_ngram_size: int | None = None,
     min_new_tokens: int = 0,
     eos_token_ids: Sequence[int] = (),
     logit_bias: Mapping[int, float] | None = None,
@@ -39,11 +50,19 @@ def make_settings(
 
     Args:
       seeds: one a row.
-      temperature: 0 is greedy: the likeliest token, whatever ``top_k``, ``top_p``, ``min_p`` say.
+      temperature: 0 is greedy: the likeliest token, whatever ``top_k``, ``top_p``, ``min_p``,
+        ``typical_p`` say.
       top_k: draw among the k likeliest tokens.
       top_p: draw among the fewest likeliest tokens that hold this share of the probability.
       min_p: draw among tokens at least this share as likely as the likeliest.
+      typical_p: draw among the tokens whose surprise is nearest to the one expected, the fewest
+        that hold this share of the probability.
       repetition_penalty: above 1 makes tokens that the row has already less likely.
+      frequency_penalty: is subtracted from a token's logit for each time that it is among the row's
+        new tokens.
+      presence_penalty: is subtracted once from the logits of all that are.
+      no_repeat_ngram_size: no run of so many tokens twice in a row's prompt and new text; 0 is
+        no limit.
       min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
       logit_bias: numbers that are added to the logits of tokens.
       logits_hook: a function that changes the logits first, see ``kvjax.generation.past``.
@@ -52,7 +71,9 @@ def make_settings(
       ValueError: naming the value that is out of its range, and the range.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given |= {"repetition_penalty": repetition_penalty}
+    given |= {"typical_p": typical_p, "repetition_penalty": repetition_penalty}
+    given |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
+    given["no_repeat_ngram_size"] = no_repeat_ngram_size
     bias = dict(logit_bias or {})
     every = [*given.items(), *(("seed", seed) for seed in seeds)]
     for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
@@ -69,13 +90,16 @@ def make_settings(
     ends = list(eos_token_ids)
     least = min(min_new_tokens, int(NO_TOKEN)) if ends else 0
     if greedy:
-        top_k = top_p = min_p = None
+        top_k = top_p = min_p = typical_p = None
     filters = Filters(
         greedy=greedy,
         top_k=top_k is not None,
         top_p=top_p is not None and top_p < 1,
         min_p=min_p is not None and min_p > 0,
+        typical_p=typical_p is not None and typical_p < 1,
         repetition_penalty=repetition_penalty not in (None, 1),
+        counts=bool(frequency_penalty or presence_penalty),
+        ngrams=bool(no_repeat_ngram_size),
         min_new_tokens=least > 0,
         bias=bool(bias),
         hook=_hashable(logits_hook),
@@ -87,7 +111,11 @@ def make_settings(
         # Sums of probabilities may come to more than 1.
         "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
         "min_p": np.float32(min_p or 0),
+        "typical_p": np.float32(max(typical_p or 1, _TINY) if filters.typical_p else 2),
         "repetition_penalty": np.float32(repetition_penalty or 1),
+        "frequency_penalty": np.float32(frequency_penalty or 0),
+        "presence_penalty": np.float32(presence_penalty or 0),
+        "no_repeat_ngram_size": np.int32(min(no_repeat_ngram_size or 0, int(NO_TOKEN))),
         "min_new_tokens": np.int32(least),
         "eos": _padded(ends, 8),
         "biased": _padded(list(bias), 8 if bias else 0),

@@ -138,9 +138,8 @@ class _Programs:
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
         past = past_of(
-            [[]] * self._rows, vocab=vocab, room=request.capacity,
-            penalty=bool(request.filters.repetition_penalty),
-            hook=request.filters.hook is not None or request.draft is not None,
+            [[]] * self._rows, vocab=vocab, room=request.room, marks=request.filters.marks,
+            whole=request.filters.whole or request.draft is not None,
         )  # fmt: skip
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)

@@ -1,9 +1,9 @@
 """What of a row's logits may be drawn: filters, each of which leaves the rest at minus infinity.
 
-Nothing is sorted: top-k and top-p keep what lies at or above some threshold, found by bisection
-over the 2**32 ordered bit patterns of float32: on a CPU a twentieth of the time of a sort of 49,152
-logits. So ``k`` and ``p`` are traced numbers, one for all or one a row, and tokens that tie at the
-threshold are all kept.
+Nothing is sorted: top-k, top-p and typical-p keep what lies at or above some threshold, found by
+bisection over the 2**32 ordered bit patterns of float32: on a CPU a twentieth of the time of a sort
+of 49,152 logits. So ``k`` and ``p`` are traced numbers, one for all or one a row, and tokens that
+tie at the threshold are all kept.
 """
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, Rows, Tokens
 
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
@@ -46,6 +46,56 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def counted(tokens: Tokens, first: Rows, end: Rows, vocab: int) -> Int[Array, "batch vocab"]:
+    """How often each token of the vocabulary stands in a row from one place to another."""
+    at = jnp.arange(tokens.shape[1])
+    there = (at >= first[:, None]) & (at < end[:, None])
+    rows = jnp.arange(len(tokens))[:, None]
+    zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
+    return zeros.at[rows, jnp.where(there, tokens, vocab)].add(1, mode="drop")
+
+
+def discourage(
+    logits: Logits, counts: Int[Array, "batch vocab"], frequency: Array | float,
+    presence: Array | float,
+) -> Logits:  # fmt: skip
+    """Subtract, of tokens that were counted, ``frequency`` for each time, and ``presence`` once.
+
+    Source: OpenAI's API; as vLLM has them.
+    """
+    logits = logits - _a_row(frequency) * counts
+    return logits - jnp.where(counts > 0, _a_row(presence), 0)
+
+
+def keep_new_ngrams(logits: Logits, tokens: Tokens, length: Rows, n: Array | int) -> Logits:
+    """Keep the tokens that would not end a run of ``n`` that a row of ``length`` ``tokens`` has
+    already; of a row that would be left with none, all. 0 is no limit.
+
+    Source: Paulus et al., arXiv:1705.04304, in the form of Transformers.
+    """
+    at, n = jnp.arange(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
+    n = jnp.broadcast_to(n, length[:, None].shape)
+    end = length[:, None]
+    # A token is banned where the n - 1 before it are the row's last ones.
+    banned = (at >= n - 1) & (at < end) & (n > 0)
+
+    def go_on(carry: tuple[Array, Array]) -> Array:
+        back, banned = carry
+        return jnp.any(banned & (back < n))
+
+    def one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        back, banned = carry
+        last = jnp.take_along_axis(tokens, end - back, axis=1, mode="clip")
+        alike = jnp.roll(tokens, back, axis=1) == last
+        return back + 1, banned & (alike | (back >= n))
+
+    _, banned = lax.while_loop(go_on, one, (jnp.int32(1), banned))
+    rows = jnp.arange(len(tokens))[:, None]
+    ban = jnp.where(banned, tokens, logits.shape[1])
+    left = logits.at[rows, ban].set(-jnp.inf, mode="drop")
+    return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, logits)
+
+
 def keep_top_k(logits: Logits, k: Array | int) -> Logits:
     """Keep a row's ``k`` largest, and what ties with the k-th; the rest become minus infinity.
 
@@ -71,6 +121,18 @@ def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
     return jnp.where(logits - largest >= jnp.log(_a_row(min_p)), logits, -jnp.inf)
 
 
+def keep_typical(logits: Logits, p: Array | float) -> Logits:
+    """Keep the tokens whose surprise is nearest to the one expected, the fewest that hold ``p`` of
+    the probability.
+
+    Source: Meister et al., arXiv:2202.00666.
+    """
+    known = jax.nn.log_softmax(logits, axis=-1)
+    weights = jnp.exp(known)
+    expected = jnp.sum(jnp.where(weights > 0, weights * known, 0), axis=-1, keepdims=True)
+    return _keep_below(logits, weights, p, by=-jnp.abs(known - expected))
+
+
 def likeliest(logits: Logits) -> Rows:
     """The first of each row's largest, int32[batch]. Pieces are looked at first, and then one of
     them: what a CPU does for the index of a maximum, it does number by number."""
@@ -87,9 +149,13 @@ def _a_row(number: Array | float) -> Array:
     return jnp.reshape(jnp.asarray(number, jnp.float32), (-1, 1))
 
 
-def _keep_below(logits: Logits, weights: Array, limit: Array | float) -> Logits:
-    """Keep what has weights of less than ``limit``, in sum, strictly above it."""
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
+def _keep_below(
+    logits: Logits, weights: Array, limit: Array | float, by: Array | None = None
+) -> Logits:
+    """Keep what has weights of less than ``limit``, in sum, strictly above it, in the order of
+    numbers that it goes ``by``, the logits where none are given."""
+    by = logits if by is None else by
+    bits = lax.bitcast_convert_type(jnp.where(by == 0, 0.0, by), jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -32,8 +32,10 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k, top_p, min_p, repetition_penalty: see ``kvjax.generation.drawing.make_settings``; the
-        penalty is for tokens of these prompts and of the new text.
+      top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty, presence_penalty,
+        no_repeat_ngram_size: see ``kvjax.generation.drawing.make_settings``; of a text in a given
+        cache they know nothing: the repetition penalty and n-grams go by these prompts and the new
+        text, the other two penalties by the new text.
       logit_bias: numbers, by token id, that are added to these tokens' logits.
       min_new_tokens: no end-of-text token before a row has so many new tokens.
       stop: strings before which a row's text ends.
@@ -55,6 +57,9 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       logprobs: tell each new token's log-probability by the model's own distribution, before bias,
         filters and temperature, that by the distribution that it was drawn from, behind them, and
         those of so many of the likeliest tokens, 0 to 20; True is 0 (``result.logprobs``).
+      guide: what new texts keep to, a product of ``Guides``, or a list of one for each prompt, None
+        where it is free. Each row goes along a copy of its own (``result.guides``), so it can be
+        given again. A row that has one ends with it, or at ``max_new_tokens``.
       padded: give ``result.tokens`` and its log-probabilities as arrays of ``max_new_tokens`` a
         row, and ``result.lengths``.
       logits_hook: ``hook(logits, tokens, length) -> logits``, a pure function of jax.numpy, traced

@@ -1,5 +1,6 @@
 """Guides: texts that keep to a grammar, by llguidance, where it is installed."""
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ class Guides:
 
     ::
 
-        guides = Guides(lm)
-        engine.submit("A point: ", guide=guides.json_schema({"type": "object", ...}))
+        guides = kvjax.Guides(lm)
+        point = guides.json_schema({"type": "object", ...})
+        kvjax.generate(lm, ["A point: ", "Another: "], guide=point)
+        engine.submit("A point: ", guide=point.copy())
 
-    A guide goes along one request, and is made for it. Where its grammar is at an end, only tokens
-    that end a text are left.
+    ``generate`` copies what it is given; an engine goes along a guide as it is, so each request has
+    one of its own. Where its grammar is at an end, only tokens that end a text are left.
 
     Raises:
       ValueError: if llguidance is not installed, or the model has no tokenizer of its kind, or no
@@ -28,7 +31,7 @@ class Guides:
 
     def __init__(self, lm: LanguageModel) -> None:
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError('a guide needs llguidance: pip install "kvjax[serve]" installs it')
+            raise ValueError('a guide needs llguidance: pip install "kvjax[guided]" installs it')
         import llguidance
 
         backend: Any = getattr(lm.tokenizer, "backend", None)
@@ -99,19 +102,19 @@ class Guides:
 
 
 class GrammarGuide:
-    """A ``Guide`` (see ``kvjax.engine``) along a grammar; ``error``: why it could not go on, in
-    which case only ends are allowed."""
+    """A ``Guide`` (see ``kvjax.generation.masks``) along a grammar; ``ends``: tokens that may end
+    its text; ``error``: why it could not go on, in which case only these are allowed."""
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocabulary: int) -> None:
         self.error: str | None = None
-        self._matcher, self._ended, self._ends = matcher, False, frozenset(ends)
+        self._matcher, self._ended, self.ends = matcher, False, frozenset(ends)
         words = np.zeros(-(-vocabulary // 32), np.uint32)
         for end in ends:
             words[end // 32] |= np.uint32(1) << np.uint32(end % 32)
         self._only_ends, self._beyond = words, -vocabulary % 32
 
     def allowed(self) -> np.ndarray:
-        """uint32[words]: see ``kvjax.engine.request.Guide``."""
+        """uint32[words]: see ``kvjax.generation.masks.Guide``."""
         if self._ended or self.error:
             return self._only_ends
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
@@ -124,9 +127,15 @@ class GrammarGuide:
             return self._only_ends
         return words | self._only_ends if (words & self._only_ends).any() else words
 
+    def copy(self) -> "GrammarGuide":
+        """The same, as far as it has come; what either accepts is not known to the other."""
+        found = copy.copy(self)
+        found._matcher = self._matcher.deep_copy()
+        return found
+
     def accept(self, token: int) -> None:
         """A token has come."""
-        if token in self._ends:
+        if token in self.ends:
             self._ended = True
         elif not self._ended and not self.error and not self._matcher.consume_token(token):
             self.error = " ".join(self._matcher.get_error().split())

@@ -19,8 +19,8 @@ int32[batch, room], and how many they are, int32[batch]. Pure, and traced once f
 @state
 class Past:
     """``seen``: which tokens stand in a row, for the repetition penalty; ``tokens``: all of them,
-    int32[batch, room], and ``length``, how many, int32[batch], for a hook; None where that is not
-    asked for."""
+    int32[batch, room], and ``length``, how many, int32[batch], for a hook, counts of tokens and
+    their runs; None where that is not asked for."""
 
     seen: Seen | None = None
     tokens: Array | None = None
@@ -54,18 +54,18 @@ class Past:
 
 
 def past_of(
-    texts: list[list[int]], *, vocab: int, room: int, penalty: bool, hook: bool
+    texts: list[list[int]], *, vocab: int, room: int, marks: bool, whole: bool
 ) -> Past | None:
-    """Of rows' texts so far, as NumPy's arrays; None where nothing is asked for. ``room``: tokens
-    that a row may come to."""
-    if not penalty and not hook:
+    """Of rows' texts so far, as NumPy's arrays: ``marks`` of the tokens in them, and the ``whole``
+    of them, each if it is asked for. ``room``: tokens that a row may come to."""
+    if not marks and not whole:
         return None
     seen: Any = None
-    if penalty:
+    if marks:
         seen = np.zeros((len(texts), vocab), bool)
         for row, ids in enumerate(texts):
             seen[row, ids] = True
-    if not hook:
+    if not whole:
         return Past(seen)
     tokens: Any = np.zeros((len(texts), room), np.int32)
     for row, ids in enumerate(texts):

@@ -9,11 +9,12 @@ from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.capacities import capacity_for, grown_to
+from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
 from kvjax.generation.drafts import Draft, check_length, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import Guide, guides_of
 from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Options
@@ -53,7 +54,8 @@ class Request:
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
     told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
-    what proposes tokens, None for nothing.
+    what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
+    it keeps to, or None; None for no row.
     """
 
     prompts: list[list[int]]
@@ -78,6 +80,7 @@ class Request:
     to_read: list[list[int]] | None = None
     draft: Draft | None = None
     before: list[list[int]] | None = None
+    guides: tuple[Guide | None, ...] | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -96,6 +99,14 @@ class Request:
     def may_be_cut(self) -> bool:
         """Whether a text may end while its prompt is read: each has a row of its own."""
         return self.samples == 1 and self.prefixes is None
+
+    @property
+    def room(self) -> int:
+        """Tokens that filters and hooks may be shown of a row: of a given cache that has no end,
+        those of this request, not all that it can hold."""
+        if self.capacity < UNLIMITED:
+            return self.capacity
+        return capacity_bucket(max(map(len, self.known_texts)) + self.limit)
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
@@ -120,6 +131,8 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     draft = draft_of(lm, options.draft)
     if draft is not None and not options.use_cache:
         raise ValueError("a draft was given together with use_cache=False: a cache checks it")
+    if draft is not None and options.guide is not None:
+        raise ValueError("a draft was given together with a guide, which waits for each token")
     spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
@@ -178,7 +191,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         check_ids(lm.config, eos, "eos_token_ids")
     filters, settings = make_settings(
         seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-        min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+        min_p=options.min_p, typical_p=options.typical_p,
+        repetition_penalty=options.repetition_penalty,
+        frequency_penalty=options.frequency_penalty, presence_penalty=options.presence_penalty,
+        no_repeat_ngram_size=options.no_repeat_ngram_size,
         min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
         logits_hook=options.logits_hook,
     )  # fmt: skip
@@ -192,6 +208,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
+        guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
         draft=draft,
     )  # fmt: skip
 

@@ -28,6 +28,8 @@ class GenerationResult:
     ``lengths``: None, but where ``padded`` arrays were asked for: then ``tokens`` is int32[rows,
     max_new_tokens], ``lengths`` int32[rows], how many of these are real, and ``logprobs`` are
     ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
+    ``guides``: of each row the guide that went along it, or None, where any was given, else None;
+    the ``error`` of one of ``Guides`` says why it could not go on to the end of its grammar.
 
     A row that met a stop string has the text before it, and the longest run of tokens whose text
     does not reach into it. Where a stop string begins inside a token, ``text`` has the first
@@ -42,6 +44,7 @@ class GenerationResult:
     unfed: list[list[int]]
     logprobs: Any = None  # list[list[TokenScore]] | Scores | None
     lengths: Any = None
+    guides: Any = None  # tuple[Guide | None, ...] | None
 
 
 def padded(

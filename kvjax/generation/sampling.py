@@ -1,7 +1,7 @@
 """Logits to tokens: the filters of Transformers, in its order, and one draw a row.
 
-The order is bias, repetition penalty, ``min_new_tokens``, what is allowed; then, where tokens are
-drawn, temperature, top-k, top-p, min-p.
+The order is bias, repetition penalty, frequency and presence penalties, ``min_new_tokens``, what is
+allowed, no n-gram twice; then, where tokens are drawn, temperature, top-k, top-p, min-p, typical-p.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,19 @@ from kvjax.generation.filters import (
     EVERY,
     Allowed,
     Logits,
-    Seen,
     biased,
+    counted,
+    discourage,
     keep_allowed,
     keep_min_p,
+    keep_new_ngrams,
     keep_top_k,
     keep_top_p,
+    keep_typical,
     likeliest,
     penalize,
 )
-from kvjax.generation.past import LogitsHook
+from kvjax.generation.past import LogitsHook, Past
 
 NO_TOKEN = np.int32(2**31 - 1)
 
@@ -38,17 +41,31 @@ NO_TOKEN = np.int32(2**31 - 1)
 @dataclass(frozen=True)
 class Filters:
     """Which steps of ``sample`` there are: compiled in, hashable, as a static argument of ``jit``;
-    or taken as the program runs, where they are traced (``Sampling.filters``). ``hook``: a user's
-    own, that comes before all of them (``Past.hooked``)."""
+    or taken as the program runs, where they are traced (``Sampling.filters``). ``counts``: the
+    frequency and presence penalties; ``ngrams``: ``no_repeat_ngram_size``; ``hook``: a user's own,
+    that comes before all of them (``Past.hooked``)."""
 
     greedy: bool | Array = True
     top_k: bool | Array = False
     top_p: bool | Array = False
     min_p: bool | Array = False
+    typical_p: bool | Array = False
     repetition_penalty: bool | Array = False
+    counts: bool | Array = False
+    ngrams: bool | Array = False
     min_new_tokens: bool | Array = False
     bias: bool | Array = False
     hook: LogitsHook | None = None
+
+    @property
+    def marks(self) -> bool:
+        """Whether they ask which tokens a row has, compiled in."""
+        return bool(self.repetition_penalty)
+
+    @property
+    def whole(self) -> bool:
+        """Whether they ask for all of a row's tokens, in their order."""
+        return bool(self.counts) or bool(self.ngrams) or self.hook is not None
 
 
 @state
@@ -65,7 +82,11 @@ class Sampling:
     top_k: Array
     top_p: Array
     min_p: Array
+    typical_p: Array
     repetition_penalty: Array
+    frequency_penalty: Array
+    presence_penalty: Array
+    no_repeat_ngram_size: Array
     min_new_tokens: Array
     seeds: Array
     eos: Array
@@ -80,7 +101,10 @@ class Sampling:
             top_k=jnp.any(self.top_k < NO_TOKEN),
             top_p=jnp.any(self.top_p < 1),
             min_p=jnp.any(self.min_p > 0),
+            typical_p=jnp.any(self.typical_p < 1),
             repetition_penalty=jnp.any(self.repetition_penalty != 1),
+            counts=jnp.any((self.frequency_penalty != 0) | (self.presence_penalty != 0)),
+            ngrams=jnp.any(self.no_repeat_ngram_size > 0),
             min_new_tokens=jnp.any(self.min_new_tokens > 0),
             bias=jnp.any(self.biased < NO_TOKEN),
         )
@@ -92,7 +116,7 @@ def sample(
     settings: Sampling,
     *,
     count: Rows,
-    seen: Seen | None = None,
+    past: Past | None = None,
     allowed: Allowed | None = None,
 ) -> tuple[Rows, SomeRows]:
     """Choose each row's next token, and say whether its logits were finite numbers; where they
@@ -101,14 +125,14 @@ def sample(
     Args:
       logits, filters, settings: the last two as ``make_settings`` gives them.
       count: new tokens of each row so far: with its seed, all its draw depends on.
-      seen: tokens that stand in a row; for the repetition penalty.
+      past: each row's text so far, as far as filters go by it.
       allowed: bits of those that may be chosen; by default all.
     """
     logits = logits.astype(jnp.float32)
     # Of a hook minus infinity is no mistake: it forbids a token, as long as one is left.
     finite = jnp.isfinite(logits) if filters.hook is None else logits < jnp.inf
     finite = jnp.all(finite, axis=-1)
-    logits = _changed(logits, filters, settings, count, seen, allowed)
+    logits = _changed(logits, filters, settings, count, past, allowed)
     if filters.hook is not None:
         finite &= jnp.any(logits > -jnp.inf, axis=-1)
 
@@ -127,17 +151,17 @@ def filter_logits(
     settings: Sampling,
     *,
     count: Rows,
-    seen: Seen | None = None,
+    past: Past | None = None,
     allowed: Allowed | None = None,
 ) -> Logits:
     """The logits that ``sample``, with the same arguments, draws from; where it is greedy, the
     largest of them is its token. What can't be drawn is at minus infinity."""
-    logits = _changed(logits, filters, settings, count, seen, allowed)
+    logits = _changed(logits, filters, settings, count, past, allowed)
     return _either(filters.greedy, lambda x: x, lambda x: _narrowed(x, filters, settings), logits)
 
 
 def _changed(
-    logits: Logits, filters: Filters, settings: Sampling, count: Rows, seen: Seen | None,
+    logits: Logits, filters: Filters, settings: Sampling, count: Rows, past: Past | None,
     allowed: Allowed | None,
 ) -> Logits:  # fmt: skip
     """With what changes the likeliest token too."""
@@ -146,8 +170,18 @@ def _changed(
         return biased(logits, settings.biased, settings.bias)
 
     def penalty(logits: Logits) -> Logits:
-        assert seen is not None
-        return penalize(logits, seen, settings.repetition_penalty)
+        assert past is not None and past.seen is not None
+        return penalize(logits, past.seen, settings.repetition_penalty)
+
+    def penalties(logits: Logits) -> Logits:
+        tokens, length = _text(past)
+        counts = counted(tokens, length - count, length, logits.shape[1])
+        return discourage(
+            logits, counts, settings.frequency_penalty, settings.presence_penalty
+        )  # fmt: skip
+
+    def no_ngram(logits: Logits) -> Logits:
+        return keep_new_ngrams(logits, *_text(past), settings.no_repeat_ngram_size)
 
     def no_end(logits: Logits) -> Logits:
         early = (count < settings.min_new_tokens)[:, None]
@@ -157,11 +191,13 @@ def _changed(
 
     logits = _where(filters.bias, bias, logits)
     logits = _where(filters.repetition_penalty, penalty, logits)
+    logits = _where(filters.counts, penalties, logits)
     logits = _where(filters.min_new_tokens, no_end, logits)
-    if allowed is None:
-        return logits
-    guided = jnp.any(allowed != EVERY)
-    return _where(guided, lambda x: keep_allowed(x, allowed), logits)
+    if allowed is not None:
+        guided = jnp.any(allowed != EVERY)
+        logits = _where(guided, lambda x: keep_allowed(x, allowed), logits)
+    # The last one, for it gives way to the others.
+    return _where(filters.ngrams, no_ngram, logits)
 
 
 def _narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:
@@ -172,7 +208,14 @@ def _narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:
     logits = (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
     logits = _where(filters.top_k, lambda x: keep_top_k(x, settings.top_k), logits)
     logits = _where(filters.top_p, lambda x: keep_top_p(x, settings.top_p), logits)
-    return _where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), logits)
+    logits = _where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), logits)
+    return _where(filters.typical_p, lambda x: keep_typical(x, settings.typical_p), logits)
+
+
+def _text(past: Past | None) -> tuple[Array, Rows]:
+    """All tokens of the rows, and how many."""
+    assert past is not None and past.tokens is not None and past.length is not None
+    return past.tokens, past.length
 
 
 def _where(needed: bool | Array, change: Callable[[Logits], Logits], logits: Logits) -> Logits:

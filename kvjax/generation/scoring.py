@@ -58,6 +58,7 @@ def score(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     prefill_chunk: int = PREFILL,
 ) -> Scored:
     """Log-probabilities of continuations of prompts, each prompt read once for all of its own.
@@ -70,7 +71,7 @@ def score(
       lm, prompts: as of ``generate``.
       continuations: for each prompt a text or a list of token ids, or a list of several of these.
       cache: a policy, or its name.
-      temperature, top_k, top_p, min_p: of the distribution that ``drawn`` is of.
+      temperature, top_k, top_p, min_p, typical_p: of the distribution that ``drawn`` is of.
       prefill_chunk: tokens of prompts and of continuations that are fed together.
 
     Returns:
@@ -104,8 +105,9 @@ def score(
     # The last token of a continuation is fed to nobody.
     every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)
     filters, settings = make_settings(
-        seeds=[0] * len(new), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+        seeds=[0] * len(new), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        typical_p=typical_p,
+    )  # fmt: skip
     before = last[of] if every is None else jnp.concatenate([last[of], every], axis=1)
     tokens, lengths = _padded(new, before.shape[1])
     logprobs, drawn = _scored(filters, settings, before, jnp.asarray(tokens), lengths)

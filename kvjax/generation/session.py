@@ -100,25 +100,30 @@ class Session:
         """Choose the first token of each row, of which a prompt may have several, from the logits
         after its prompt."""
         request = self._request
+        self._ready()
+        self._progress, self._past, scores = programs.begin(
+            self.logits, request.filters, self._settings, self._limit, self._past, request.scores
+        )
+        del self.logits
+        return Report(self._progress.token[:, None], self._progress, scores, None)
+
+    def _ready(self) -> None:
+        """Have all rows, and what their choices go by, where the context is."""
+        request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         past = past_of(
-            request.known_texts, vocab=self.logits.shape[1], room=request.capacity,
-            penalty=bool(request.filters.repetition_penalty),
-            hook=request.filters.hook is not None or self._drafts is not None,
+            request.known_texts, vocab=self.logits.shape[1], room=request.room,
+            marks=request.filters.marks,
+            whole=request.filters.whole or self._drafts is not None,
         )  # fmt: skip
-        self._progress, self._past, scores = programs.begin(
-            self.logits, request.filters, self._settings, self._limit,
-            None if past is None else self.put(past), request.scores,
-        )  # fmt: skip
-        del self.logits
+        self._past = None if past is None else self.put(past)
         if self._drafts is not None:
             self._drafts.read()
             self._drafts.fared = self.put(self._drafts.fared)
             self.cache_bytes.update(self._drafts.nbytes)
-        return Report(self._progress.token[:, None], self._progress, scores, None)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value
 from kvjax.generation.drafts import DraftChoice
+from kvjax.generation.masks import RowGuides
 from kvjax.generation.past import LogitsHook
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
@@ -30,12 +31,16 @@ class Drawing(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
 
 
 class Compiling(Drawing, total=False):
     """What chooses programs."""
 
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
     logit_bias: Mapping[int, float] | None
     min_new_tokens: int
     eos_token_ids: int | Sequence[int] | None
@@ -58,6 +63,7 @@ class Settings(Compiling, total=False):
     mesh: Mesh | None
     n: int
     padded: bool
+    guide: RowGuides | None
     prefix_cache: PrefixTree | Tenant | None
 
 
@@ -73,7 +79,11 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     logit_bias: Mapping[int, float] | None = None
     min_new_tokens: int = 0
     stop: str | Sequence[str] | None = None
@@ -87,6 +97,7 @@ class Options:
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None
     draft: DraftChoice | None = None
+    guide: RowGuides | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:

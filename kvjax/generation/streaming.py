@@ -10,6 +10,7 @@ from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
+from kvjax.generation.guided import GuidedSession
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
 from kvjax.generation.programs import CHUNK
@@ -35,7 +36,8 @@ class Stream(Iterator[Piece]):
         chunks: list[Chunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
-        self._session = Session(lm, request)
+        guided = request.guides is not None  # then each token waits for the one before
+        self._session = GuidedSession(lm, request) if guided else Session(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.known_texts]
@@ -43,7 +45,7 @@ class Stream(Iterator[Piece]):
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        self._pace = Pace(watched=watched, stops=bool(request.stops))
+        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=guided)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
@@ -106,7 +108,7 @@ class Stream(Iterator[Piece]):
         flying: deque[Report] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
-        ahead = 1 if self._request.stops else 2
+        ahead = 1 if self._request.stops or self._request.guides else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
             if self._stopping:
@@ -136,6 +138,7 @@ class Stream(Iterator[Piece]):
         result = GenerationResult(
             texts, tokens, self._stats(), cache, unfed[: len(asked)],
             self._logprobs([slice(len(row.tokens)) for row in asked]),
+            guides=None if (guides := self._request.guides) is None else guides[: len(asked)],
         )  # fmt: skip
         if self._request.padded:
             limit, scores = self._request.limit, self._request.scores

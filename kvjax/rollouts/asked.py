@@ -20,6 +20,9 @@ class RolloutSettings(Drawing, total=False):
     """How tokens are drawn, and what else is compiled in."""
 
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
     logit_bias: Any
     min_new_tokens: int
     eos_token_ids: Any

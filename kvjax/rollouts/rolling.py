@@ -196,16 +196,16 @@ def _rolled(
 
 
 def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | None:
-    """What a penalty or a hook go by, from the prompts."""
-    if not filters.repetition_penalty and filters.hook is None:
+    """What filters or a hook go by, from the prompts."""
+    if not filters.marks and not filters.whole:
         return None
     rows = jnp.arange(text.shape[0])[:, None]
     seen = None
-    if filters.repetition_penalty:
+    if filters.marks:
         real = jnp.arange(text.shape[1]) < lengths[:, None]
         seen = jnp.zeros((text.shape[0], vocab), bool)
         seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
-    return Past(seen) if filters.hook is None else Past(seen, text, lengths)
+    return Past(seen, text, lengths) if filters.whole else Past(seen)
 
 
 def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.engine.request import Asking, Guide
+from kvjax.engine.request import Asking
 from kvjax.generation.guides import Guides
+from kvjax.generation.masks import Guide
 from kvjax.serve.fields import Fields, is_number
 from kvjax.serve.refused import Refused
 
@@ -63,8 +64,6 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
       Refused: naming the field.
     """
     fields.drop(*_UNUSED)
-    for name in ("presence_penalty", "frequency_penalty"):
-        fields.neutral(name, 0, 0.0)
     asked.n = fields.whole("n", 1) or 1
     if asked.choices > most:
         message = f"n asks for {asked.choices} choices in all: this server takes {most} at once"
@@ -84,7 +83,11 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
     top_k = fields.whole("top_k", -1)
     settings["top_k"] = top_k if top_k is not None and top_k > 0 else None
     settings["top_p"], settings["min_p"] = fields.number("top_p"), fields.number("min_p")
+    settings["typical_p"] = fields.number("typical_p")
     settings["repetition_penalty"] = fields.number("repetition_penalty")
+    settings["frequency_penalty"] = fields.number("frequency_penalty")
+    settings["presence_penalty"] = fields.number("presence_penalty")
+    settings["no_repeat_ngram_size"] = fields.whole("no_repeat_ngram_size", 0)
     settings["logit_bias"] = _bias(fields)
     settings["stop"] = _stops(fields)
     least = fields.whole("min_tokens", 0, asked.limit) or 0

@@ -1,0 +1,91 @@
+"""A generation some of whose rows have guides: each token waits for what the ones before allow.
+
+A step is two programs: one feeds the newest tokens, one chooses the next. While the first runs, the
+host makes the masks for the second.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.device import fetch
+from kvjax.core.typing import Array, Rows
+from kvjax.generation.choosing import Progress, chosen, whole
+from kvjax.generation.contexts import Context
+from kvjax.generation.filters import Logits
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import Masks, words_for
+from kvjax.generation.model import Model
+from kvjax.generation.past import Past
+from kvjax.generation.request import Request
+from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.scores import Scores
+from kvjax.generation.session import Report, Session
+
+
+class GuidedSession(Session):
+    """A ``Session`` whose rows keep to their guides. ``decode`` takes one step, and waits for the
+    token before it."""
+
+    def __init__(self, lm: LanguageModel, request: Request) -> None:
+        super().__init__(lm, request)
+        assert request.guides is not None
+        self._masks = Masks(request.guides, words_for(lm.config))
+
+    def begin(self) -> Report:
+        """Choose the first token of each row, under its mask."""
+        self._ready()
+        zeros = np.zeros(self._rows, np.int32)
+        self._progress = self.put(Progress(zeros, zeros, zeros > 0, zeros > 0))  # type: ignore[arg-type]
+        logits = self.logits
+        del self.logits
+        return self._choose(logits, np.zeros(self._rows, bool))
+
+    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
+        """Choose one token more, of all rows but those to end now (bool[batch])."""
+        self.context, logits = feed(
+            self._lm.architecture, self._lm.params, self.context, self._progress, halt
+        )
+        # That runs; its report had these on the host before.
+        token, count, done = fetch(
+            (self._progress.token, self._progress.count, self._progress.done)
+        )
+        self._masks.accept(token, count)
+        return self._choose(logits, np.asarray(halt) | done)
+
+    def _choose(self, logits: Logits, ended: np.ndarray) -> Report:
+        request, allowed = self._request, self._masks.bits(ended)
+        self._progress, self._past, out, scores = choose(
+            logits, request.filters, self._settings, self._limit, self._progress, self._past,
+            ended, allowed, request.scores,
+        )  # fmt: skip
+        return Report(out, self._progress, scores, None)
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
+def feed(
+    model: Model, params: Any, context: Context, progress: Progress, halt: Any
+) -> tuple[Context, Logits]:
+    """Feed the newest token of the rows that go on; the logits behind it."""
+    lengths: Rows = jnp.where(progress.done | halt, 0, 1)
+    logits, context = context.feed(model, params, progress.token[:, None], lengths)
+    return context, whole(logits, context)
+
+
+@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
+def choose(
+    logits: Logits, filters: Filters, settings: Sampling, limit: Array, progress: Progress,
+    past: Past | None, halt: Any, allowed: Any, scores: int | None,
+) -> tuple[Progress, Past | None, Array, Scores | None]:  # fmt: skip
+    """The next token of the rows that go on, among those allowed, as a step of
+    ``programs.decode``."""
+    progress = replace(progress, done=progress.done | halt)
+    progress, past, found = chosen(
+        progress, past, logits, filters, settings, limit, scores, allowed=allowed
+    )
+    out, found = jax.tree.map(lambda x: x[:, None], (progress.token, found))
+    return progress, past, out, found

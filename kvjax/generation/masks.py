@@ -1,0 +1,118 @@
+"""Which tokens may come next in each row, as its guide says."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvjax.generation.filters import EVERY
+from kvjax.generation.model import ModelConfig
+
+
+class Guide(Protocol):
+    """Which tokens may come next: a grammar, a list of choices. It goes along one text."""
+
+    def allowed(self) -> np.ndarray:
+        """uint32[words]: a bit for each token, 32 in a word, the lowest first; 1 for what may
+        come behind the tokens that were accepted."""
+        ...
+
+    def accept(self, token: int, /) -> None:
+        """A token has come."""
+        ...
+
+
+class FormOfText(Guide, Protocol):
+    """A guide that several rows can begin with: each goes along a copy."""
+
+    def copy(self) -> Guide:
+        """The same, of which nothing is known to this one."""
+        ...
+
+
+RowGuides = FormOfText | Sequence[FormOfText | None]
+"""One for every row, or one for each prompt, None where that is free."""
+
+
+def words_for(config: ModelConfig) -> int:
+    """Words of a bit for each token."""
+    return -(-config.vocab_size // 32)
+
+
+def bits_of(guide: Guide, words: int) -> np.ndarray:
+    """uint32[words]: what a guide allows.
+
+    Raises:
+      ValueError: if it gives something else, or allows nothing.
+    """
+    bits = np.asarray(guide.allowed())
+    if bits.shape != (words,) or bits.dtype != np.uint32:
+        raise ValueError(
+            f"a guide gave {bits.dtype}{list(bits.shape)}, and must give uint32[{words}]"
+        )
+    if not bits.any():
+        raise ValueError("a guide allows no token at all: one that has ended allows those that end")
+    return bits
+
+
+def guides_of(
+    config: ModelConfig, given: RowGuides | None, prompts: int, samples: int, rows: int,
+    eos: Sequence[int], least: int,
+) -> tuple[Guide | None, ...] | None:  # fmt: skip
+    """A guide for each of so many ``rows``, copies of those that are given, where any is: of each
+    prompt for each of its ``samples``, and none for the rows behind them.
+
+    Raises:
+      ValueError: if they are none, another number than there are prompts, of another vocabulary,
+        or could not end a text where they must.
+    """
+    each = list(given) if isinstance(given, Sequence) else [given] * prompts
+    if len(each) != prompts:
+        raise ValueError(f"{len(each)} guides for {prompts} prompts: give one, or one a prompt")
+    for guide in each:
+        missing = [name for name in ("allowed", "accept", "copy") if not hasattr(guide, name)]
+        if guide is not None and missing:
+            raise ValueError(f"a guide has {missing[0]}(), and {guide!r:.60} has not")
+    if all(guide is None for guide in each):
+        return None
+    if least:
+        raise ValueError(
+            f"min_new_tokens is {least}, but a guide may leave none but tokens that end a text"
+        )
+    found: list[Guide | None] = []
+    for guide in each:
+        ends = set(getattr(guide, "ends", ())) - set(eos)
+        if ends:
+            raise ValueError(
+                f"a guide ends its text with token {min(ends)}, which eos_token_ids must have"
+            )
+        found += [None if guide is None else guide.copy() for _ in range(samples)]
+    for guide in found:
+        if guide is not None:
+            bits_of(guide, words_for(config))
+    return tuple(found + [None] * (rows - len(found)))
+
+
+class Masks:
+    """The guides of rows, as they go along their texts. ``guides``: one a row, or None."""
+
+    def __init__(self, guides: Sequence[Guide | None], words: int) -> None:
+        self._guides = guides
+        self._counts = np.zeros(len(guides), np.int32)
+        self._bits: Any = np.full((len(guides), words), EVERY, np.uint32)
+
+    def accept(self, tokens: Any, counts: Any) -> None:
+        """The newest token of each row, int32[rows], of so many new ones: taken in where it was
+        not."""
+        for row, guide in enumerate(self._guides):
+            if guide is not None and counts[row] > self._counts[row]:
+                guide.accept(int(tokens[row]))
+        self._counts = counts
+
+    def bits(self, ended: np.ndarray) -> np.ndarray:
+        """uint32[rows, words]: what may come next; of rows that have ``ended``, bool[rows],
+        anything."""
+        for row, guide in enumerate(self._guides):
+            if guide is not None:
+                self._bits[row] = EVERY if ended[row] else bits_of(guide, self._bits.shape[1])
+        return self._bits.copy()  # what is sent may be read later

@@ -1,0 +1,276 @@
+"""Texts that keep to guides: by generate, by stream, beside others, and as an engine has them."""
+
+import copy
+import functools
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models
+from kvjax.generation.filters import EVERY
+from kvjax.generation.masks import words_for
+from tests.checkpoints import write_llama
+from tests.matrix import some
+from tests.schemas import random_schema
+from tests.test_engine import Letters
+from tests.test_prefixes import small
+
+# Guides of the test's own.
+
+
+@functools.cache
+def shallow():
+    """A model of one layer, for each is one more to compile."""
+    return replace(small(num_hidden_layers=1, windows=(None,)), tokenizer=Letters())
+
+
+class Anything:
+    """What allows all, and knows what has come."""
+
+    def __init__(self, vocabulary=61):
+        self.words, self.tokens = -(-vocabulary // 32), []
+
+    def copy(self):
+        return copy.deepcopy(self)
+
+    def allowed(self):
+        return np.full(self.words, EVERY, np.uint32)
+
+    def accept(self, token):
+        self.tokens.append(token)
+
+
+class Text(Anything):
+    """What allows one text alone."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.left = list(tokens)
+
+    def allowed(self):
+        words = np.zeros(self.words, np.uint32)
+        words[self.left[0] // 32] |= np.uint32(1 << self.left[0] % 32)
+        return words
+
+    def accept(self, token):
+        super().accept(token)
+        assert token == self.left.pop(0)
+
+
+POLICIES: dict[str, Any] = {
+    "static": "static",
+    "4 bits": kvjax.policy(bits=4, group=8, block=8),
+    "dynamic": kvjax.CachePolicy(kvjax.Growing(start=16)),
+    "sliding_window": kvjax.policy("sliding_window", window=20, sinks=2, slack=20),
+    "offloaded": kvjax.policy("offloaded_static", block=8),
+    "paged": kvjax.policy("paged", page_size=16),
+}
+WAYS = ("none", "prefixes", "mesh", *POLICIES)
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2,
+    "no_repeat_ngram_size": 3, "logprobs": 2, "stop": ["xy", "Q"], "max_new_tokens": 24,
+    "eos_token_ids": (7,), "seed": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", some(WAYS, "static"))
+def test_a_guide_that_allows_everything_changes_nothing(way):
+    """Nor does one for the row beside; and each has taken in all tokens, those behind a stop string
+    as well. Some rows are free."""
+    lm, prompts = shallow(), [[1, 2, 3] * 6, [9], [30, 31, 32, 33]]
+    given: dict[str, Any] = {"cache": POLICIES.get(way, "static")}
+    if way == "none":
+        given = {"use_cache": False}
+    elif way == "mesh":
+        lm = lm.on(kvjax.make_mesh(data=2, tensor=2))
+    guides = [Anything(), None, Anything()]
+    found = []
+    for guide in (None, guides):
+        if way == "prefixes":
+            given = {"prefix_cache": kvjax.PrefixTree(lm, pages=40, max_len=64, prefill_chunk=16)}
+        found.append(kvjax.generate(lm, prompts, n=2, guide=guide, **SAMPLED, **given))
+    plain, guided = found
+    assert guided.tokens == plain.tokens and guided.text == plain.text
+    assert guided.unfed == plain.unfed
+    assert guided.stats.stop_reasons == plain.stats.stop_reasons
+    assert {"length", "stop"} <= set(plain.stats.stop_reasons)
+    for mine, other in zip(guided.logprobs, plain.logprobs, strict=True):
+        for name in ("logprob", "drawn"):
+            values = [[getattr(each, name) for each in scores] for scores in (mine, other)]
+            np.testing.assert_allclose(*values, atol=1e-5)
+    assert all(guide.tokens == [] for guide in guides if guide is not None)
+    for row, (guide, tokens) in enumerate(zip(guided.guides, guided.tokens, strict=True)):
+        assert (guide is None) == (row // 2 == 1)
+        if guide is not None:  # the last token of a row is told to nobody
+            both = min(len(tokens), len(guide.tokens))
+            assert both >= len(tokens) - 1 and guide.tokens[:both] == tokens[:both]
+    if plain.cache is not None and way != "mesh":
+        assert guided.cache.length.tolist() == plain.cache.length.tolist()
+        both = (
+            kvjax.generate(lm, [[*left, 5] for left in each.unfed], cache=each.cache, guide=guide,
+                           **SAMPLED | {"max_new_tokens": 4})
+            for each, guide in ((plain, None), (guided, Anything()))
+        )  # fmt: skip
+        assert len({str(each.tokens) for each in both}) == 1
+
+
+def test_rows_keep_to_their_texts_as_they_stream():
+    """Whatever they would like; a piece a token."""
+    lm, texts = shallow(), [[5, 60, 31, 32, 7], [0, 33, 7], [59] * 9]
+    settings: dict[str, Any] = {"eos_token_ids": (7,), "max_new_tokens": 9, "temperature": 2.0}
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    running = kvjax.stream(lm, prompts, guide=[Text(text) for text in texts], **settings)
+    rows: list[list[int]] = [[], [], []]
+    for piece in running:
+        for row, tokens in zip(rows, piece.tokens, strict=True):
+            assert len(tokens) <= 1
+            row += tokens
+    assert rows == running.result.tokens == texts
+    assert running.result.stats.stop_reasons == ("eos", "eos", "length")
+
+
+# Grammars.
+
+POINT = {
+    "type": "object", "properties": {"x": {"enum": [0, 1]}, "name": {"enum": ["a", "bé"]}},
+    "required": ["x", "name"], "additionalProperties": False,
+}  # fmt: skip
+KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("json_schema", POINT, r'\{"x":[01],"name":"(a|bé)"\}'),
+    ("json_schema", json.dumps(POINT), r'\{"x":[01],"name":"(a|bé)"\}'),
+    ("regex", "[ab]{3}c", "[ab]{3}c"),
+    ("choices", ['yes "x"', "no|\\"], r'yes "x"|no\|\\'),
+    ("grammar", 'start: "q" /[0-9]/ "w"', "q[0-9]w"),
+)
+LONG: dict[str, Any] = {"max_new_tokens": 64, "max_len": 96, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory):
+    """Of one layer as well."""
+    folder = write_llama(tmp_path_factory.mktemp("one") / "llama", num_hidden_layers=1)
+    return models.load(str(folder), dtype="float32")
+
+
+@functools.cache
+def engine_of(lm):
+    limits = kvjax.InferenceLimits(max_batch_size=4, max_seq_len=96)
+    return kvjax.Engine(lm, limits=limits, prefill_chunk=16, decode_rounds=4)
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.rare), 1.0])
+def test_guides_of_every_kind(tiny_llama, temperature):
+    """In a batch with a free row, which is what it is alone; piece by piece; by an engine."""
+    made = kvjax.Guides(tiny_llama)
+    guides = [getattr(made, name)(value) for name, value, _ in KINDS]
+    prompts, settings = [*"abcde", "free"], LONG | {"temperature": temperature, "prefill_chunk": 16}
+    found = kvjax.generate(tiny_llama, prompts, guide=[*guides, None], **settings)
+    running = kvjax.stream(tiny_llama, prompts, guide=[*guides, None], **settings)
+    pieces = [piece.text for piece in running]
+    assert ["".join(texts) for texts in zip(*pieces, strict=True)] == found.text
+    assert running.result.tokens == found.tokens
+    assert len(pieces) >= 64
+    engine = engine_of(tiny_llama)
+    handles = [
+        engine.submit(
+            prompt, guide=guide and guide.copy(), seed=seed, max_new_tokens=64,
+            temperature=temperature,
+        )
+        for seed, (prompt, guide) in enumerate(zip(prompts, [*guides, None], strict=True))
+    ]  # fmt: skip
+    while engine.step():
+        pass
+    assert [(each.tokens, each.text) for each in handles] == [
+        *zip(found.tokens, found.text, strict=True)
+    ]
+    both = zip(KINDS, found.text, found.stats.stop_reasons, strict=False)
+    for (name, _, pattern), text, reason in both:
+        assert re.fullmatch(pattern, text) and reason == "eos", (name, text)
+    assert [guide.error for guide in found.guides[:-1]] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("count", "first"), [(3, 0), pytest.param(250, 1000, marks=pytest.mark.rare)]
+)
+def test_random_schemas_are_kept_to(embedded, count, first):
+    """By texts of a model that knows nothing of JSON; four different ones at a time."""
+    guides, rng = kvjax.Guides(embedded), np.random.default_rng(first)
+    for batch in range(count):
+        schemas = [random_schema(rng) for _ in range(4)]
+        found = kvjax.generate(
+            embedded, ["The value: "] * 4, guide=[guides.json_schema(each) for each in schemas],
+            max_new_tokens=480, max_len=512, temperature=0.5 + 0.5 * (batch % 2),
+            seed=first + 4 * batch,
+        )  # fmt: skip
+        assert found.stats.stop_reasons == ("eos",) * 4, (schemas, found.text)
+        for schema, text in zip(schemas, found.text, strict=True):
+            jsonschema.validate(json.loads(text), schema)
+
+
+def test_one_guide_for_all_rows_and_again(tiny_llama):
+    """Each goes along a copy, so it can be given again; one that has come further goes on there."""
+    guide = kvjax.Guides(tiny_llama).regex("[a-z]{4}")
+    settings: dict[str, Any] = {**LONG, "guide": guide, "prefill_chunk": 16}
+    first = kvjax.generate(tiny_llama, list("ab"), n=3, **settings)
+    assert all(re.fullmatch("[a-z]{4}", text) for text in first.text) and len(first.text) == 6
+    assert len(set(first.text)) > 1
+    again = kvjax.generate_batches(tiny_llama, [list("ab"), list("ab")], n=3, **settings)
+    assert [each.text for each in again] == [first.text] * 2
+    for token in tiny_llama.tokenizer.encode("xyz"):
+        guide.accept(token)
+    (text,) = kvjax.generate(tiny_llama, "a", **settings).text
+    assert re.fullmatch("[a-z]", text)
+
+
+def test_a_guide_that_cannot_go_on_ends_its_text(tiny_llama):
+    lost = kvjax.Guides(tiny_llama).choices(["ab"])
+    lost.accept(tiny_llama.tokenizer.encode("x")[0])
+    settings: dict[str, Any] = {**LONG, "prefill_chunk": 16}
+    found = kvjax.generate(tiny_llama, list("abcdef"), guide=[lost] + [None] * 5, **settings)
+    assert found.text[0] == "" and found.stats.stop_reasons[0] == "eos"
+    assert found.guides[0].error and found.guides[1:] == (None,) * 5
+    engine = engine_of(tiny_llama)
+    handle = engine.submit("a", guide=lost, max_new_tokens=9)
+    while engine.step():
+        pass
+    assert (handle.text, handle.reason) == ("", "eos") and lost.error
+
+
+class Mute(Anything):
+    def allowed(self):
+        return np.zeros(2, np.uint32)
+
+
+class Failing(Anything):
+    def accept(self, token):
+        raise RuntimeError("a user's")
+
+
+def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
+    lm, guide = shallow(), kvjax.Guides(tiny_llama).regex("a")
+    for prompts, given, message in (
+        ([[1]], {"guide": [Anything(), None]}, "2 guides for 1 prompts"),
+        ([[1]], {"guide": []}, "0 guides for 1 prompts"),
+        ([[1]], {"guide": "a"}, r"a guide has allowed\(\), and 'a' has not"),
+        ([[1], [2]], {"guide": [None, object()]}, r"a guide has allowed\(\), and <object"),
+        ([[1]], {"guide": Anything(), "min_new_tokens": 1}, "min_new_tokens is 1, but a guide may"),
+        ([[1]], {"guide": Anything(99)}, r"a guide gave uint32\[4\], and must give uint32\[2\]"),
+        ([[1]], {"guide": Mute()}, "a guide allows no token at all"),
+        ([[1]], {"guide": guide}, "ends its text with token 257, which eos_token_ids must have"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax.stream(lm, prompts, **given)
+    assert kvjax.stream(lm, [[1]], guide=[None], min_new_tokens=1) is not None
+    with pytest.raises(ValueError, match="a guide ends its text with token 257"):
+        kvjax.generate(tiny_llama, ["a"], guide=guide, eos_token_ids=[3])
+    with pytest.raises(RuntimeError, match="a user's"):
+        kvjax.generate(lm, [[1]], guide=Failing(), max_new_tokens=3)
+    with pytest.raises(ValueError, match="tokenizer"):
+        kvjax.Guides(replace(tiny_llama, tokenizer=None))
+    assert words_for(tiny_llama.config) == guide.allowed().size
