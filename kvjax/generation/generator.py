@@ -6,8 +6,8 @@ from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Prompts, prepare
 from kvjax.generation.results import GenerationResult
+from kvjax.generation.running import Running, running
 from kvjax.generation.settings import Options, Settings, spelled_out
-from kvjax.generation.streaming import Stream
 
 
 @spelled_out(Settings)
@@ -69,15 +69,15 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
-    running = _asked(lm, prompts, settings, watched=False)
-    for _ in running:
+    asked = _asked(lm, prompts, settings, watched=False)
+    for _ in asked:
         pass
-    return running.result
+    return asked.result
 
 
 @spelled_out(Settings)
 @outside
-def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Stream:
+def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Running:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
     Returns:
@@ -90,7 +90,7 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
     return _asked(lm, prompts, settings, watched=True)
 
 
-def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Stream:
+def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Running:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    return Stream(lm, prepare(lm, prompts, options), watched=watched)
+    return running(lm, prepare(lm, prompts, options), watched=watched)

@@ -15,6 +15,7 @@ from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memor
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.searching import Search, rows_asked
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
 from kvjax.generation.sources import bytes_of_source
@@ -50,7 +51,8 @@ class Request:
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first.
+    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
+    ``search``: which of the samples are given back, None for all.
     """
 
     prompts: list[list[int]]
@@ -73,6 +75,7 @@ class Request:
     scores: int | None = None
     padded: bool = False
     to_read: list[list[int]] | None = None
+    search: Search | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -112,8 +115,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     texts = texts_to_read(lm, prompts, options)
     begun = None if texts is None else [[lm.start_token]] * len(texts)
     rows = token_ids(lm, prompts, held) if begun is None else begun
-    n = whole_number("n", options.n, 1)
-    seeds, asked = row_seeds(options.seed, len(rows) * n), len(rows)
+    n, search = rows_asked(options)
+    drawn = search is None or search.beams is None
+    seeds, asked = row_seeds(options.seed if drawn else 0, len(rows) * n), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
     rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more * n]
     if given is not None:
@@ -170,6 +174,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
+        search=search,
     )  # fmt: skip
 
 

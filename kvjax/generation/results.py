@@ -28,6 +28,9 @@ class GenerationResult:
     ``lengths``: None, but where ``padded`` arrays were asked for: then ``tokens`` is int32[rows,
     max_new_tokens], ``lengths`` int32[rows], how many of these are real, and ``logprobs`` are
     ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
+    ``sequence_scores``: of a beam search, each row's sum of its tokens' log-probabilities, with what
+    penalties made of them, over its length to the power of ``length_penalty``; of ``best_of``, the
+    mean of its tokens' log-probabilities by the model's own distribution; else None.
 
     A row that met a stop string has the text before it, and the longest run of tokens whose text
     does not reach into it. Where a stop string begins inside a token, ``text`` has the first
@@ -42,6 +45,7 @@ class GenerationResult:
     unfed: list[list[int]]
     logprobs: Any = None  # list[list[TokenScore]] | Scores | None
     lengths: Any = None
+    sequence_scores: list[float] | None = None
 
 
 def padded(

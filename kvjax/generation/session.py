@@ -17,7 +17,7 @@ from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.past import past_of
+from kvjax.generation.past import Past, past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
@@ -83,23 +83,27 @@ class Session:
             self.context = Cached(self._lease.reached(self.cache, self._held))
 
     def begin(self) -> Report:
-        """Choose the first token of each row, of which a prompt may have several, from the logits
-        after its prompt."""
+        """Choose the first token of each row, from the logits after its prompt."""
+        request, past = self._request, self.branch_out()
+        self._progress, self._past, scores = programs.begin(
+            self.logits, request.filters, self.settings, self._limit, past, request.scores
+        )
+        del self.logits
+        return self._progress.token[:, None], self._progress, scores
+
+    def branch_out(self) -> Past | None:
+        """Give every prompt as many rows as it has samples, and the pasts that their tokens are
+        chosen by."""
         request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
-        self._settings = self.put(request.settings)
+        self.settings = self.put(request.settings)
         past = past_of(
             request.texts, vocab=self.logits.shape[1], room=request.capacity,
             penalty=bool(request.filters.repetition_penalty), hook=request.filters.hook is not None,
         )  # fmt: skip
-        self._progress, self._past, scores = programs.begin(
-            self.logits, request.filters, self._settings, self._limit,
-            None if past is None else self.put(past), request.scores,
-        )  # fmt: skip
-        del self.logits
-        return self._progress.token[:, None], self._progress, scores
+        return None if past is None else self.put(past)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
@@ -157,7 +161,7 @@ class Session:
         lm = self._lm
         return (
             lm.architecture, self._request.filters, lm.params, self.context, self._progress,
-            self._past, halt, self._settings, self._limit, steps, self._request.scores,
+            self._past, halt, self.settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
     def _new_context(self) -> Context:
