@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, Rows
 from kvjax.generation.beams import Chosen, Numbers, Searched, begun, extended
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached, Context, Uncached
@@ -17,6 +18,7 @@ from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
+from kvjax.generation.request import Request
 from kvjax.generation.sampling import Filters, Sampling, filter_logits
 from kvjax.generation.scores import Scores
 from kvjax.generation.searching import Beams
@@ -35,7 +37,7 @@ its prompt's, and its scores."""
 )
 def begin(
     logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
-    limit: Array, past: Past | None, asked: SomeRows, since: Rows, scores: int | None,
+    limit: Array, past: Past | None, asked: Array, since: Rows, scores: int | None,
     spread: Spread | None,
 ) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
@@ -153,7 +155,20 @@ def _placed(tree: Any, spread: Spread | None) -> Any:
     )
 
 
-def kept(cache: KVCache, rows: Rows, back: Rows) -> KVCache:
+def rows_kept(rows: np.ndarray, back: np.ndarray, request: Request) -> tuple[Any, Any]:
+    """Of rows that the prompts of a mesh keep, int[prompts, n], and tokens that they forget, those
+    of the prompts that were asked for, and behind them as many empty ones as fill the mesh up."""
+    asked = request.rows // request.samples
+    rows, back = rows[:asked].ravel(), back[:asked].ravel()
+    more = 0 if request.spread is None else -len(rows) % request.spread.rows
+    empty = request.rows + np.arange(more)
+    return (
+        np.concatenate([rows, empty]).astype(np.int32),
+        np.concatenate([back, np.zeros(more)]).astype(np.int32),
+    )
+
+
+def kept(cache: KVCache, rows: Any, back: Any) -> KVCache:
     """Some rows of a cache, int32[n], without their newest ``back`` tokens. What pools have stays
     where it is; the cache given is used up."""
     shared = [(x.keys, x.values) if x.policy.paging else None for x in cache.layers]
@@ -162,7 +177,7 @@ def kept(cache: KVCache, rows: Rows, back: Rows) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnames="shared")
-def _kept(shared: Any, cache: KVCache, rows: Rows, back: Rows) -> KVCache:
+def _kept(shared: Any, cache: KVCache, rows: Array, back: Array) -> KVCache:
     layers = [
         held if body is None else replace(held, keys=body[0], values=body[1])
         for held, body in zip(cache.layers, shared, strict=True)

@@ -74,7 +74,7 @@ class BeamSession:
         assert cache is not None
         if np.any(back > fetch(rewindable(cache))[rows]):
             return False
-        found = programs.kept(cache, rows.astype(np.int32), back.astype(np.int32))
+        found = programs.kept(cache, rows, back)
         self._session.context = Cached(found)
         return True
 

@@ -12,6 +12,7 @@ from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
 from kvjax.generation.beam_history import History, in_common
+from kvjax.generation.beam_programs import rows_kept
 from kvjax.generation.beam_session import BeamSession, Report
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
@@ -210,8 +211,8 @@ class BeamStream(Iterator[Piece]):
             session.end([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
             return None, unfed
         back = np.maximum(fed[rows, beam], 0) - held
-        which = (rows * live.shape[1] + beam).ravel()
-        if cache is None or not self._search.keep(which, back.ravel()):
+        which, back = rows_kept(rows * live.shape[1] + beam, back, request)
+        if cache is None or not self._search.keep(which, back):
             return None, unfed
         return session.cache, unfed
 

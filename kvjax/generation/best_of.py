@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.beam_programs import kept
+from kvjax.generation.beam_programs import kept, rows_kept
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
@@ -54,13 +54,11 @@ def _best(every: GenerationResult, request: Request, padding: int) -> Generation
         float(np.mean([each.logprob for each in row])) if row else -np.inf for row in every.logprobs
     ]
     ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
-    prompts = np.arange(len(request.prompts))[:, None] * samples
-    first = np.broadcast_to(np.arange(search.kept), (len(prompts), search.kept))
-    rows = prompts + np.concatenate([ranked[:, : search.kept], first[len(ranked) :]])
-    which = rows[: len(ranked)].ravel().tolist()
+    rows = np.arange(len(ranked))[:, None] * samples + ranked[:, : search.kept]
+    which = rows.ravel().tolist()
     cache: Any = every.cache
     if cache is not None:
-        cache = kept(cache, rows.ravel().astype(np.int32), np.zeros(rows.size, np.int32))
+        cache = kept(cache, *rows_kept(rows, np.zeros_like(rows), request))
 
     def of(values: Any) -> Any:
         return None if values is None else [values[row] for row in which]
