@@ -20,9 +20,7 @@ class History:
     def add(self, columns: Any, steps: int) -> None:
         """Take in the first ``steps`` of ``Columns``, on the host."""
         for step in range(steps):
-            self._steps.append(
-                jax.tree.map(lambda x, at=step: self._apart(x[:, at]), columns)
-            )
+            self._steps.append(jax.tree.map(lambda x, at=step: self._apart(x[:, at]), columns))
 
     def _apart(self, x: np.ndarray) -> np.ndarray:
         return x.reshape(-1, self._beams, *x.shape[1:])

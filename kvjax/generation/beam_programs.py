@@ -23,7 +23,7 @@ from kvjax.generation.sampling import Filters, Sampling, filter_logits
 from kvjax.generation.scores import Scores
 from kvjax.generation.searching import Beams
 from kvjax.operations.branching import branched
-from kvjax.operations.rewinding import rewind
+from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import select
 from kvjax.placement.spread import Spread
 
@@ -115,14 +115,16 @@ def _chosen(
         before, apart(known), apart(own), apart(settings.eos)[:, 0], numbers, limit, beams, scores
     )
     if past is not None:
-        past = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
+        mine: Past = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
         token, vocab = after.token.ravel(), logits.shape[1]
         taken = ~jnp.repeat(before.done, beams.width, axis=1).ravel()
-        if past.seen is not None:
+        if mine.seen is not None:
             at = jnp.where(taken, token, vocab)
-            seen = past.seen.at[jnp.arange(len(token)), at].set(True, mode="drop")
-        past = past.with_token(seen, token, taken)
-    return replace(after, broken=after.broken | broken), past, chosen
+            seen = mine.seen.at[jnp.arange(len(token)), at].set(True, mode="drop")
+        past = mine.with_token(seen, token, taken)
+    broken |= after.broken
+    count = jnp.where(broken[:, None], before.count, after.count)
+    return replace(after, broken=broken, count=count), past, chosen
 
 
 def _of_beams(x: Array, parent: Array) -> Array:
@@ -184,3 +186,7 @@ def _kept(shared: Any, cache: KVCache, rows: Array, back: Array) -> KVCache:
     ]
     cache = select(replace(cache, layers=tuple(layers)), rows)
     return rewind(cache, back)
+
+
+forgettable = jax.jit(rewindable)
+"""How many of its newest tokens each row can forget."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.core.device import fetch
@@ -13,7 +12,6 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Request
 from kvjax.generation.searching import Beams, Search
 from kvjax.generation.session import Session
-from kvjax.operations.rewinding import rewindable
 
 Report = tuple[programs.Columns, Searched]
 """Of a dispatch: what each step chose, and where the search stands after it."""
@@ -34,16 +32,15 @@ class BeamSession:
         """Choose the first tokens, from the logits after the prompts."""
         request, session, given = self._request, self._session, self._search
         past = session.branch_out()
-        self._numbers: Any = session.put(
-            Numbers(
-                *(np.float32(given.length_penalty), np.int32(given.early_stopping)),
-                np.float32(given.diversity_penalty),
-            )  # type: ignore[arg-type]
-        )
+        numbers: Any = (
+            np.float32(given.length_penalty), np.int32(given.early_stopping),
+            np.float32(given.diversity_penalty),
+        )  # fmt: skip
+        self._numbers = session.put(Numbers(*numbers))
         self._limit, self._settings = session.put(np.int32(request.limit)), session.settings
         asked = np.arange(len(request.prompts)) < request.rows // request.samples
-        cache = session.cache
-        since: Any = session.context.length if cache is None else cache.length
+        context: Any = session.context
+        since = context.length if context.cache is None else context.cache.length
         self._state, self._past, columns = programs.begin(
             session.logits, request.filters, self._beams, self._settings, self._numbers,
             self._limit, past, asked, since, request.scores, request.spread,
@@ -54,9 +51,7 @@ class BeamSession:
     def search(self, steps: np.int32) -> Report:
         """Choose so many tokens more of each beam, at most ``programs.CHUNK``."""
         session = self._session
-        session.context, self._state, self._past, columns = programs.search(
-            *self._searching(steps)
-        )
+        session.context, self._state, self._past, columns = programs.search(*self._searching(steps))
         return columns, self._state
 
     def _searching(self, steps: np.int32) -> tuple[Any, ...]:
@@ -72,13 +67,8 @@ class BeamSession:
         can't forget so many, none."""
         cache = self._session.cache
         assert cache is not None
-        if np.any(back > fetch(rewindable(cache))[rows]):
+        if np.any(back > fetch(programs.forgettable(cache))[rows]):
             return False
         found = programs.kept(cache, rows, back)
         self._session.context = Cached(found)
         return True
-
-    @property
-    def state(self) -> Any:
-        """Where the search stands, on the host."""
-        return jax.tree.map(np.asarray, fetch(self._state))

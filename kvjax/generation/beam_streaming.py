@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator
+from itertools import chain
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.core.context import outside
@@ -13,13 +13,14 @@ from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
 from kvjax.generation.beam_history import History, in_common
 from kvjax.generation.beam_programs import rows_kept
+from kvjax.generation.beam_results import Best, ancestors, best, live_texts
 from kvjax.generation.beam_session import BeamSession, Report
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
-from kvjax.generation.scores import TokenScore, token_scores
+from kvjax.generation.scores import TokenScore
 from kvjax.generation.session import Session
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
@@ -51,9 +52,7 @@ class BeamStream(Iterator[Piece]):
         self._kept, self._beams = search.kept, search.beams
         self._prompts = request.rows // request.samples
         asked = request.prompts[: self._prompts]
-        self._rows = [
-            RowText(lm.tokenizer, ids) for ids in asked for _ in range(self._kept)
-        ]
+        self._rows = [RowText(lm.tokenizer, ids) for ids in asked for _ in range(self._kept)]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
         self._state: Any = None
@@ -136,11 +135,11 @@ class BeamStream(Iterator[Piece]):
 
     def _push_common(self) -> None:
         """What all texts of a prompt that can yet be given back begin with."""
-        live, _ = self._live()
+        live, _ = live_texts(self._history, self._state.count, self._beams)
         ended = self._state.ended
         past, _ = self._history.paths(ended.length - 1, ended.beam)
-        for at in np.argwhere(ended.length > 0):
-            past[(*at, ended.length[*at] - 1)] = ended.token[*at]
+        rows, beams = np.nonzero(ended.length > 0)
+        past[rows, beams, ended.length[rows, beams] - 1] = ended.token[rows, beams]
         tokens = np.concatenate([live, past], axis=1)
         there = np.concatenate([self._state.score, ended.score], axis=1) > -np.inf
         for number, common in enumerate(in_common(tokens, there)[: self._prompts]):
@@ -148,71 +147,43 @@ class BeamStream(Iterator[Piece]):
                 for token in common[len(row.tokens) :]:
                     row.push(token)
 
-    def _live(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of all beams, and how many they are."""
-        count = np.repeat(self._state.count, self._beams.width, axis=1)
-        own = np.broadcast_to(np.arange(count.shape[1]), count.shape)
-        return self._history.paths(count, own)[0], count
-
     def _found(self) -> GenerationResult:
         """The best texts, and what goes with them."""
-        request, ended = self._request, self._state.ended
-        order = np.argsort(-ended.score, axis=1, kind="stable")[:, : self._kept]
-        best: Any = jax.tree.map(
-            lambda x: np.stack([each[at] for each, at in zip(x, order, strict=True)]), ended
-        )
-        none = best.score == -np.inf
-        before = np.where(none, 0, best.length - 1)
-        texts, beams = self._history.paths(before, best.beam)
-        for number, row in enumerate(self._rows):
-            at = divmod(number, self._kept)
-            if none[at]:
-                row.finish("length")
-                continue
-            whole = [*texts[at][: before[at]].tolist(), int(best.token[at])]
-            for token in whole[len(row.tokens) :]:
+        request, prompts = self._request, self._prompts
+        found = best(self._history, self._state.ended, self._kept, request.scores)
+        for row, tokens in zip(
+            self._rows, chain.from_iterable(found.tokens[:prompts]), strict=True
+        ):
+            for token in tokens[len(row.tokens) :]:
                 row.push(token)
-            row.finish("eos" if whole[-1] in request.eos else "length")
-            if request.scores is not None:
-                told = self._history.scores(at[0], beams[at][: before[at]])
-                told.append(jax.tree.map(lambda x, at=at: x[at], best.told))
-                every = jax.tree.map(lambda *x: np.stack(x)[None], *told)
-                self._scores[number] = token_scores(every, 0, 0, len(whole), request.scores)
-        cache, unfed = self._cache(texts, before, [row.tokens for row in self._rows])
+            row.finish("eos" if tokens and tokens[-1] in request.eos else "length")
+        self._scores = [*chain.from_iterable(found.told[:prompts])]
+        cache, unfed = self._cache(found)
         words: Any = [row.text for row in self._rows] if self._has_text else None
         result = GenerationResult(
             words, [row.tokens for row in self._rows], self._stats(), cache, unfed,
             None if request.scores is None else self._scores,
-            sequence_scores=best.score[: self._prompts].ravel().tolist(),
+            sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
         )  # fmt: skip
         if request.padded:
             result = padded(result, request.limit, self._padding, request.scores)
         return result
 
-    def _cache(
-        self, texts: np.ndarray, before: np.ndarray, tokens: list[list[int]]
-    ) -> tuple[Any, list[list[int]]]:
+    def _cache(self, found: Best) -> tuple[Any, list[list[int]]]:
         """The cache with a row for each text, and what each lacks in it. Rows are those of beams
         that went on to the end, taken back to what a text has in common with one."""
-        live, count = self._live()
-        fed = count - 1
-        steps = np.arange(live.shape[2])
-        same = (live[:, None] == texts[:, :, None]) & (steps < fed[:, None, :, None])
-        same &= steps < before[:, :, None, None]
-        shared = np.cumprod(same, axis=3).sum(axis=3)  # [batch, kept, beams]
-        beam = np.argmax(shared, axis=2)
-        rows = np.arange(len(beam))[:, None]
-        held = shared[rows, np.arange(beam.shape[1]), beam]
-        unfed = [ids[n:] for ids, n in zip(tokens, held.ravel(), strict=False)]
         request, session = self._request, self._session
-        cache = session.cache
+        live, count = live_texts(self._history, self._state.count, self._beams)
+        beam, held, back = ancestors(live, count, found.known, found.before)
+        lacking = zip(self._rows, held.ravel(), strict=False)
+        unfed = [row.tokens[n:] for row, n in lacking]
         if request.prefixes is not None:
             each = zip(request.texts, live.reshape(-1, live.shape[2]), strict=True)
             session.end([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
             return None, unfed
-        back = np.maximum(fed[rows, beam], 0) - held
-        which, back = rows_kept(rows * live.shape[1] + beam, back, request)
-        if cache is None or not self._search.keep(which, back):
+        cache: Any = session.cache
+        rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
+        if cache is None or not self._search.keep(*rows_kept(rows, back, request)):
             return None, unfed
         return session.cache, unfed
 

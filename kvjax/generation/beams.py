@@ -75,7 +75,8 @@ def begun(asked: Array, since: Array, beams: Beams, scores: int | None) -> Searc
     first = jnp.arange(beams.beams) % beams.width == 0
     count = jnp.zeros((len(asked), beams.groups), jnp.int32)
     done = jnp.broadcast_to(~asked[:, None], count.shape)
-    ended = Ended(none, zeros, zeros, zeros, None if scores is None else Scores.zeros(shape, scores))
+    told = None if scores is None else Scores.zeros(shape, scores)
+    ended = Ended(none, zeros, zeros, zeros, told)
     score = jnp.where(first, 0.0, none)
     return Searched(zeros, score, count, done, asked & False, ended, since.reshape(shape))
 
@@ -101,10 +102,11 @@ def extended(
         mine = known[:, here]
         if group:
             mine = mine - numbers.diversity_penalty * counts[:, None]
-        each = before.token, before.score, before.ended, raw
+        each: Any = before.token, before.score, before.ended, raw
         each = jax.tree.map(lambda x, here=here: x[:, here], each)
-        step = functools.partial(_group, numbers=numbers, limit=limit, first=first)
-        found.append(jax.vmap(step)(mine, *each, before.count[:, group], before.done[:, group], eos))
+        step: Any = functools.partial(_group, numbers=numbers, limit=limit, first=first)
+        of_groups = before.count[:, group], before.done[:, group]
+        found.append(jax.vmap(step)(mine, *each, *of_groups, eos))
         if beams.groups > 1:
             token, score = found[-1][:2]
             real = (score > -jnp.inf) & ~before.done[:, group, None]
@@ -209,8 +211,6 @@ def _in_rows(going: _Texts) -> tuple[Array, Array]:
     stays = real & ~jnp.any(same & (rows < rows[:, None]), axis=1)
     taken = jnp.any(stays & (beam == rows[:, None]), axis=1)
     free, moved = jnp.cumsum(~taken), jnp.cumsum(~stays)
-    there = jnp.where(
-        stays, beam == rows[:, None], ~taken[:, None] & (free[:, None] == moved)
-    )
+    there = jnp.where(stays, beam == rows[:, None], ~taken[:, None] & (free[:, None] == moved))
     child = jnp.argmax(there, axis=1).astype(jnp.int32)
     return child, jnp.where(real[child], beam[child], rows)

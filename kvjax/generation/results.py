@@ -28,9 +28,14 @@ class GenerationResult:
     ``lengths``: None, but where ``padded`` arrays were asked for: then ``tokens`` is int32[rows,
     max_new_tokens], ``lengths`` int32[rows], how many of these are real, and ``logprobs`` are
     ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
-    ``sequence_scores``: of a beam search, each row's sum of its tokens' log-probabilities, with what
+    ``sequence_scores``: of a beam search, the sum of each row's log-probabilities, with what
     penalties made of them, over its length to the power of ``length_penalty``; of ``best_of``, the
-    mean of its tokens' log-probabilities by the model's own distribution; else None.
+    mean of its log-probabilities by the model's own distribution; else None.
+
+    Of a beam search ``unfed`` may be more tokens than one: the cache has of each text what it has
+    in common with a beam that went on to the end; it is None where a ring or a tail can't be taken
+    back so far. A text that there is not, as filters left fewer, is empty, and its score minus
+    infinity.
 
     A row that met a stop string has the text before it, and the longest run of tokens whose text
     does not reach into it. Where a stop string begins inside a token, ``text`` has the first

@@ -52,8 +52,8 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
         if getattr(options, name) != getattr(defaults, name):
             raise ValueError(
-                f"{name} is {getattr(options, name)!r}, and num_beams is 1: it is of a beam search, "
-                "num_beams=4 perhaps"
+                f"{name} is {getattr(options, name)!r}, and num_beams is 1: it is of a beam "
+                "search, num_beams=4 perhaps"
             )
     if options.best_of is None:
         return n, None
@@ -92,9 +92,7 @@ def _search(options: Options, n: int) -> Search:
             f"diversity_penalty is {diversity} of {groups} num_beam_groups: it must be above 0 "
             "where there are several, which would else be all the same, and 0 where there is one"
         )
-    return Search(
-        n, Beams(beams, groups), penalty, _EARLY[options.early_stopping], diversity
-    )
+    return Search(n, Beams(beams, groups), penalty, _EARLY[options.early_stopping], diversity)
 
 
 def _number(name: str, value: Any) -> float:

@@ -16,6 +16,7 @@ from jax import lax
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, with_rows
+from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, Rows
 from kvjax.operations.rows import without
 from kvjax.placement.device import Device
@@ -43,7 +44,13 @@ def branched(cache: KVCache, rows: Rows, since: Rows) -> KVCache:
     had = None
     if cache.pools:
         cache, had = forked(cache, here)
-    layers = tuple(_of_layer(held, here, cache.length, since) for held in cache.layers)
+    kinds, layers = [(held.policy, held.stack) for held in cache.layers], list(cache.layers)
+    for kind in dict.fromkeys(kinds):
+        # Layers that are alike in one loop: each would be one more to compile.
+        entries = [n for n, other in enumerate(kinds) if other == kind]
+        alike = _of_layers([layers[n] for n in entries], here, cache.length, since)
+        for n, held in zip(entries, alike, strict=True):
+            layers[n] = held
 
     def taken(own: Any, rows: Rows) -> Any:
         return jax.tree.map(lambda x: x[rows], own)
@@ -53,48 +60,45 @@ def branched(cache: KVCache, rows: Rows, since: Rows) -> KVCache:
         length, written, status = taken(own, here)
     else:
         length, written, status = spread.run(taken, spread.of_rows(), spread.of_rows(), own, here)
-    cache = replace(cache, layers=layers)
+    cache = replace(cache, layers=tuple(layers))
     return without(with_rows(cache, length=length, written=written, status=status), had)
 
 
-def _of_layer(held: LayerCache, rows: Rows, length: Rows, since: Rows) -> LayerCache:
-    """A layer's own arrays; those of a pool stay as they are."""
-    policy, paged = held.policy, held.policy.paging is not None
-    body: Any = () if paged else (held.keys, held.values)
-    parts = body, held.tail, held.low
-    first, last = jnp.zeros_like(length), jnp.full_like(length, 2**30)
+def _of_layers(layers: list[LayerCache], rows: Rows, length: Rows, since: Rows) -> list[LayerCache]:
+    """The own arrays of layers of one policy; those of a pool stay as they are."""
+    policy, stack = layers[0].policy, layers[0].stack
+    paged, spread = policy.paging is not None, policy.placement.spread
+    parts = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
+    first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
     if policy.layout.window is None and policy.placement.parts == 1:
         # Positions stand in their order, and those up to `since` are there.
         units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
         first, last = units(since), units(length)
 
     def change(parts: Any, rows: Rows, first: Rows, last: Rows) -> Any:
-        body, tail, low = parts
-        if body:
-            body = _copied(
-                body, held.orders, policy.placement, rows, first, last, _PIECE // policy.unit,
-                held.stack,
-            )  # fmt: skip
-        if tail is not None:
-            none, every = jnp.zeros_like(first), jnp.full_like(first, 2**30)
-            orders = jax.tree.map(lambda _: AS_IS, tail)
-            tail = _copied(tail, orders, Device(), rows, none, every, _PIECE, held.stack)
-        if low is not None:
-            low = low[rows] if held.stack is None else low[:, rows]
-        return body, tail, low
+        bodies, tails, lows = zip(*parts, strict=True)
+        if not paged:
+            orders = tuple(x.orders for x in layers)
+            piece = _PIECE // policy.unit
+            bodies = _copied(bodies, orders, policy.placement, rows, first, last, piece, stack)
+        if tails[0] is not None:
+            every = jnp.zeros_like(first), jnp.full_like(first, UNLIMITED)
+            orders = jax.tree.map(lambda _: AS_IS, tails)
+            tails = _copied(tails, orders, Device(), rows, *every, _PIECE, stack)
+            lows = [low[rows] if stack is None else low[:, rows] for low in lows]
+        return [*zip(bodies, tails, lows, strict=True)]
 
-    spread = policy.placement.spread
     if spread is None:
-        body, tail, low = change(parts, rows, first, last)
+        parts = change(parts, rows, first, last)
     else:
-        specs, each = held.specs(), spread.of_rows()
-        own = () if paged else (specs.keys, specs.values)
-        found = own, specs.tail, specs.low
-        body, tail, low = spread.run(
-            change, (found, each, each, each), found, parts, rows, first, last
-        )
-    held = replace(held, tail=tail, low=low)
-    return held if paged else replace(held, keys=body[0], values=body[1])
+        each, specs = spread.of_rows(), [x.specs() for x in layers]
+        own = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in specs]
+        parts = spread.run(change, (own, each, each, each), own, parts, rows, first, last)
+    after = []
+    for held, (body, tail, low) in zip(layers, parts, strict=True):
+        own_body = {} if paged else {"keys": body[0], "values": body[1]}
+        after.append(replace(held, tail=tail, low=low, **own_body))
+    return after
 
 
 def _copied(
@@ -103,7 +107,7 @@ def _copied(
 ) -> Any:  # fmt: skip
     """Kept arrays [batch, ...], or of a stack [layers, batch, ...], with units ``first`` to
     ``last`` of the rows that others go on from copied to these, in place."""
-    shapes = jax.tree.map(lambda x: x.shape, stores, is_leaf=lambda x: isinstance(x, jax.Array))
+    given = stores
     if stack is not None:
         stores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stores)
     batch, layers = len(rows), stack or 1
@@ -125,7 +129,7 @@ def _copied(
         return lax.fori_loop(0, turns, copy, stores)
 
     stores = lax.fori_loop(0, batch * layers, row_of, stores)
-    return jax.tree.map(lambda x, shape: x.reshape(shape), stores, shapes) if stack else stores
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, given)
 
 
 def _one(

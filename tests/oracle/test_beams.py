@@ -126,4 +126,3 @@ def test_every_layout_finds_them(layout: str, pair: Any, torch: Any) -> None:
     same(found, theirs(pair, torch, settings), settings["n"])
     if policy is not None and found.cache is not None:
         kvjax.check(found.cache)
-
