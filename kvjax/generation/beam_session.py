@@ -8,7 +8,6 @@ from kvjax.core.device import fetch
 from kvjax.generation import beam_programs as programs
 from kvjax.generation.beams import Numbers, Searched
 from kvjax.generation.contexts import Cached
-from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Request
 from kvjax.generation.searching import Beams, Search
 from kvjax.generation.session import Session
@@ -21,10 +20,10 @@ class BeamSession:
     """``begin`` behind a session's prompts, and ``search`` again and again, with the session's
     ``make_room`` before it. Nothing here waits for the device, but ``rows_of``."""
 
-    def __init__(self, lm: LanguageModel, request: Request, session: Session) -> None:
+    def __init__(self, request: Request, session: Session) -> None:
         search = request.search
         assert search is not None and search.beams is not None
-        self._lm, self._request, self._session = lm, request, session
+        self._request, self._session = request, session
         self._search: Search = search
         self._beams: Beams = search.beams
 
@@ -55,11 +54,11 @@ class BeamSession:
         return columns, self._state
 
     def _searching(self, steps: np.int32) -> tuple[Any, ...]:
-        request = self._request
+        request, lm = self._request, self._session.lm
         return (
-            self._lm.architecture, request.filters, self._beams, self._lm.params,
-            self._session.context, self._state, self._past, self._settings, self._numbers,
-            self._limit, steps, request.scores,
+            lm.architecture, request.filters, self._beams, lm.params, self._session.context,
+            self._state, self._past, self._settings, self._numbers, self._limit, steps,
+            request.scores,
         )  # fmt: skip
 
     def keep(self, rows: np.ndarray, back: np.ndarray) -> bool:

@@ -46,7 +46,7 @@ class BeamStream(Iterator[Piece]):
         assert search is not None and search.beams is not None
         self._request, self._chunks, self._watched = request, chunks, watched
         self._session = Session(lm, request)
-        self._search = BeamSession(lm, request, self._session)
+        self._search = BeamSession(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
         self._kept, self._beams = search.kept, search.beams

@@ -54,6 +54,11 @@ class Session:
         self._lease: Lease | None = None
 
     @property
+    def lm(self) -> LanguageModel:
+        """The model, with what its encoder has read."""
+        return self._lm
+
+    @property
     def cache(self) -> KVCache | None:
         """The text so far, where it is in a cache."""
         return self.context.cache

@@ -126,3 +126,28 @@ def test_every_layout_finds_them(layout: str, pair: Any, torch: Any) -> None:
     same(found, theirs(pair, torch, settings), settings["n"])
     if policy is not None and found.cache is not None:
         kvjax.check(found.cache)
+
+
+def test_an_encoder_reads_once_for_all_beams(torch: Any, transformers: Any, tmp_path: Any) -> None:
+    from tests.oracle.conftest import randomise
+    from tests.oracle.test_t5 import T5, asked
+
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    randomise(model, torch).save_pretrained(tmp_path)
+    texts = [[5, 9, 30, 4], [8], [40, 7, 7, 12, 3, 1]]
+    settings = {"num_beams": 4, "length_penalty": 0.7}
+    wanted = model.eval().generate(
+        **asked(torch, texts), do_sample=False, max_new_tokens=NEW, eos_token_id=ENDS,
+        num_return_sequences=2, output_scores=True, return_dict_in_generate=True, **settings,
+    )  # fmt: skip
+    rows = []
+    for row in wanted.sequences[:, 1:].tolist():
+        end = next((at for at, token in enumerate(row) if token in ENDS), len(row) - 1)
+        rows.append(row[: end + 1])
+    lm = models.load(tmp_path, dtype="float32")
+    found = kvjax.generate(lm, texts, max_new_tokens=NEW, eos_token_ids=ENDS, n=2, **settings)
+    same(found, (rows, wanted.sequences_scores.numpy().tolist()), 2)
+    read = lm.reading(texts)
+    start = [[lm.start_token]] * len(texts)
+    again = kvjax.generate(read, start, max_new_tokens=NEW, eos_token_ids=ENDS, n=2, **settings)
+    assert again.tokens == found.tokens
