@@ -29,7 +29,7 @@ from tests.test_prefixes import small
 from tests.test_scores import known
 
 PROMPTS = [[5, 3, 8, 1], [2, 9, 4, 4, 7, 1, 6]]
-ENDS, NEW = [6, 12, 39, 52], 8
+ENDS, NEW = [30, 33, 34, 37, 38, 39, 44, 55, 57, 59], 8
 GIVEN = {"max_new_tokens": NEW, "prefill_chunk": 16, "num_beams": 4, "eos_token_ids": ENDS}
 
 
@@ -52,10 +52,12 @@ def log_probabilities(text):
 
 
 def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversity=0.0):
-    """The best texts and their scores, by lists: every continuation of every text is looked at."""
+    """The best texts and their scores, by lists: every continuation of every text is looked at; and
+    after how many tokens each group is at its end."""
     width, over = beams // groups, [False] * groups
     live: Any = [[((), 0.0)] for _ in range(groups)]
     ended: Any = [[] for _ in range(groups)]
+    steps = [NEW] * groups
     for length in range(1, NEW + 1):
         chosen = np.zeros(61)
         for group in range(groups):
@@ -76,7 +78,8 @@ def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversit
             to = NEW if early == "never" and penalty > 0 else length
             hoped, full = live[group][0][1] / to**penalty, len(ended[group]) == width
             over[group] = full and (early is True or hoped <= ended[group][-1][1])
-    return sorted(itertools.chain(*ended), key=lambda each: -each[1])[:n]
+            steps[group] = length
+    return sorted(itertools.chain(*ended), key=lambda each: -each[1])[:n], steps
 
 
 CASES = {
@@ -94,10 +97,13 @@ NAMES = {
 @pytest.mark.parametrize("name", some(CASES, *(set(CASES) - {"groups of one"})))
 def test_the_texts_are_those_of_lists(lm, name):
     given = {NAMES[key]: value for key, value in CASES[name].items()}
-    found = kvjax.generate(lm, PROMPTS, n=3, logprobs=2, **GIVEN, **given)
+    running: Any = kvjax.stream(lm, PROMPTS, n=3, logprobs=2, **GIVEN, **given)
+    list(running)
+    found, steps = running.result, running._state.count.tolist()
     for number, prompt in enumerate(PROMPTS):
         here = slice(3 * number, 3 * number + 3)
-        wanted = searched(prompt, n=3, **CASES[name])
+        wanted, after = searched(prompt, n=3, **CASES[name])
+        assert steps[number] == after
         np.testing.assert_allclose(
             found.sequence_scores[here], [score for _, score in wanted], atol=1e-5
         )
@@ -301,17 +307,20 @@ def test_other_numbers_compile_nothing(lm):
 
 def test_a_stream_gives_what_all_texts_have_in_common(lm, monkeypatch):
     monkeypatch.setattr("kvjax.generation.beam_streaming._WATCHED_STEPS", 2)
-    given = {**GIVEN, "max_new_tokens": 24, "eos_token_ids": (), "n": 2, "logprobs": 2}
-    running = kvjax.stream(lm, PROMPTS, **given)
-    pieces = [each.tokens for each in running]
-    found = running.result
-    assert found.tokens == kvjax.generate(lm, PROMPTS, **given).tokens
-    assert [[*itertools.chain(*row)] for row in zip(*pieces, strict=True)] == found.tokens
-    early = [any(row) for row in pieces[1:-1]]
+    early = []
+    for ends in (ENDS, ()):
+        given = {**GIVEN, "max_new_tokens": 24, "eos_token_ids": ends, "n": 2, "logprobs": 2}
+        running = kvjax.stream(lm, PROMPTS, **given)
+        pieces = list(running)
+        found = running.result
+        assert found.tokens == kvjax.generate(lm, PROMPTS, **given).tokens
+        for row, tokens in enumerate(found.tokens):
+            assert [*itertools.chain(*(each.tokens[row] for each in pieces))] == tokens
+        for piece in pieces[:-1]:
+            # A prompt's rows are given the same, as long as it is not decided.
+            assert piece.tokens[0] == piece.tokens[1] and piece.tokens[2] == piece.tokens[3]
+            early.append(any(piece.tokens))
     assert any(early)
-    at = next(n for n, some in enumerate(early) if some)
-    # A prompt's rows are given the same, as long as it is not decided.
-    assert pieces[at + 1][0] == pieces[at + 1][1] and pieces[at + 1][2] == pieces[at + 1][3]
 
 
 def test_penalties_and_hooks_go_by_each_beams_text(lm):

@@ -103,6 +103,8 @@ class Session:
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
+            if self.cache is not None:
+                self._hold(self.cache, [])
         self.settings = self.put(request.settings)
         past = past_of(
             request.texts, vocab=self.logits.shape[1], room=request.capacity,
