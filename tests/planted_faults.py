@@ -678,6 +678,32 @@ FAULTS = (
         "self._counts = counts",
         "self._counts = counts + 1", ("guided",),
     ),
+    Fault(
+        "a beam that moves is put where another one stays", "generation/beams.py",
+        "beam == rows[:, None], ~taken[:, None] & (free[:, None] == moved))",
+        "beam == rows[:, None], free[:, None] == moved)", ("beams",),
+    ),
+    Fault(
+        "a beam's row keeps the tokens that it had", "operations/branching.py",
+        "first, last = units(since), units(length)",
+        "first, last = units(length), units(length)", ("beams",),
+    ),
+    Fault(
+        "a search that could find no better text goes on", "generation/beams.py",
+        "over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))",
+        "over = last | (full & (numbers.early_stopping == 1))", ("beams",),
+    ),
+    Fault(
+        "all texts of a prompt have its beams' beginning in common", "generation/beam_streaming.py",
+        "tokens = np.concatenate([live, past], axis=1)",
+        "tokens = np.concatenate([live, live], axis=1)", ("beams",),
+    ),
+    Fault(
+        "a text's cache is not taken back to what they have in common",
+        "generation/beam_results.py",
+        "return beam, held, np.take_along_axis(fed, beam, axis=1) - held",
+        "return beam, held, 0 * held", ("beams",),
+    ),
 )  # fmt: skip
 
 

@@ -151,6 +151,22 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         assert_refused(run(*model, *words), message)
 
 
+def test_several_texts(run, tiny_llama_dir, tiny_llama):
+    """Of a search, and the best of those that are drawn."""
+    common = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--n", 2)
+    code, out, _ = run(*common, "--num-beams", 3, "--length-penalty", 0.5)
+    settings = {"max_new_tokens": 5, "n": 2, "num_beams": 3, "length_penalty": 0.5}
+    found = kvjax.generate(tiny_llama, ["Once"], **settings)
+    parts = [f"--- {n + 1} ({found.sequence_scores[n]:.4f})\n{found.text[n]}" for n in range(2)]
+    assert code == 0 and out == "\n".join(parts) + "\n"
+    drawn = ("--temperature", 0.9, "--best-of", 3, "--json")
+    best = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, n=2, best_of=3, temperature=0.9)
+    told = json.loads(run(*common, *drawn)[1])
+    each = [told, *told["others"]]
+    assert [x["tokens"] for x in each] == best.tokens and [x["text"] for x in each] == best.text
+    assert [x["sequence_score"] for x in each] == best.sequence_scores
+
+
 def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 3, "--logprobs", 2, "--logit-bias", "70=1000", "--json")
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, *arguments)

@@ -12,8 +12,9 @@ import typer
 from kvjax.cli import guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line, score, to_json
+from kvjax.cli.figures import beyond, one_line, to_json
 from kvjax.cli.processes import joined
+from kvjax.cli.several_texts import choices, headed
 from kvjax.cli.waiting import shown
 from kvjax.core.files import can_be_saved
 from kvjax.generation.results import GenerationResult
@@ -45,6 +46,14 @@ def generate(
     presence_penalty: options.PresencePenalty = None,
     no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     logit_bias: options.LogitBias = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="So many texts.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Of so many, drawn, those with the highest mean score.")
+    ] = None,
+    num_beams: Annotated[int, typer.Option(help="Beams of a search for the likeliest text.")] = 1,
+    length_penalty: Annotated[
+        float, typer.Option(help="Of beams: above 0 favours longer texts, below 0 shorter ones.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: options.Stop = None,
     json_schema: guiding.JsonSchema = None,
@@ -92,6 +101,8 @@ def generate(
     """Continue a prompt, given as text, in a file, or on standard input."""
     words = _prompt(text, prompt, file)
     _check_files(load_cache, save_cache, no_cache, chat)
+    if n > 1 and save_cache is not None:
+        raise ValueError(f"--save-cache keeps one text, and --n is {n}")
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs are told in JSON: give --json too")
     form = guiding.given_form(json_schema, regex, choice, grammar)
@@ -111,6 +122,7 @@ def generate(
         "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
         "max_len": max_len, "cache": policy, "use_cache": not no_cache,
         "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
+        "n": n, "best_of": best_of, "num_beams": num_beams, "length_penalty": length_penalty,
     }  # fmt: skip
     with joined(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
@@ -134,25 +146,33 @@ def generate(
 
         def keep(result: GenerationResult) -> None:
             if save_cache is not None:
+                if result.cache is None:
+                    raise ValueError("--save-cache: no row of this cache can be taken back so far")
                 ids = lm.encode([entry])[0][0].tolist()
                 put_away(lm, save_cache, result.cache, [*held, *ids, *result.tokens[0]])
 
         if as_json:
             with shown("reading the prompt"):
                 result = kvjax.generate(lm, [entry], **settings)
-            found: dict[str, Any] = {
-                "text": result.text[0],
-                "tokens": result.tokens[0],
-                "stats": asdict(result.stats),
-            }
-            if result.logprobs is not None:
-                found["logprobs"] = [score(each) for each in result.logprobs[0]]
+            found, *others = choices(result)
+            found["stats"] = asdict(result.stats)
+            if others:
+                found["others"] = others
             if speaks:
                 typer.echo(to_json(found))
             keep(result)
             if speaks:
                 _warn(result.stats)
             guiding.check_kept(result)
+            return
+        if n > 1 or best_of is not None:
+            with shown("reading the prompt"):
+                result = kvjax.generate(lm, [entry], **settings)
+            keep(result)
+            if speaks:
+                typer.echo(headed(result))
+                typer.echo(one_line(asdict(result.stats)), err=True)
+                _warn(result.stats)
             return
         running = kvjax.stream(lm, [entry], **settings)
         with shown("reading the prompt"):

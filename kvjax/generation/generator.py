@@ -6,8 +6,8 @@ from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Prompts, prepare
 from kvjax.generation.results import GenerationResult
+from kvjax.generation.running import Running, running
 from kvjax.generation.settings import Options, Settings, spelled_out
-from kvjax.generation.streaming import Stream
 
 
 @spelled_out(Settings)
@@ -52,6 +52,18 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         which ``result.cache`` has as well.
       n: continuations of each prompt, rows one behind the other, each with a seed of its own. The
         prompt is computed once, and in a paged cache its full pages are there once.
+      best_of: draw so many of each prompt, and give the ``n`` whose tokens have the highest mean
+        log-probability by the model's own distribution, the best one first; not of ``stream``.
+      num_beams: above 1, search for the likeliest texts with so many beams a prompt, as in
+        Transformers, and give the ``n`` best, the best one first (``result.sequence_scores``).
+        Penalties, bias and hook are of log-probabilities then. Beams share prompts as samples do.
+      length_penalty: a text's score is its log-probability over its length to this power: above 0
+        favours longer texts, below 0 shorter ones.
+      early_stopping: when a search ends that has found as many texts as beams: True at once, False
+        where no beam is better as it is, "never" where none can become better.
+      num_beam_groups, diversity_penalty: beams in groups, each of which pays so much for a token
+        that a beam of an earlier group has chosen in the same step (Vijayakumar et al., "Diverse
+        Beam Search", arXiv:1610.02424), behind the other penalties.
       prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``: what it has of a prompt is not
         computed again, and what is new stays with it. It has a policy of its own.
       logprobs: tell each new token's log-probability by the model's own distribution, before bias,
@@ -79,15 +91,15 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
-    running = _asked(lm, prompts, settings, watched=False)
-    for _ in running:
+    asked = _asked(lm, prompts, settings, watched=False)
+    for _ in asked:
         pass
-    return running.result
+    return asked.result
 
 
 @spelled_out(Settings)
 @outside
-def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Stream:
+def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Running:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
     Returns:
@@ -100,7 +112,7 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
     return _asked(lm, prompts, settings, watched=True)
 
 
-def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Stream:
+def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Running:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    return Stream(lm, prepare(lm, prompts, options), watched=watched)
+    return running(lm, prepare(lm, prompts, options), watched=watched)

@@ -38,7 +38,7 @@ class GuidedSession(Session):
 
     def begin(self) -> Report:
         """Choose the first token of each row, under its mask."""
-        self._ready()
+        self._past = self.branch_out()
         zeros = np.zeros(self._rows, np.int32)
         self._progress = self.put(Progress(zeros, zeros, zeros > 0, zeros > 0))  # type: ignore[arg-type]
         logits = self.logits
@@ -60,7 +60,7 @@ class GuidedSession(Session):
     def _choose(self, logits: Logits, ended: np.ndarray) -> Report:
         request, allowed = self._request, self._masks.bits(ended)
         self._progress, self._past, out, scores = choose(
-            logits, request.filters, self._settings, self._limit, self._progress, self._past,
+            logits, request.filters, self.settings, self._limit, self._progress, self._past,
             ended, allowed, request.scores,
         )  # fmt: skip
         return Report(out, self._progress, scores, None)

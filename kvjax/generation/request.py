@@ -17,6 +17,7 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Guide, guides_of
 from kvjax.generation.model import check_model
 from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.searching import Search, rows_asked
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
 from kvjax.generation.sources import bytes_of_source
@@ -55,7 +56,8 @@ class Request:
     told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
     what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
-    it keeps to, or None; None for no row.
+    it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
+    all.
     """
 
     prompts: list[list[int]]
@@ -81,6 +83,7 @@ class Request:
     draft: Draft | None = None
     before: list[list[int]] | None = None
     guides: tuple[Guide | None, ...] | None = None
+    search: Search | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -146,8 +149,9 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     texts = texts_to_read(lm, prompts, options)
     begun = None if texts is None else [[lm.start_token]] * len(texts)
     rows = token_ids(lm, prompts, held) if begun is None else begun
-    n = whole_number("n", options.n, 1)
-    seeds, asked = row_seeds(options.seed, len(rows) * n), len(rows)
+    n, search = rows_asked(options)
+    drawn = search is None or search.beams is None
+    seeds, asked = row_seeds(options.seed if drawn else 0, len(rows) * n), len(rows)
     more = 0 if spread is None else -len(rows) % spread.rows
     rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more * n]
     if given is not None:
@@ -210,6 +214,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
         draft=draft,
+        search=search,
     )  # fmt: skip
 
 

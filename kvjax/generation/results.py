@@ -30,6 +30,14 @@ class GenerationResult:
     ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
     ``guides``: of each row the guide that went along it, or None, where any was given, else None;
     the ``error`` of one of ``Guides`` says why it could not go on to the end of its grammar.
+    ``sequence_scores``: of a beam search, the sum of each row's log-probabilities, with what
+    penalties made of them, over its length to the power of ``length_penalty``; of ``best_of``, the
+    mean of its log-probabilities by the model's own distribution; else None.
+
+    Of a beam search ``unfed`` may be more tokens than one: the cache has of each text what it has
+    in common with a beam that went on to the end; it is None where a ring or a tail can't be taken
+    back so far. A text that there is not, as filters left fewer, is empty, and its score minus
+    infinity.
 
     A row that met a stop string has the text before it, and the longest run of tokens whose text
     does not reach into it. Where a stop string begins inside a token, ``text`` has the first
@@ -45,6 +53,7 @@ class GenerationResult:
     logprobs: Any = None  # list[list[TokenScore]] | Scores | None
     lengths: Any = None
     guides: Any = None  # tuple[Guide | None, ...] | None
+    sequence_scores: list[float] | None = None
 
 
 def padded(

@@ -21,7 +21,7 @@ from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.drafted import Drafts
 from kvjax.generation.drafting import Drafter
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.past import past_of
+from kvjax.generation.past import Past, past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
@@ -65,6 +65,11 @@ class Session:
         self._drafts: Drafts | None = None
 
     @property
+    def lm(self) -> LanguageModel:
+        """The model, with what its encoder has read."""
+        return self._lm
+
+    @property
     def cache(self) -> KVCache | None:
         """The text so far, where it is in a cache."""
         return self.context.cache
@@ -97,33 +102,34 @@ class Session:
             self.context = Cached(self._lease.reached(self.cache, self._held))
 
     def begin(self) -> Report:
-        """Choose the first token of each row, of which a prompt may have several, from the logits
-        after its prompt."""
-        request = self._request
-        self._ready()
+        """Choose the first token of each row, from the logits after its prompt."""
+        request, past = self._request, self.branch_out()
         self._progress, self._past, scores = programs.begin(
-            self.logits, request.filters, self._settings, self._limit, self._past, request.scores
+            self.logits, request.filters, self.settings, self._limit, past, request.scores
         )
         del self.logits
         return Report(self._progress.token[:, None], self._progress, scores, None)
 
-    def _ready(self) -> None:
-        """Have all rows, and what their choices go by, where the context is."""
+    def branch_out(self) -> Past | None:
+        """Give every prompt as many rows as it has samples, and the pasts that their tokens are
+        chosen by."""
         request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
             self._rows *= request.samples
-        self._settings = self.put(request.settings)
+            if self.cache is not None:
+                self._hold(self.cache, [])
+        self.settings = self.put(request.settings)
+        if self._drafts is not None:
+            self._drafts.read()
+            self._drafts.fared = self.put(self._drafts.fared)
+            self.cache_bytes.update(self._drafts.nbytes)
         past = past_of(
             request.known_texts, vocab=self.logits.shape[1], room=request.room,
             marks=request.filters.marks,
             whole=request.filters.whole or self._drafts is not None,
         )  # fmt: skip
-        self._past = None if past is None else self.put(past)
-        if self._drafts is not None:
-            self._drafts.read()
-            self._drafts.fared = self.put(self._drafts.fared)
-            self.cache_bytes.update(self._drafts.nbytes)
+        return None if past is None else self.put(past)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
@@ -201,7 +207,7 @@ class Session:
         lm = self._lm
         return (
             lm.architecture, self._request.filters, lm.params, self.context, self._progress,
-            self._past, halt, self._settings, self._limit, steps, self._request.scores,
+            self._past, halt, self.settings, self._limit, steps, self._request.scores,
         )  # fmt: skip
 
     def _new_context(self) -> Context:

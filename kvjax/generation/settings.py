@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 from jax.sharding import Mesh
 
@@ -50,7 +50,19 @@ class Compiling(Drawing, total=False):
     draft: DraftChoice | None
 
 
-class Settings(Compiling, total=False):
+class Searching(TypedDict, total=False):
+    """How more rows of a prompt are searched than are given back."""
+
+    n: int
+    best_of: int | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    num_beam_groups: int
+    diversity_penalty: float
+
+
+class Settings(Compiling, Searching, total=False):
     """All of them."""
 
     max_new_tokens: int
@@ -61,7 +73,6 @@ class Settings(Compiling, total=False):
     use_cache: bool
     limits: InferenceLimits | None
     mesh: Mesh | None
-    n: int
     padded: bool
     guide: RowGuides | None
     prefix_cache: PrefixTree | Tenant | None
@@ -93,6 +104,12 @@ class Options:
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
     n: int = 1
+    best_of: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
     padded: bool = False
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None

@@ -1,0 +1,192 @@
+"""The programs of a beam search: the first tokens, the loop, and the rows that are given back."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.state import KVCache
+from kvjax.core.typing import Array, Rows
+from kvjax.generation.beams import Chosen, Numbers, Searched, begun, extended
+from kvjax.generation.choosing import whole
+from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.filters import Logits
+from kvjax.generation.model import Model
+from kvjax.generation.past import Past
+from kvjax.generation.programs import CHUNK
+from kvjax.generation.request import Request
+from kvjax.generation.sampling import Filters, Sampling, filter_logits
+from kvjax.generation.scores import Scores
+from kvjax.generation.searching import Beams
+from kvjax.operations.branching import branched
+from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.rows import select
+from kvjax.placement.spread import Spread
+
+Columns = tuple[Array, Array, Scores | None]
+"""Of each step and row, [batch, steps] each: the token chosen, the beam that it was chosen for, of
+its prompt's, and its scores."""
+
+
+@functools.partial(
+    jax.jit, static_argnames=("filters", "beams", "scores", "spread"), donate_argnames="past"
+)
+def begin(
+    logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
+    limit: Array, past: Past | None, asked: Array, since: Rows, scores: int | None,
+    spread: Spread | None,
+) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
+    """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
+    of the prompts, those that are any; ``since``: tokens that rows have."""
+    before = begun(asked, since, beams, scores)
+    after, past, chosen = _chosen(
+        before, past, logits, filters, beams, settings, numbers, limit, scores
+    )
+    # As long as all rows are the same they go on from themselves.
+    columns = jax.tree.map(lambda x: x[:, None], _of_rows((after.token, *chosen)))
+    return _placed((after, past, columns), spread)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "filters", "beams", "scores"),
+    donate_argnames=("context", "past"),
+)  # fmt: skip
+def search(
+    model: Model, filters: Filters, beams: Beams, params: Any, context: Context, before: Searched,
+    past: Past | None, settings: Sampling, numbers: Numbers, limit: Array, steps: Array,
+    scores: int | None = None,
+) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
+    """Go on until ``steps`` more tokens of each beam are chosen, at most ``CHUNK``, or all prompts
+    are done. A step feeds each beam's newest token, chooses, and has rows go on from others."""
+    spread = None if context.cache is None else context.cache.spread
+    shape = before.token.size, CHUNK
+    zeros = jnp.zeros(shape, jnp.int32)
+    out: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
+
+    def go_on(carry: Any) -> Array:
+        step, _, search, *_ = carry
+        return (step < steps) & ~jnp.all(search.done) & ~jnp.any(search.broken)
+
+    def one(carry: Any) -> Any:
+        step, context, search, past, out = carry
+        done = jnp.repeat(search.done, beams.width, axis=1)
+        logits, context = context.feed(
+            model, params, search.token.reshape(-1, 1), jnp.where(done.ravel(), 0, 1)
+        )
+        search, past, chosen = _chosen(
+            search, past, whole(logits, context), filters, beams, settings, numbers, limit, scores
+        )
+        context = _branched(context, search, chosen.parent)
+        out = jax.tree.map(
+            lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
+            out, _of_rows((search.token, *chosen)),
+        )  # fmt: skip
+        return step + 1, context, search, past, out
+
+    carry = jnp.int32(0), context, before, past, out
+    _, context, after, past, out = lax.while_loop(go_on, one, carry)
+    after, past, out = _placed((after, past, out), spread)
+    return context, after, past, out
+
+
+def _chosen(
+    before: Searched, past: Past | None, logits: Logits, filters: Filters, beams: Beams,
+    settings: Sampling, numbers: Numbers, limit: Array, scores: int | None,
+) -> tuple[Searched, Past | None, Chosen]:  # fmt: skip
+    """The next tokens of all beams, and their rows' pasts with them."""
+    batch = len(before.token)
+
+    def apart(x: Array) -> Array:
+        return x.reshape(batch, beams.beams, *x.shape[1:])
+
+    own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    seen = None if past is None else past.seen
+    known = own if past is None else past.hooked(own, filters.hook)
+    count = jnp.repeat(before.count, beams.width, axis=1).ravel()
+    known = filter_logits(known, filters, settings, count=count, past=past)
+    fine = jnp.all(jnp.isfinite(own), axis=-1) & jnp.all(known < jnp.inf, axis=-1)
+    real = (before.score > -jnp.inf) & ~jnp.repeat(before.done, beams.width, axis=1)
+    broken = before.broken | jnp.any(real & ~apart(fine), axis=1)
+    after, chosen = extended(
+        before, apart(known), apart(own), apart(settings.eos)[:, 0], numbers, limit, beams, scores
+    )
+    if past is not None:
+        mine: Past = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
+        token, vocab = after.token.ravel(), logits.shape[1]
+        taken = ~jnp.repeat(before.done, beams.width, axis=1).ravel()
+        if mine.seen is not None:
+            at = jnp.where(taken, token, vocab)
+            seen = mine.seen.at[jnp.arange(len(token)), at].set(True, mode="drop")
+        past = mine.with_token(seen, token, taken)
+    broken |= after.broken
+    count = jnp.where(broken[:, None], before.count, after.count)
+    return replace(after, broken=broken, count=count), past, chosen
+
+
+def _of_beams(x: Array, parent: Array) -> Array:
+    """Arrays of rows, [batch * beams, ...], each as the beam that it goes on from has it."""
+    each = x.reshape(*parent.shape, *x.shape[1:])
+    at = parent.reshape(*parent.shape, *[1] * (each.ndim - 2))
+    return jnp.take_along_axis(each, at, axis=1, mode="clip").reshape(x.shape)
+
+
+def _of_rows(tree: Any) -> Any:
+    """Arrays [batch, beams, ...] as arrays of rows."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def _branched(context: Context, search: Searched, parent: Array) -> Context:
+    """The context, each row's that which it goes on from."""
+    if isinstance(context, Uncached):
+        return jax.tree.map(lambda x: _of_beams(x, parent), context)
+    rows = jnp.arange(len(parent), dtype=jnp.int32)[:, None] * parent.shape[1] + parent
+    return Cached(branched(context.cache, rows.ravel(), search.since.ravel()))
+
+
+def _placed(tree: Any, spread: Spread | None) -> Any:
+    """On a mesh every array with its rows, whatever it was computed from, so that a program is
+    given what it was compiled for."""
+    if spread is None:
+        return tree
+    return jax.tree.map(
+        lambda x: lax.with_sharding_constraint(x, spread.sharding(spread.of_rows(x.shape))), tree
+    )
+
+
+def rows_kept(rows: np.ndarray, back: np.ndarray, request: Request) -> tuple[Any, Any]:
+    """Of rows that the prompts of a mesh keep, int[prompts, n], and tokens that they forget, those
+    of the prompts that were asked for, and behind them as many empty ones as fill the mesh up."""
+    asked = request.rows // request.samples
+    rows, back = rows[:asked].ravel(), back[:asked].ravel()
+    more = 0 if request.spread is None else -len(rows) % request.spread.rows
+    empty = request.rows + np.arange(more)
+    return (
+        np.concatenate([rows, empty]).astype(np.int32),
+        np.concatenate([back, np.zeros(more)]).astype(np.int32),
+    )
+
+
+def kept(cache: KVCache, rows: Any, back: Any) -> KVCache:
+    """Some rows of a cache, int32[n], without their newest ``back`` tokens. What pools have stays
+    where it is; the cache given is used up."""
+    shared = [(x.keys, x.values) if x.policy.paging else None for x in cache.layers]
+    own = [replace(x, keys=None, values=None) if x.policy.paging else x for x in cache.layers]
+    return _kept(shared, replace(cache, layers=tuple(own)), rows, back)
+
+
+@functools.partial(jax.jit, donate_argnames="shared")
+def _kept(shared: Any, cache: KVCache, rows: Array, back: Array) -> KVCache:
+    layers = [
+        held if body is None else replace(held, keys=body[0], values=body[1])
+        for held, body in zip(cache.layers, shared, strict=True)
+    ]
+    cache = select(replace(cache, layers=tuple(layers)), rows)
+    return rewind(cache, back)
+
+
+forgettable = jax.jit(rewindable)
+"""How many of its newest tokens each row can forget."""

@@ -1,0 +1,218 @@
+"""A beam search as it is iterated over: what its texts have in common, and the whole result."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.context import outside
+from kvjax.core.device import fetch
+from kvjax.core.errors import NonFiniteError
+from kvjax.core.progress import tell
+from kvjax.generation.beam_history import History, in_common
+from kvjax.generation.beam_programs import rows_kept
+from kvjax.generation.beam_results import Best, ancestors, best, live_texts
+from kvjax.generation.beam_session import BeamSession, Report
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.programs import CHUNK
+from kvjax.generation.prompts import Chunk, prompt_chunks
+from kvjax.generation.request import Request
+from kvjax.generation.results import GenerationResult, Piece, padded
+from kvjax.generation.scores import TokenScore
+from kvjax.generation.session import Session
+from kvjax.generation.statistics import GenerationStats, Meter
+from kvjax.generation.text import RowText
+from kvjax.policies.positions import beyond_context
+
+_WATCHED_STEPS = 8
+"""Steps of a dispatch where somebody waits for its text."""
+
+
+class BeamStream(Iterator[Piece]):
+    """A beam search that runs as it is iterated over; of a prompt comes, before the end, what all
+    of its texts begin with: nothing can take that back."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: Request,
+        *,
+        watched: bool,
+        chunks: list[Chunk] | None = None,
+    ) -> None:
+        search = request.search
+        assert search is not None and search.beams is not None
+        self._request, self._chunks, self._watched = request, chunks, watched
+        self._session = Session(lm, request)
+        self._search = BeamSession(request, self._session)
+        self._has_text, self._config = lm.tokenizer is not None, lm.config
+        self._padding = getattr(lm, "padding", 0)
+        self._kept, self._beams = search.kept, search.beams
+        self._prompts = request.rows // request.samples
+        asked = request.prompts[: self._prompts]
+        self._rows = [RowText(lm.tokenizer, ids) for ids in asked for _ in range(self._kept)]
+        self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
+        self._history = History(request.samples)
+        self._state: Any = None
+        self._prefill_meter, self._decode_meter = Meter(), Meter()
+        self._result: GenerationResult | None = None
+        self._pieces: Generator[Piece, None, None] = self._run()
+
+    @outside
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            raise RuntimeError("the result is there after the last piece: iterate to the end")
+        return self._result
+
+    def _run(self) -> Generator[Piece, None, None]:
+        try:
+            yield from self._pieces_of_all()
+        finally:
+            self._session.end(None)  # where it did not come to its end
+
+    def _pieces_of_all(self) -> Iterator[Piece]:
+        request = self._request
+        with self._prefill_meter.running():
+            self._session.start()
+            chunks = self._chunks
+            chunks = prompt_chunks(request, self._session.hits) if chunks is None else chunks
+            for number, chunk in enumerate(chunks, 1):
+                self._session.make_room(chunk.held)
+                self._session.fill(chunk)
+                tell("reading the prompt", number, len(chunks), self._session.logits)
+            self._absorb(self._search.begin())
+        dispatched, longest = 1, request.need - request.limit
+        flying: deque[Report] = deque()
+        most = _WATCHED_STEPS if self._watched else CHUNK
+        while not self._state.done.all():
+            yield self._piece()
+            with self._decode_meter.running():
+                # One dispatch ahead: its loop ends at once if all is done by then.
+                while len(flying) < 2 and dispatched < request.limit:
+                    steps = min(most, request.limit - dispatched)
+                    self._session.make_room(longest + dispatched + steps)
+                    dispatched += steps
+                    flying.append(self._search.search(np.int32(steps)))
+                self._absorb(flying.popleft())
+            tell("generating", len(self._history), request.limit)
+        with self._decode_meter.running():
+            self._session.check()
+            self._result = self._found()
+        yield self._piece()
+
+    def _absorb(self, report: Report) -> None:
+        """Wait for a dispatch, and take it in.
+
+        Raises:
+          NonFiniteError: if a prompt's logits were not finite numbers.
+        """
+        columns, state = fetch(report)
+        if state.broken.any():
+            rows = ", ".join(map(str, np.flatnonzero(state.broken)))
+            raise NonFiniteError(
+                f"the logits of the beams of prompt(s) {rows} are not finite numbers, after "
+                f"{int(state.count[state.broken].max())} new tokens; nothing was chosen from them"
+            )
+        self._history.add(columns, int(state.count.max()) - len(self._history))
+        self._state = state
+        if self._watched and not state.done.all():
+            self._push_common()
+
+    def _push_common(self) -> None:
+        """What all texts of a prompt that can yet be given back begin with."""
+        live, _ = live_texts(self._history, self._state.count, self._beams)
+        ended = self._state.ended
+        past, _ = self._history.paths(ended.length - 1, ended.beam)
+        rows, beams = np.nonzero(ended.length > 0)
+        past[rows, beams, ended.length[rows, beams] - 1] = ended.token[rows, beams]
+        tokens = np.concatenate([live, past], axis=1)
+        there = np.concatenate([self._state.score, ended.score], axis=1) > -np.inf
+        for number, common in enumerate(in_common(tokens, there)[: self._prompts]):
+            for row in self._rows[number * self._kept : (number + 1) * self._kept]:
+                for token in common[len(row.tokens) :]:
+                    row.push(token)
+
+    def _found(self) -> GenerationResult:
+        """The best texts, and what goes with them."""
+        request, prompts = self._request, self._prompts
+        found = best(self._history, self._state.ended, self._kept, request.scores)
+        for row, tokens in zip(
+            self._rows, chain.from_iterable(found.tokens[:prompts]), strict=True
+        ):
+            for token in tokens[len(row.tokens) :]:
+                row.push(token)
+            row.finish("eos" if tokens and tokens[-1] in request.eos else "length")
+        self._scores = [*chain.from_iterable(found.told[:prompts])]
+        cache, unfed = self._cache(found)
+        words: Any = [row.text for row in self._rows] if self._has_text else None
+        result = GenerationResult(
+            words, [row.tokens for row in self._rows], self._stats(), cache, unfed,
+            None if request.scores is None else self._scores,
+            sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
+        )  # fmt: skip
+        if request.padded:
+            result = padded(result, request.limit, self._padding, request.scores)
+        return result
+
+    def _cache(self, found: Best) -> tuple[Any, list[list[int]]]:
+        """The cache with a row for each text, and what each lacks in it. Rows are those of beams
+        that went on to the end, taken back to what a text has in common with one."""
+        request, session = self._request, self._session
+        live, count = live_texts(self._history, self._state.count, self._beams)
+        beam, held, back = ancestors(live, count, found.known, found.before)
+        lacking = zip(self._rows, held.ravel(), strict=False)
+        unfed = [row.tokens[n:] for row, n in lacking]
+        if request.prefixes is not None:
+            each = zip(request.texts, live.reshape(-1, live.shape[2]), strict=True)
+            session.end([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
+            return None, unfed
+        cache: Any = session.cache
+        rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
+        if cache is None or not self._search.keep(*rows_kept(rows, back, request)):
+            return None, unfed
+        return session.cache, unfed
+
+    def _piece(self) -> Piece:
+        before, taken = [row.given for row in self._rows], [row.take() for row in self._rows]
+        text: Any = [text for text, _ in taken] if self._has_text else None
+        scores = None
+        if self._request.scores is not None:
+            each = zip(self._scores, before, self._rows, strict=True)
+            scores = [told[start : row.given] for told, start, row in each]
+        return Piece(text, [tokens for _, tokens in taken], self._stats(), scores)
+
+    def _stats(self) -> GenerationStats:
+        prefill, decode, request = self._prefill_meter, self._decode_meter, self._request
+        steps = max(len(self._history) - 1, 0) * self._prompts
+        start = request.start.tolist()
+        asked = zip(start, map(len, request.prompts), strict=True)
+        longest = max(held + new for held, new in asked) + len(self._history)
+        return GenerationStats(
+            prompt_tokens=sum(map(len, request.to_read or request.prompts)),
+            new_tokens=sum(len(row.tokens) for row in self._rows),
+            compile_seconds=prefill.compile_seconds + decode.compile_seconds,
+            prefill_seconds=prefill.seconds,
+            decode_seconds=decode.seconds,
+            decode_tokens_per_second=steps / decode.seconds if steps and decode.seconds else 0.0,
+            cache_bytes=dict(self._session.cache_bytes),
+            compilations=prefill.compilations + decode.compilations,
+            stop_reasons=tuple(row.reason for row in self._rows),
+            beyond_context=beyond_context(self._config, self._session.reach(longest)),
+            moves=tuple(self._session.moves),
+            cached_tokens=int(self._session.hits.sum()),
+        )

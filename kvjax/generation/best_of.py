@@ -1,0 +1,72 @@
+"""The best of several samples, as OpenAI's ``best_of``: those with the highest mean
+log-probability of their tokens."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvjax.generation.beam_programs import kept, rows_kept
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.prompts import Chunk
+from kvjax.generation.request import Request
+from kvjax.generation.results import GenerationResult, Piece, padded
+from kvjax.generation.streaming import Stream
+
+
+class BestOf(Iterator[Piece]):
+    """A generation of all samples, whose result has the best of them."""
+
+    def __init__(
+        self, lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
+    ) -> None:
+        told = 0 if request.scores is None else request.scores
+        every = replace(request, scores=told, padded=False, search=None)
+        self._running = Stream(lm, every, watched=False, chunks=chunks)
+        self._request, self._padding = request, getattr(lm, "padding", 0)
+        self._result: GenerationResult | None = None
+
+    def __next__(self) -> Piece:
+        return next(self._running)
+
+    def close(self) -> None:
+        """End it here."""
+        self._running.close()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            self._result = _best(self._running.result, self._request, self._padding)
+        return self._result
+
+
+def _best(every: GenerationResult, request: Request, padding: int) -> GenerationResult:
+    """The best rows of each prompt, the best one first; of equal ones the first."""
+    search, samples = request.search, request.samples
+    assert search is not None
+    means = [
+        float(np.mean([each.logprob for each in row])) if row else -np.inf for row in every.logprobs
+    ]
+    ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
+    rows = np.arange(len(ranked))[:, None] * samples + ranked[:, : search.kept]
+    which = rows.ravel().tolist()
+    cache: Any = every.cache
+    if cache is not None:
+        cache = kept(cache, *rows_kept(rows, np.zeros_like(rows), request))
+
+    def of(values: Any) -> Any:
+        return None if values is None else [values[row] for row in which]
+
+    reasons = tuple(every.stats.stop_reasons[row] for row in which)
+    result = replace(
+        every, text=of(every.text), tokens=of(every.tokens), unfed=of(every.unfed), cache=cache,
+        logprobs=None if request.scores is None else of(every.logprobs),
+        sequence_scores=of(means), stats=replace(every.stats, stop_reasons=reasons),
+    )  # fmt: skip
+    return padded(result, request.limit, padding, request.scores) if request.padded else result

@@ -1,0 +1,29 @@
+"""Which way a request runs: each row by itself, as beams, or the best of samples."""
+
+from kvjax.generation.beam_streaming import BeamStream
+from kvjax.generation.best_of import BestOf
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.prompts import Chunk
+from kvjax.generation.request import Request
+from kvjax.generation.streaming import Stream
+
+Running = Stream | BeamStream | BestOf
+"""An iterator over pieces, with the ``result`` after the last one."""
+
+
+def running(
+    lm: LanguageModel, request: Request, *, watched: bool, chunks: list[Chunk] | None = None
+) -> Running:
+    """A generation that runs as it is iterated over; ``watched``: somebody waits for its text.
+
+    Raises:
+      ValueError: if the best of samples is waited for.
+    """
+    search = request.search
+    if search is None:
+        return Stream(lm, request, watched=watched, chunks=chunks)
+    if search.beams is not None:
+        return BeamStream(lm, request, watched=watched, chunks=chunks)
+    if watched:
+        raise ValueError("best_of can't be streamed: which sample is best shows at the end")
+    return BestOf(lm, request, chunks=chunks)

@@ -1,0 +1,108 @@
+"""What is asked of a beam search, or of the best of several samples, checked."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.checks import whole_number
+from kvjax.generation.settings import Options
+
+_EARLY: dict[Any, int] = {False: 0, True: 1, "never": 2}
+
+
+@dataclass(frozen=True)
+class Beams:
+    """How wide a search is: beams of a prompt, and the groups that they are in; compiled in."""
+
+    beams: int
+    groups: int = 1
+
+    @property
+    def width(self) -> int:
+        """Beams of a group."""
+        return self.beams // self.groups
+
+
+@dataclass(frozen=True)
+class Search:
+    """More rows of a prompt than are given back: ``kept`` of them. ``beams``: of a beam search,
+    None for the best of samples; its numbers: exponent of the length, how it ends (0, 1, 2: not
+    before no better text is likely, with as many texts as beams, not before no better one can
+    come), and the penalty of what other groups have chosen."""
+
+    kept: int
+    beams: Beams | None = None
+    length_penalty: float = 1.0
+    early_stopping: int = 0
+    diversity_penalty: float = 0.0
+
+
+def rows_asked(options: Options) -> tuple[int, Search | None]:
+    """How many rows of each prompt there are, and of a search what it is.
+
+    Raises:
+      ValueError: naming what does not go together, or is out of its range.
+    """
+    n = whole_number("n", options.n, 1)
+    if whole_number("num_beams", options.num_beams, 1) > 1:
+        return options.num_beams, _search(options, n)
+    defaults = Options()
+    for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
+        if getattr(options, name) != getattr(defaults, name):
+            raise ValueError(
+                f"{name} is {getattr(options, name)!r}, and num_beams is 1: it is of a beam "
+                "search, num_beams=4 perhaps"
+            )
+    if options.best_of is None:
+        return n, None
+    samples = whole_number("best_of", options.best_of, 1)
+    if samples < n:
+        raise ValueError(f"best_of is {samples}, and n is {n}: no more than all can be the best")
+    return samples, Search(n)
+
+
+def _search(options: Options, n: int) -> Search:
+    beams, groups = options.num_beams, whole_number("num_beam_groups", options.num_beam_groups, 1)
+    if n > beams:
+        raise ValueError(f"n is {n}, and num_beams is {beams}: a search finds as many texts")
+    if options.best_of is not None:
+        raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
+    if beams % groups:
+        raise ValueError(f"num_beam_groups is {groups}, and must divide num_beams, {beams}")
+    if options.temperature != 0:
+        raise ValueError(
+            f"temperature is {options.temperature}: a beam search takes the likeliest texts, and "
+            "draws nothing; leave it out, or num_beams"
+        )
+    for name in ("draft", "guide"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"a {name} was given together with num_beams: it goes along one text, and beams go "
+                "on from one another"
+            )
+    if options.stop:
+        raise ValueError(
+            "stop strings are looked for in texts, on the host, and beams are chosen on the "
+            "device: a beam ends at eos_token_ids"
+        )
+    if options.early_stopping not in _EARLY or not isinstance(options.early_stopping, bool | str):
+        raise ValueError(
+            f"early_stopping is {options.early_stopping!r}: there are False, True and 'never'"
+        )
+    penalty = _number("length_penalty", options.length_penalty)
+    diversity = _number("diversity_penalty", options.diversity_penalty)
+    if diversity < 0 or (diversity > 0) != (groups > 1):
+        raise ValueError(
+            f"diversity_penalty is {diversity} of {groups} num_beam_groups: it must be above 0 "
+            "where there are several, which would else be all the same, and 0 where there is one"
+        )
+    return Search(n, Beams(beams, groups), penalty, _EARLY[options.early_stopping], diversity)
+
+
+def _number(name: str, value: Any) -> float:
+    fine = isinstance(value, int | float | np.floating | np.integer)
+    if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > 1e6:
+        raise ValueError(f"{name} must be a number from -1e6 to 1e6, got {value!r}")
+    return float(value)
