@@ -16,6 +16,8 @@ from kvjax.cache.reading import read
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check, clear_status
+from kvjax.chats.chat import Chat
+from kvjax.chats.turns import ChatStats, Turn
 from kvjax.codecs import (
     Centred,
     Float8,
@@ -39,6 +41,7 @@ from kvjax.engine.service import Service
 from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
+from kvjax.generation.drafts import DraftModel, PromptLookup
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.guides import Guides
 from kvjax.generation.loaded import LanguageModel
@@ -79,18 +82,18 @@ from kvjax.rollouts.rolling import rollout
 __version__ = "0.1.0"
 
 __all__ = [
-    "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "CheckpointError", "Compiled",
-    "Dense", "Device", "DevicePlan", "Edges", "Engine", "EngineStats", "Float8", "GenerationResult",
-    "Growing", "Guides", "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1",
-    "Int2",
-    "Int3", "Int4", "Int8", "Integer", "KVCache", "KvjaxError", "LanguageModel", "ModelShape",
-    "NonFiniteError", "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree",
-    "Quantized", "Raw", "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored",
-    "Service", "Step", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
-    "cache_nbytes", "check", "clear_status", "compile", "concatenate", "convert", "dequantize_kv",
-    "evaluate", "fork", "generate", "generate_batches", "grow", "init_cache", "language_model",
-    "load_cache", "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map",
-    "plan", "plan_on", "policy", "prefill", "quantize_kv", "quantized_codec", "read", "repeat",
-    "reset", "rewind", "rewindable", "rollout", "rotary_table", "save_cache", "score", "select",
-    "self_attend", "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
+    "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "Chat", "ChatStats",
+    "CheckpointError", "Compiled", "Dense", "Device", "DevicePlan", "DraftModel", "Edges", "Engine",
+    "EngineStats", "Float8", "GenerationResult", "Growing", "Guides", "HalfQuadratic", "Handle",
+    "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8", "Integer",
+    "KVCache", "KvjaxError", "LanguageModel", "ModelShape", "NonFiniteError", "PageAllocator",
+    "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "PromptLookup", "Quantized", "Raw",
+    "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored", "Service", "Step", "Turn",
+    "Unrotated", "advance", "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check",
+    "clear_status", "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork",
+    "generate", "generate_batches", "grow", "init_cache", "language_model", "load_cache",
+    "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",
+    "policy", "prefill", "quantize_kv", "quantized_codec", "read", "repeat", "reset", "rewind",
+    "rewindable", "rollout", "rotary_table", "save_cache", "score", "select", "self_attend",
+    "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
 ]  # fmt: skip

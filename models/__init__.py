@@ -25,6 +25,7 @@ from .loading import load
 from .rope import model_rotary
 from .supported import supported
 from .text import Tokenizer
+from .truncated import first_layers
 
 __all__ = [
     "Architecture",
@@ -44,6 +45,7 @@ __all__ = [
     "T5Config",
     "TextStream",
     "Tokenizer",
+    "first_layers",
     "load",
     "model_rotary",
     "read_config",

@@ -53,6 +53,7 @@ class ChatTemplates:
         *,
         add_generation_prompt: bool = True,
         name: str | None = None,
+        template: str | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation.
@@ -62,6 +63,7 @@ class ChatTemplates:
           add_generation_prompt: end with the header of the answer to come.
           name: which template; by default ``tool_use`` where ``tools`` are given and there is
             one, else ``default``.
+          template: the text of another one, in their place.
           **variables: what else the template may see: ``tools``, ``documents``, its own switches.
 
         Raises:
@@ -80,7 +82,7 @@ class ChatTemplates:
             plain = json.loads(json.dumps({"messages": given, **variables}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"messages and variables must be plain data: {error}") from error
-        text = self._choose(name, tools=variables.get("tools") is not None)
+        text = template or self._choose(name, tools=variables.get("tools") is not None)
         scope = {"tools": None, "documents": None, **self._variables, **plain}
         try:
             return _compile(text).render(scope, add_generation_prompt=add_generation_prompt)

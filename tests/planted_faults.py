@@ -535,8 +535,8 @@ FAULTS = (
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/choosing.py",
-        "after, marked = choose(before, seen, logits, filters, settings, limit)",
-        "after, marked = choose(before, seen, raw, filters, settings, limit)", ("scores",),
+        "after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)",
+        "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)", ("scores",),
     ),
     Fault(
         "the unfiltered distribution is told as that drawn from", "generation/scores.py",
@@ -657,6 +657,26 @@ FAULTS = (
         "a guide is not told the tokens of a text", "generation/masks.py",
         "self._counts = counts",
         "self._counts = counts + 1", ("guided",),
+    ),
+    Fault(
+        "a chat keeps a token too many", "chats/held.py",
+        "same = min(common(self.tokens, ids), len(ids) - 1)",
+        "same = min(common(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
+    ),
+    Fault(
+        "a stream that is stopped keeps a token of what was under way", "generation/text.py",
+        "del self.tokens[tokens:]",
+        "del self.tokens[tokens + 1 :]", ("chats",),
+    ),
+    Fault(
+        "the token that ended an answer stays in the chat", "chats/conversation.py",
+        'said = tokens[:-1] if reason == "eos" else tokens',
+        "said = tokens", ("chats",),
+    ),
+    Fault(
+        "penalties go by what is new of a chat", "generation/session.py",
+        "            request.known_texts,",
+        "            request.texts,", ("chats",),
     ),
 )  # fmt: skip
 

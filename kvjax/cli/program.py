@@ -1,5 +1,5 @@
-"""The command line: ``kvjax generate``, ``batch``, ``serve``, ``info``, ``eval``, ``plan`` and
-``bench``.
+"""The command line: ``kvjax generate``, ``chat``, ``batch``, ``serve``, ``info``, ``eval``,
+``plan`` and ``bench``.
 
 Results go to standard output, everything else to standard error. What the user can mend (a file, an
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
@@ -15,6 +15,7 @@ import typer
 from kvjax import __version__
 from kvjax.cli.batch_command import batch
 from kvjax.cli.bench_command import bench
+from kvjax.cli.chat_command import chat
 from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
@@ -49,8 +50,8 @@ def _root(
 
 
 for name, command in {
-    "generate": generate, "batch": batch, "info": info, "eval": evaluate, "plan": plan,
-    "bench": bench, "serve": serve,
+    "generate": generate, "chat": chat, "batch": batch, "info": info, "eval": evaluate,
+    "plan": plan, "bench": bench, "serve": serve,
 }.items():  # fmt: skip
     app.command(name)(command)
 

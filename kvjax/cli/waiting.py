@@ -108,6 +108,23 @@ def interruptible() -> Iterator[None]:
         other.close()
 
 
+@contextmanager
+def raised() -> Iterator[None]:
+    """Inside ``interruptible``: let an interrupt be a ``KeyboardInterrupt``, for work that goes on
+    after one. What is shielded from interrupts stays so."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(wakeup)
+
+
 def _end_after(signals: socket.socket) -> None:
     """Wait for an interrupt, and end."""
     with signals:

@@ -149,7 +149,10 @@ class _Ready:
         chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
         of = f" of {most}" if len(self.capacities) > 1 else ""
         names = [*(f"prefill {width}{of}" for width in widths), f"decode{of}"]
-        for name, lowered in zip(names, session.lowered(chunks), strict=True):
+        every = session.lowered(chunks)
+        if len(every) > len(names):  # a draft reads prompts too
+            names += [f"draft's prefill {width}{of}" for width in widths]
+        for name, lowered in zip(names, every, strict=True):
             self.executables[name] = lowered.compile()
             self.programs += 1
         # What stands around the programs: a stop string that is taken back.

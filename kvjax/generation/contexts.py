@@ -3,12 +3,14 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
+from kvjax.operations.rewinding import rewind
 
 
 @state
@@ -23,6 +25,17 @@ class Cached:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
         return logits[:, 0], Cached(cache)
+
+    def feed_all(
+        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+    ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
+        """The same, with the logits behind every token."""
+        logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
+        return logits, Cached(cache)
+
+    def taken_back(self, tokens: Rows) -> "Cached":
+        """Without so many of each row's newest tokens."""
+        return Cached(rewind(self.cache, tokens))
 
 
 @state

@@ -18,11 +18,13 @@ from kvjax.generation import programs
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
 from kvjax.generation.defaults import GenerationDefaults
+from kvjax.generation.drafted import Drafts
 from kvjax.generation.model import Model
 from kvjax.generation.past import past_of
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
+from kvjax.generation.speculation import speculate
 from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
@@ -41,7 +43,8 @@ class Shapes:
     params: Any
     mesh: Mesh | None
     generation: GenerationDefaults = _DEFAULTS
-    tokenizer: None = None
+    tokenizer: Any = None
+    source: str = "a model of shapes"
 
     @classmethod
     def of(cls, lm: Any, mesh: Mesh | None) -> "Shapes":
@@ -57,7 +60,8 @@ class Shapes:
         if architecture.apply is None:
             raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return cls(architecture, lm.config, shapes, mesh, getattr(lm, "generation", _DEFAULTS))
+        defaults, words = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
+        return cls(architecture, lm.config, shapes, mesh, defaults, words)
 
     def on(self, mesh: Mesh) -> "Shapes":
         """On a mesh."""
@@ -124,16 +128,18 @@ class _Programs:
         self._model, self._request = model, request
         self._rows = len(request.prompts)
         self._context = Cached(cache)
-        self._there = Cached(places(cache, device))
+        self._device, self._platform = device, device.platform
         self._near = SingleDeviceSharding(device)
-        self._weights: Any = jax.tree.map(lambda _: self._near, model.params)
+        weights: Any = jax.tree.map(lambda _: self._near, model.params)
         if model.mesh is not None:
-            self._weights = _sharded(model.architecture)(model.mesh)
+            weights = _sharded(model.architecture)(model.mesh)
+        there = Cached(places(cache, device))
+        self._homes: list[tuple[Any, Any]] = [(model.params, weights), (self._context, there)]
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
         past = past_of(
-            [[]] * self._rows, vocab=vocab, room=request.room,
-            marks=request.filters.marks, whole=request.filters.whole,
+            [[]] * self._rows, vocab=vocab, room=request.room, marks=request.filters.marks,
+            whole=request.filters.whole or request.draft is not None,
         )  # fmt: skip
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)
@@ -164,19 +170,43 @@ class _Programs:
         return self._compiled(call, (3,), given, (self._progress, self._past, self._scores(1)))
 
     def decode(self) -> jax.stages.Compiled:
-        """Of the decode loop."""
-        call = functools.partial(
-            unwrap(programs.decode), self._model.architecture, self._request.filters,
-            scores=self._request.scores,
-        )  # fmt: skip
+        """Of the decode loop, perhaps with drafts."""
+        static = self._model.architecture, self._request.filters
+        scores, drafts = self._request.scores, self._drafts()
         given = (
             self._model.params, self._context, self._progress, self._past,
             self._of_rows(jnp.bool_), self._request.settings, self._limit, self._limit,
         )  # fmt: skip
         chosen = self._of_rows(jnp.int32, programs.CHUNK), self._scores(programs.CHUNK)
-        return self._compiled(
-            call, (1, 3), given, (self._context, self._progress, self._past, *chosen)
-        )
+        found = self._context, self._progress, self._past, *chosen
+        if drafts is None:
+            call = functools.partial(unwrap(programs.decode), *static, scores=scores)
+            return self._compiled(call, (1, 3), given, found)
+        drafter, its, held, fared = drafts
+
+        def checked(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
+            return unwrap(speculate)(drafter, its, held, fared, *static, *rest, scores=scores)
+
+        return self._compiled(checked, (1, 4, 6), (its, held, fared, *given), (held, fared, *found))
+
+    def _drafts(self) -> tuple[Any, ...] | None:
+        """What proposes, its parameters, its cache, and how it fares, as shapes."""
+        request, model = self._request, self._model
+        if request.draft is None:
+            return None
+        drafts = Drafts(model, request, request.draft, self._platform)
+        held = jax.eval_shape(drafts.empty)
+        drafter = drafts.drafter(self._context.cache, held)
+        if drafter is None:
+            return None
+        if held is not None:
+            self._homes.append((held, Cached(places(held.cache, self._device))))
+        its = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafts.params)
+        mesh, everywhere = model.mesh, jax.tree.map(lambda _: self._near, its)
+        if mesh is not None and its is not None:
+            everywhere = _sharded(drafts.architecture)(mesh)
+        self._homes.append((its, everywhere))
+        return drafter, its, held, jax.eval_shape(lambda: drafts.fared)
 
     def _scores(self, tokens: int) -> Scores | None:
         most, shape = self._request.scores, (self._rows, tokens)
@@ -200,11 +230,8 @@ class _Programs:
         """Of a program's arguments or results, one after the other."""
 
         def of(part: Any) -> Any:
-            if part is self._model.params:
-                return self._weights
-            if part is self._context:
-                return self._there
-            return jax.tree.map(self._place, part)
+            home = next((home for known, home in self._homes if part is known), None)
+            return jax.tree.map(self._place, part) if home is None else home
 
         return tuple(of(part) for part in parts)
 

@@ -66,6 +66,11 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         once for a program, that changes the logits before everything else: float32[batch, vocab],
         each row's tokens so far, int32[batch, room], of these prompts and the new text, and how
         many they are, int32[batch].
+      draft: what proposes tokens that the model checks, several a pass: ``"lookup"``, or
+        ``PromptLookup``, for what followed earlier in the text; another model of the same
+        tokenizer, or ``DraftModel``. The text is the same, token for token, as without
+        (``stats.speculation`` says what it saved), but for near ties: passes over several tokens
+        round otherwise in their last bits.
 
     Raises:
       ValueError: before anything runs, if a prompt is empty or has a token that the model has

@@ -63,7 +63,12 @@ class GuidedSession(Session):
             logits, request.filters, self._settings, self._limit, self._progress, self._past,
             ended, allowed, request.scores,
         )  # fmt: skip
-        return out, self._progress, scores
+        return Report(out, self._progress, scores, None)
+
+
+def session_of(lm: LanguageModel, request: Request) -> Session:
+    """The session of a request, with guides or without."""
+    return Session(lm, request) if request.guides is None else GuidedSession(lm, request)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")

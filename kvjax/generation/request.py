@@ -10,6 +10,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.drafts import Draft, check_length, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
@@ -52,7 +53,9 @@ class Request:
     None; ``need``: tokens that prompts and new text can come to;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
     told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
-    ``guides``: of every row, the others' among them, what it keeps to, or None; None for no row.
+    ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
+    what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
+    it keeps to, or None; None for no row.
     """
 
     prompts: list[list[int]]
@@ -75,6 +78,8 @@ class Request:
     scores: int | None = None
     padded: bool = False
     to_read: list[list[int]] | None = None
+    draft: Draft | None = None
+    before: list[list[int]] | None = None
     guides: tuple[Guide | None, ...] | None = None
 
     @property
@@ -88,7 +93,20 @@ class Request:
         those of this request, not all that it can hold."""
         if self.capacity < UNLIMITED:
             return self.capacity
-        return capacity_bucket(max(map(len, self.prompts)) + self.limit)
+        return capacity_bucket(max(map(len, self.known_texts)) + self.limit)
+
+    @property
+    def known_texts(self) -> list[list[int]]:
+        """``texts``, behind what the cache holds already where that is known: what penalties, hooks
+        and the new text's first characters go by."""
+        if self.before is None:
+            return self.texts
+        return [[*held, *ids] for held, ids in zip(self.before, self.texts, strict=True)]
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether a text may end while its prompt is read: each has a row of its own."""
+        return self.samples == 1 and self.prefixes is None
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
@@ -110,6 +128,11 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = cache_choice(options)
+    draft = draft_of(lm, options.draft)
+    if draft is not None and not options.use_cache:
+        raise ValueError("a draft was given together with use_cache=False: a cache checks it")
+    if draft is not None and options.guide is not None:
+        raise ValueError("a draft was given together with a guide, which waits for every token")
     spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
@@ -143,6 +166,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
     capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
+    check_length(draft, longest + limit)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(
             lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)
@@ -184,6 +208,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
+        draft=draft,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
     )  # fmt: skip
 

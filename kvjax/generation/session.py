@@ -1,7 +1,7 @@
 """A generation as it runs on the device: it starts, is fed, makes room, and decodes."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,25 +11,35 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
+from kvjax.core.device import fetch
 from kvjax.core.typing import Array
 from kvjax.generation import programs
+from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.drafted import Drafts
+from kvjax.generation.drafting import Drafter
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.past import past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
-from kvjax.operations.rewinding import rewind
+from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
 
-Report = tuple[jax.Array, Progress, Scores | None]
-"""Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, and the
-tokens' scores, where they were asked for."""
+
+class Report(NamedTuple):
+    """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
+    tokens' scores, where they were asked for, and how drafts fare, where there are any."""
+
+    tokens: jax.Array
+    progress: Progress
+    scores: Scores | None
+    drafted: Acceptance | None
 
 
 class Session:
@@ -52,6 +62,7 @@ class Session:
         self.hits = np.zeros(self._rows, np.int32)
         self._held = self.hits
         self._lease: Lease | None = None
+        self._drafts: Drafts | None = None
 
     @property
     def cache(self) -> KVCache | None:
@@ -66,6 +77,9 @@ class Session:
         self.context = self._new_context() if context is None else context
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
         self._limit = self.put(np.int32(request.limit))
+        if request.draft is not None and self.cache is not None:
+            platform = self.cache.layers[0].policy.placement.platform()
+            self._drafts = Drafts(self._lm, request, request.draft, platform)
 
     def put(self, tree: Any) -> Any:
         """Numbers, and arrays with one or more for each row, where the context is: committed, or
@@ -91,7 +105,11 @@ class Session:
             self.logits, request.filters, self._settings, self._limit, self._past, request.scores
         )
         del self.logits
-        return self._progress.token[:, None], self._progress, scores
+        if self._drafts is not None:
+            self._drafts.read()
+            self._drafts.fared = self.put(self._drafts.fared)
+            self.cache_bytes.update(self._drafts.nbytes)
+        return Report(self._progress.token[:, None], self._progress, scores, None)
 
     def _ready(self) -> None:
         """Have all rows, and what their choices go by, where the context is."""
@@ -101,18 +119,28 @@ class Session:
             self._rows *= request.samples
         self._settings = self.put(request.settings)
         past = past_of(
-            request.texts, vocab=self.logits.shape[1], room=request.room,
-            marks=request.filters.marks, whole=request.filters.whole,
+            request.known_texts, vocab=self.logits.shape[1], room=request.room,
+            marks=request.filters.marks, whole=request.filters.whole or self._drafts is not None,
         )  # fmt: skip
         self._past = None if past is None else self.put(past)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
         (bool[batch])."""
-        self.context, self._progress, self._past, out, scores = programs.decode(
-            *self._decoding(steps, halt)
-        )
-        return out, self._progress, scores
+        call, drafter = self._decoding(steps, halt), self.drafter
+        if drafter is None or self._drafts is None:
+            found = programs.decode(*call)
+        else:
+            found = self._drafts.decode(drafter, call)
+        self.context, self._progress, self._past, out, scores = found
+        drafted = None if self._drafts is None else self._drafts.fared
+        return Report(out, self._progress, scores, drafted)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What proposes drafts, as the cache is now."""
+        drafts, cache = self._drafts, self.cache
+        return None if drafts is None or cache is None else drafts.drafter(cache, drafts.held)
 
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
@@ -125,6 +153,15 @@ class Session:
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
         self._hold(*make_room(cache, grown_to(cache, tokens)))
+
+    @property
+    def held(self) -> np.ndarray:
+        """int32[batch]: tokens of each prompt that the text has so far."""
+        return self._held
+
+    def forgets(self, tokens: np.ndarray) -> bool:
+        """Whether the cache can forget so many of its newest tokens of each row."""
+        return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
     def take_back(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""
@@ -146,10 +183,11 @@ class Session:
         """The programs of these chunks and of ``decode``, for the context as it is, to be compiled:
         a call with arguments of the same kind finds what was compiled for them."""
         halt = np.zeros(self._rows, bool)
-        return [
-            *(programs.prefill.lower(*self._filling(chunk)) for chunk in chunks),
-            programs.decode.lower(*self._decoding(np.int32(0), halt)),
-        ]
+        prefill = [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
+        call, drafter = self._decoding(np.int32(0), halt), self.drafter
+        if drafter is None or self._drafts is None:
+            return [*prefill, programs.decode.lower(*call)]
+        return [*prefill, *self._drafts.lowered(drafter, call, chunks)]
 
     def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
         lm = self._lm
@@ -196,6 +234,8 @@ class Session:
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:
         self.context = Cached(cache)
         self.cache_bytes = Counter(nbytes(cache))
+        if self._drafts is not None:
+            self.cache_bytes.update(self._drafts.nbytes)
         if has_read(self._lm):
             self.cache_bytes.update(nbytes(self._lm.params[SOURCE]))
         self.moves += moves

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value
+from kvjax.generation.drafts import DraftChoice
 from kvjax.generation.masks import RowGuides
 from kvjax.generation.past import LogitsHook
 from kvjax.memory.limits import InferenceLimits
@@ -46,6 +47,7 @@ class Compiling(Drawing, total=False):
     prefill_chunk: int
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
+    draft: DraftChoice | None
 
 
 class Settings(Compiling, total=False):
@@ -94,6 +96,7 @@ class Options:
     padded: bool = False
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None
+    draft: DraftChoice | None = None
     guide: RowGuides | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 

@@ -13,6 +13,26 @@ from kvjax.operations.room import Move
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """How drafts fared: tokens that were ``proposed``, and ``accepted`` of them; ``passes`` of the
+    model behind the prompts, and ``saved``, those that the longest row would have taken more of
+    without drafts."""
+
+    proposed: int
+    accepted: int
+    passes: int
+    saved: int
+
+
+def speculation(fared: Any, count: Any, rows: int) -> Speculation:
+    """From an ``Acceptance`` on the host, and the new tokens of each row, of which ``rows`` were
+    asked for."""
+    passes = int(fared.passes)
+    proposed, accepted = (int(x[:rows].sum()) for x in (fared.proposed, fared.accepted))
+    return Speculation(proposed, accepted, passes, int(count.max()) - 1 - passes)
+
+
+@dataclass(frozen=True)
 class GenerationStats:
     """Figures of one ``generate`` or ``stream``.
 
@@ -25,11 +45,13 @@ class GenerationStats:
     where it made none. What was made and then dropped for a stop string is counted.
     ``cache_bytes``: of the cache, by place; empty without a cache.
     ``compilations``: programs compiled, or fetched from the persistent compilation cache.
-    ``stop_reasons``: ``"eos"``, ``"stop"`` or ``"length"``, one a row; None while it runs.
+    ``stop_reasons``: ``"eos"``, ``"stop"``, ``"length"`` or, of a stream, ``"stopped"``, one a row;
+    None while it runs.
     ``beyond_context``: tokens of the longest row's text, those of a given cache among them, beyond
     the length that the model was trained for: what it makes of them is a guess. Of a ring, in which
     no distance is as long, none.
     ``cached_tokens``: of the prompts' tokens, those that a ``prefix_cache`` had.
+    ``speculation``: how drafts fared, where there were any.
     ``moves``: layers of ``policy("auto")`` that changed their place, a ``Move`` each, in order.
     """
 
@@ -45,6 +67,7 @@ class GenerationStats:
     beyond_context: int = 0
     moves: tuple[Move, ...] = ()
     cached_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 class Meter:

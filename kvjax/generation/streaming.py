@@ -1,34 +1,27 @@
 """Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.guided import GuidedSession
+from kvjax.generation.guided import session_of
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.pacing import Pace
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.scores import TokenScore, token_scores
-from kvjax.generation.session import Report, Session
-from kvjax.generation.statistics import GenerationStats, Meter
+from kvjax.generation.session import Report
+from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
-
-_WATCHED_STEPS = 32
-"""The most steps of a dispatch where somebody waits for its text."""
-_TOGETHER_STEPS = 8
-"""The same, where many processes run together."""
-_PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
-"""A streamed dispatch that takes less grows, one that takes more shrinks."""
 
 
 class Stream(Iterator[Piece]):
@@ -43,23 +36,20 @@ class Stream(Iterator[Piece]):
         chunks: list[Chunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
-        guided = request.guides is not None  # then each token waits for the one before
-        self._session = GuidedSession(lm, request) if guided else Session(lm, request)
+        self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.texts]
+        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.known_texts]
         for row in self._rows[request.rows :]:
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        # Processes that run together do the same steps, whatever time each takes.
-        alone = jax.process_count() == 1
-        first = 1 if alone else _TOGETHER_STEPS
-        self._steps = first if watched else _WATCHED_STEPS if request.stops else CHUNK
-        self._paced = watched and alone and not guided
-        self._steps = 1 if guided else self._steps
+        singly = request.guides is not None  # each token waits for the one before
+        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=singly)
+        self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
+        self._stopping = False
         self._pieces: Generator[Piece, None, None] = self._run()
 
     @outside
@@ -69,6 +59,18 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
         self._pieces.close()
+
+    def stop(self) -> None:
+        """Let it end, as soon as what runs on the device has come back: at what was given so far,
+        as if a stop string stood behind it, with the reason ``"stopped"``.
+
+        Iterate on: ``result`` is there after the last piece, which has no text but where the cache
+        could not forget what was under way (a ring or a tail, of many steps). A prompt that is
+        still being read stays unread from the next chunk on (``result.unfed``). It may be called
+        from another thread, or from a signal's handler; of processes that run together by all of
+        them, after the same piece.
+        """
+        self._stopping = True
 
     @property
     def result(self) -> GenerationResult:
@@ -93,10 +95,14 @@ class Stream(Iterator[Piece]):
             chunks, hits = self._chunks, self._session.hits
             chunks = prompt_chunks(self._request, hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
+                if self._stopping and self._request.may_be_cut:
+                    self._finish("stopped")
+                    break
                 self._session.make_room(chunk.held)
                 self._session.fill(chunk)
                 tell("reading the prompt", number, len(chunks), self._session.logits)
-            self._absorb(self._session.begin())
+            else:
+                self._absorb(self._session.begin())
         dispatched = 1
         longest = self._request.need - self._request.limit
         flying: deque[Report] = deque()
@@ -105,10 +111,14 @@ class Stream(Iterator[Piece]):
         ahead = 1 if self._request.stops or self._request.guides else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
+            if self._stopping:
+                self._cut(flying)
+                break
             before = self._decode_meter.seconds
             with self._decode_meter.running():
                 while len(flying) < ahead and dispatched < self._request.limit:
-                    steps = min(self._steps, self._request.limit - dispatched, self._revocable())
+                    left = self._request.limit - dispatched
+                    steps = min(self._pace.steps, left, self._revocable())
                     self._session.make_room(longest + dispatched + steps)
                     steps = min(steps, self._revocable())  # a layer with a tail forgets less
                     dispatched += steps
@@ -116,8 +126,7 @@ class Stream(Iterator[Piece]):
                     flying.append(self._session.decode(np.int32(steps), halt))
                 self._absorb(flying.popleft())
             tell("generating", int(self._counts.max()), self._request.limit)
-            if self._paced:
-                self._pace(self._decode_meter.seconds - before)
+            self._pace.took(self._decode_meter.seconds - before)
         with self._decode_meter.running():
             unfed = self._settle()
         asked = self._rows[: self._request.rows]
@@ -142,7 +151,25 @@ class Stream(Iterator[Piece]):
         cache = self._session.cache
         if not self._request.stops or cache is None or cache.revocable is None:
             return CHUNK
-        return max(1, cache.revocable + 1 - max(row.pending for row in self._rows))
+        drafter = self._session.drafter
+        left = cache.revocable - (0 if drafter is None else drafter.length)
+        return max(1, left + 1 - max(row.pending for row in self._rows))
+
+    def _cut(self, flying: Sequence[Report]) -> None:
+        """End the rows where their pieces end; or, where the cache can't forget what it has been
+        fed since, behind that."""
+        with self._decode_meter.running():
+            count = flying[-1][1].count if flying else self._counts
+            if self._session.forgets(fetch(count) - 1 - [row.given for row in self._rows]):
+                for row in self._rows:
+                    row.cut()
+            for report in flying:
+                self._absorb(report)
+            self._finish("stopped")
+
+    def _finish(self, reason: str) -> None:
+        for row in self._rows:
+            row.finish(reason)
 
     def _absorb(self, report: Report) -> None:
         """Wait for a dispatch, and take its tokens in.
@@ -150,7 +177,9 @@ class Stream(Iterator[Piece]):
         Raises:
           NonFiniteError: if a row's logits were not finite numbers.
         """
-        out, progress, scores = fetch(report)
+        out, progress, scores, drafted = fetch(report)
+        if drafted is not None:
+            self._speculation = speculation(drafted, progress.count, self._request.rows)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -175,6 +204,9 @@ class Stream(Iterator[Piece]):
             row.tokens[-1:] if whole else []
             for row, whole in zip(self._rows, kept == self._counts, strict=True)
         ]
+        if not self._counts.any():  # stopped before the prompts had been read
+            both = zip(self._request.prompts, self._session.held, strict=True)
+            unfed = [prompt[held:] for prompt, held in both]
         self._session.check()
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
@@ -218,11 +250,5 @@ class Stream(Iterator[Piece]):
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
             cached_tokens=int(self._session.hits.sum()),
+            speculation=self._speculation,
         )
-
-    def _pace(self, seconds: float) -> None:
-        """Choose how many steps the next dispatch of a stream has, by how long this one took."""
-        if seconds < _PROMPT_SECONDS:
-            self._steps = min(2 * self._steps, _WATCHED_STEPS)
-        elif seconds > _SLOW_SECONDS:
-            self._steps = max(self._steps // 2, 1)

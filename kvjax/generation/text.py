@@ -52,6 +52,14 @@ class RowText:
         if self.reason is None:
             self.reason = reason
 
+    def cut(self) -> None:
+        """End the text where ``take`` has left it, unless it has ended."""
+        if self.reason is None:
+            characters, tokens = self._given
+            self.text = self.text[:characters]
+            del self.tokens[tokens:]
+            self.reason = "stopped"
+
     @property
     def given(self) -> int:
         """Tokens that ``take`` has given."""

@@ -9,9 +9,15 @@ from kvjax.policies.model_config import decoder_config
 def beyond_context(config: Any, tokens: int) -> int:
     """By how many tokens a distance between two of them is beyond what the model was trained for:
     the config's ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    context = trained_context(config)
+    return max(tokens - context, 0) if context else 0
+
+
+def trained_context(config: Any) -> int | None:
+    """The length that a model was trained for, or None where its config does not say."""
     config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
-    return max(tokens - context, 0) if context else 0
+    return context or position_limit(config)
 
 
 def position_limit(config: Any) -> int | None:

@@ -1,0 +1,1 @@
+"""Many turns on one cache."""

@@ -1,0 +1,132 @@
+"""A conversation as it stands: its turns, their tokens, the cache; and how it is gone on with."""
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvjax.chats.answer import Answer
+from kvjax.chats.held import Held, empty
+from kvjax.chats.known import Known, common
+from kvjax.chats.planning import Plan, planned
+from kvjax.chats.texts import Rendering
+from kvjax.chats.turns import Turn
+from kvjax.core.checks import whole_number
+from kvjax.core.device import fetch
+from kvjax.generation.capacities import capacity_bucket
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.request import Request, prepare
+from kvjax.generation.results import GenerationResult
+from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.streaming import Stream
+from kvjax.layouts import UNLIMITED
+from kvjax.policies.presets import PolicyChoice
+
+_AGAIN = 2**32
+"""Between the seeds of a turn's answers."""
+
+
+@dataclass
+class Conversation:
+    """``length``: tokens that its cache is made for, and ``most``, that there is room for, None
+    where there is no end; ``lost``: tokens that a cache held which an error took."""
+
+    lm: LanguageModel
+    rendering: Rendering
+    policy: PolicyChoice
+    length: int
+    most: int | None
+    turns: list[Turn] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
+    counts: Counter[str] = field(default_factory=Counter)
+    held: Held | None = None
+    lost: Sequence[int] = ()
+    answer: Answer | None = None
+    asked: Plan | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many the turns come to."""
+        if self.answer is not None and self.asked is not None:
+            return len(self.asked.ids) + len(self.answer.tokens)
+        marks = self.known.before(len(self.turns)).marks
+        return marks[-1][2] if marks and self.turns else 0
+
+    def ask(
+        self, number: int, user: str, attempt: int, *, system: str | None, drop: bool, seed: int,
+        settings: dict[str, Any],
+    ) -> Answer:  # fmt: skip
+        """Go back to before turn ``number``, and on with what is asked."""
+        self.close()
+        turns, known = self.turns[:number], self.known.before(number)
+        new = whole_number("max_new_tokens", settings["max_new_tokens"], 1)
+        plan = planned(
+            self.rendering, known, system, turns, user, most=self.most, new=new, drop=drop
+        )
+        if self.most is not None:
+            new = min(new, self.most - len(plan.ids))
+        held = self.held or empty(self.lm, self.policy, self.length)
+        kept, again = held.back_to(plan.ids)
+        request = self.request(
+            plan.ids[len(kept.tokens) :], kept.cache, (seed + number + attempt * _AGAIN) % 2**64,
+            settings | {"max_new_tokens": new},
+        )  # fmt: skip
+        room = request.capacity if request.capacity < UNLIMITED else capacity_bucket(request.need)
+        request = replace(request, before=[list(kept.tokens)], capacity=room)
+        stream = Stream(self.lm, request, watched=True)
+        again += common(self.lost, plan.ids)
+        self.turns = [*turns, Turn(user, attempt=attempt, first=plan.first)]
+        self.known, self.asked, self.held, self.lost = known, plan, None, ()
+        self.answer = Answer(stream, functools.partial(self._ended, plan, len(kept.tokens), again))
+        return self.answer
+
+    def request(
+        self, ids: list[int], cache: CacheChoice, seed: int, settings: dict[str, Any]
+    ) -> Request:
+        """A request for one answer, checked."""
+        new = settings["max_new_tokens"]
+        # Where there is no room for as many as an answer must have, it has what there is.
+        least = settings.get("min_new_tokens", 0)
+        least = min(least, new) if isinstance(least, int) else least
+        options = Options(**settings | {"cache": cache, "seed": seed, "min_new_tokens": least})
+        return prepare(self.lm, [ids], options)
+
+    def close(self) -> None:
+        """End the answer that runs."""
+        if self.answer is not None:
+            self.answer.close()
+
+    def _ended(
+        self, plan: Plan, kept: int, again: int, answer: Answer, result: GenerationResult | None
+    ) -> GenerationResult | None:
+        """Take the end of an answer in, and the cache out of its result; None after an error."""
+        self.answer = self.asked = None
+        text, tokens, reason, fed = answer.text, answer.tokens, "stopped", len(plan.ids)
+        if result is None:
+            self.lost = [*plan.ids, *tokens]
+        else:
+            text, tokens, stats = result.text[0], result.tokens[0], result.stats
+            reason = stats.stop_reasons[0]
+            held, whole = int(fetch(result.cache.length)[0]), (*plan.ids, *tokens)
+            if held <= len(whole):
+                self.held = Held(result.cache, whole[:held])
+            else:  # behind a stop string that was longer than what a ring can forget
+                self.lost = whole
+            fed = min(fed, held)
+            stats = replace(stats, prompt_tokens=len(plan.ids), cached_tokens=kept)
+            nothing: Any = None
+            result = replace(result, cache=nothing, stats=stats)
+            for name in ("prefill_seconds", "decode_seconds", "compile_seconds"):
+                self.counts[name] += getattr(stats, name)
+        self.counts += Counter(
+            prefilled=fed - kept, known=kept, reread=min(again, fed), generated=len(tokens)
+        )
+        self.turns[-1] = replace(self.turns[-1], answer=text, tokens=tuple(tokens), reason=reason)
+        # The token that ends a text is the template's to write.
+        said = tokens[:-1] if reason == "eos" else tokens
+        length = self.rendering.length(plan.ids, said, text)
+        if length is not None:
+            turn = len(self.turns) - 1
+            self.known = self.known.answered(turn, plan.text, plan.ids, text[:length], said)
+        return result

@@ -1,0 +1,120 @@
+"""How many tokens are drafted: by what was accepted of those before."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows
+
+_HOPE, _AT_FIRST, _AGAIN = 0.85, 2.0, 1.0
+"""The share that is thought to be accepted where nothing is known, and how many tokens that counts
+for: at first, and after a rest."""
+_KEPT = 0.9
+"""What the rounds before count in the next."""
+_REST, _LONGEST_REST = 16, 512
+"""Tokens that are decoded one by one before drafts are tried again: doubled each time."""
+_TOKEN = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
+"""What a token more adds to a pass over one, by platform: on a CPU as measured, on others what
+its products take of the time in which weights are read. See docs/notes/speculation.md."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """In passes over one token a row: ``check``: what a pass over a draft takes more; ``token``:
+    what a drafted token takes."""
+
+    check: float
+    token: float
+
+
+def price_of(platform: str, rows: int, length: int, token: float) -> Price:
+    """Of drafts of so many tokens, for so many rows; ``token``: the draft's size, as a share of the
+    model's."""
+    each = _TOKEN.get(platform, _TOKEN["gpu"])
+    return Price((1 + each * rows * (length + 1)) / (1 + each * rows) - 1, token)
+
+
+def usual_length(platform: str, rows: int) -> int:
+    """Tokens that are drafted at a time: fewer where a pass over them takes much longer."""
+    return 3 if platform == "cpu" and rows > 2 else 7
+
+
+@state
+class Acceptance:
+    """``right`` of ``judged``: float32[batch], drafted tokens that were accepted, and those that
+    were looked at, the older the less they count. ``rest``: int32, passes before any row's next
+    draft; ``wait``: int32, those of the next rest. In all: ``proposed`` and ``accepted``,
+    int32[batch], and ``passes`` of the model, int32."""
+
+    right: Array
+    judged: Array
+    rest: Array
+    wait: Array
+    proposed: Rows
+    accepted: Rows
+    passes: Array
+
+    @classmethod
+    def new(cls, batch: int) -> "Acceptance":
+        """Of rows that begin, as NumPy's arrays."""
+        zeros: Any = np.zeros(batch, np.int32)
+        known: Any = np.full(batch, _AT_FIRST, np.float32)
+        zero: Any = np.int32(0)
+        rest: Any = np.int32(_REST)
+        right: Any = known * np.float32(_HOPE)
+        return cls(right, known, zero, rest, zeros, zeros, zero)
+
+    def wanted(self, found: Rows, price: Price | None, active: SomeRows) -> Rows:
+        """How many tokens of each row are to be drafted, of as many as could be ``found``: none
+        where it would take longer than without. Without a price, all."""
+        found = jnp.where(active, found, 0)
+        if price is None:
+            return found
+        count, gain = self._best(found, price)
+        cost = price.check * jnp.sum(active)
+        return jnp.where((self.rest <= 0) & (jnp.sum(gain) > cost), count, 0)
+
+    def after(
+        self, count: Rows, accepted: Rows, length: int, price: Price | None, active: SomeRows
+    ) -> "Acceptance":
+        """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
+        Where drafts are worth nothing, they rest."""
+        kept = jnp.where(count > 0, _KEPT, 1)
+        # Behind the first that was wrong none is looked at.
+        new = replace(
+            self,
+            right=kept * self.right + accepted,
+            judged=kept * self.judged + accepted + (accepted < count),
+            proposed=self.proposed + count, accepted=self.accepted + accepted,
+            passes=self.passes + 1,
+        )  # fmt: skip
+        if price is None:
+            return new
+        gain = new._best(jnp.where(active, length, 0), price)[1]
+        poor = jnp.sum(gain) <= price.check * jnp.sum(active)
+        wait = jnp.where(jnp.any((count > 0) & (accepted == count)), _REST, self.wait)
+        return replace(
+            new,
+            right=jnp.where(poor, _HOPE * _AGAIN, new.right),
+            judged=jnp.where(poor, _AGAIN, new.judged),
+            rest=jnp.where(poor, wait, 0),
+            wait=jnp.where(poor, jnp.minimum(2 * wait, _LONGEST_REST), wait),
+        )
+
+    def rested(self) -> "Acceptance":
+        """Behind a pass over one token a row."""
+        return replace(self, rest=jnp.maximum(self.rest - 1, 0), passes=self.passes + 1)
+
+    def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
+        """How many tokens of each row, at most so many, are worth drafting, and what they save, in
+        passes: each is accepted where all before it are."""
+        share = jnp.clip(self.right / self.judged, 0.0, 0.99)
+        # As long as the next is likelier accepted than it costs.
+        dear = max(price.token, 1e-6)
+        count = jnp.floor(jnp.log(dear) / jnp.log(jnp.maximum(share, 1e-6))).astype(jnp.int32)
+        count = jnp.minimum(jnp.maximum(count, 1), most)
+        expected = share * (1 - share**count) / (1 - share)
+        return count, expected - price.token * count

@@ -1,0 +1,132 @@
+"""A session's drafts: what proposes them, its own text so far, and how they fare."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Lowered
+
+from kvjax.cache.creation import allocate
+from kvjax.cache.sizes import nbytes
+from kvjax.cache.state import KVCache
+from kvjax.generation import programs
+from kvjax.generation.acceptance import Acceptance, price_of, usual_length
+from kvjax.generation.contexts import Cached
+from kvjax.generation.drafting import Drafter, Lookup, Second
+from kvjax.generation.drafts import Draft, DraftModel, PromptLookup, relative_size
+from kvjax.generation.model import Model
+from kvjax.generation.prompts import Chunk, prompt_chunks
+from kvjax.generation.request import Request
+from kvjax.generation.speculation import speculate
+from kvjax.policies.positions import position_limit
+
+
+class Drafts:
+    """``held``: the draft's own cache, None where there is none; ``fared``: how they fare;
+    ``params``: of its model."""
+
+    def __init__(self, lm: Any, request: Request, draft: Draft, platform: str) -> None:
+        self._request, self._draft, self._platform = request, draft, platform
+        self._rows = len(request.texts)
+        self.held: Cached | None = None
+        self.params: Any = None
+        self._share = 0.0
+        if isinstance(draft, DraftModel):
+            self._lm = draft.lm if lm.mesh is None else draft.lm.on(lm.mesh)
+            self.params, self._share = self._lm.params, relative_size(lm, draft.lm)
+        self._vocab = lm.config.vocab_size
+        self.fared = Acceptance.new(self._rows)
+
+    @property
+    def architecture(self) -> Model:
+        """Of its model."""
+        return self._lm.architecture
+
+    @property
+    def nbytes(self) -> Counter[str]:
+        """Bytes of its cache, by place."""
+        return Counter() if self.held is None else Counter(nbytes(self.held.cache))
+
+    def empty(self) -> Cached | None:
+        """The cache that its model reads prompts into: as long as the other, as far as it has
+        positions."""
+        draft, request = self._draft, self._request
+        if not isinstance(draft, DraftModel):
+            return None
+        limit = position_limit(self._lm.config)
+        capacity = request.capacity if limit is None else min(request.capacity, limit)
+        cache = allocate(
+            self._lm.config, draft.cache, batch=len(request.prompts), max_len=capacity,
+            room=capacity, mesh=self._lm.mesh,
+        )  # fmt: skip
+        return Cached(cache)
+
+    def read(self) -> None:
+        """Let it read the prompts."""
+        context: Any = self.empty()
+        if context is None:
+            return
+        lm, request = self._lm, self._request
+        logits = _beside(
+            context, np.zeros((len(request.prompts), lm.config.vocab_size), np.float32)
+        )
+        texts = request.prompts if request.before is None else request.known_texts
+        for chunk in prompt_chunks(replace(request, prompts=texts, start=0 * request.start)):
+            context, logits = programs.prefill(*self._reading(context, logits, chunk))
+        if request.samples > 1:
+            context, _ = programs.sampled(context, logits, request.samples)
+        self.held = context
+
+    def decode(self, drafter: Drafter, call: tuple[Any, ...]) -> Any:
+        """``programs.decode`` with drafts, of what that is given."""
+        self.held, self.fared, *found = speculate(
+            drafter, self.params, self.held, self.fared, *call
+        )
+        return found
+
+    def lowered(
+        self, drafter: Drafter, call: tuple[Any, ...], chunks: list[Chunk]
+    ) -> list[Lowered]:
+        """The same, and its reading of these chunks, to be compiled."""
+        found, held = (
+            [speculate.lower(drafter, self.params, self.held, self.fared, *call)],
+            self.held,
+        )
+        if held is not None:
+            logits = _beside(held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
+            calls = [self._reading(held, logits, chunk) for chunk in chunks]
+            found += [programs.prefill.lower(*call) for call in calls]
+        return found
+
+    def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:
+        lm, last = self._lm, self._lm.config.vocab_size - 1
+        tokens = jnp.minimum(chunk.tokens, last) if last + 1 < self._vocab else chunk.tokens
+        return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
+
+    def drafter(self, cache: KVCache, its: Cached | None) -> Drafter | None:
+        """What proposes, as it is compiled for a cache, and ``its`` own: no more tokens at a time
+        than these can forget; None where they can't forget any."""
+        draft, rows = self._draft, self._rows
+        length = draft.length or usual_length(self._platform, rows)
+        for held in (cache, its and its.cache):
+            if held is not None and held.revocable is not None:
+                # Of what a stop string takes back, half is left.
+                stops = bool(self._request.stops) and held is cache
+                length = min(length, held.revocable // (2 if stops else 1))
+        if length < 1:
+            return None
+        price = price_of(self._platform, rows, length, self._share) if draft.adaptive else None
+        if isinstance(draft, PromptLookup):
+            return Lookup(length, price, draft.shortest, draft.longest)
+        config = self._lm.config
+        return Second(length, price, self.architecture, config.vocab_size, self._vocab)
+
+
+def _beside(context: Cached, logits: np.ndarray) -> Any:
+    spread = context.cache.spread
+    if spread is not None:
+        return spread.put(logits, lambda shape: spread.of_batch(shape, logits.shape[0]))
+    return jax.device_put(logits, jax.tree.leaves(context)[-1].sharding)

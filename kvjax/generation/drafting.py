@@ -1,0 +1,151 @@
+"""What drafts propose, inside a program: from the text so far, or by a second model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Int
+
+from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.generation.acceptance import Price
+from kvjax.generation.choosing import Progress, whole
+from kvjax.generation.contexts import Cached
+from kvjax.generation.filters import Logits
+from kvjax.generation.model import Model
+from kvjax.generation.past import Past
+
+Choose = Callable[[Progress, Past, Logits, Rows], tuple[Progress, Past]]
+"""How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;
+a row is done after so many new tokens, int32[batch]."""
+Drafted = tuple[Int[Array, "batch length"], Rows]
+"""Tokens, and how many of each row's are real."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """``PromptLookup``, as it is compiled: ``length`` tokens at most."""
+
+    length: int
+    price: Price | None
+    shortest: int
+    longest: int
+
+    def found(self, past: Past, most: Rows) -> Rows:
+        """How many tokens of each row could be drafted, and at most so many."""
+        return jnp.where(self._matched(past)[0] >= self.shortest, most, 0)
+
+    def propose(
+        self, params: None, held: None, progress: Progress, past: Past, wanted: Rows, choose: Choose
+    ) -> tuple[Drafted, None]:
+        """So many tokens of each row. Where the text repeats what has not ended, it does so on."""
+        assert past.tokens is not None and past.length is not None
+        _, after = self._matched(past)
+        period = jnp.maximum(past.length - after, 1)[:, None]
+        at = after[:, None] + jnp.arange(self.length) % period
+        return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
+
+    def settled(self, held: None, known: Rows) -> None:
+        """There is nothing to take back."""
+        return held
+
+    def _matched(self, past: Past) -> tuple[Rows, Rows]:
+        """How many tokens at a row's end stand earlier in it, as far as they count, and the place
+        behind the newest such."""
+        tokens, length = past.tokens, past.length
+        assert tokens is not None and length is not None
+        places = jnp.arange(tokens.shape[1])
+        run = jnp.zeros(tokens.shape, jnp.int32)
+        alike = (places < length[:, None] - 1) & (places >= 0)
+        for back in range(self.longest):
+            newest = jnp.take_along_axis(tokens, (length - 1 - back)[:, None], axis=1, mode="clip")
+            before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)
+            before = before[:, : tokens.shape[1]]
+            alike &= (before == newest) & (length[:, None] > back)
+            run += alike
+        best = jnp.max(run, axis=1)
+        # Of those that are as long, the newest.
+        last = jnp.max(jnp.where(run == best[:, None], places, -1), axis=1)
+        return best, last + 1
+
+
+@dataclass(frozen=True)
+class Second:
+    """``DraftModel``, as it is compiled: ``length`` tokens at most; ``own``: tokens of its
+    vocabulary, which may have a few more or fewer than the ``vocab`` of the model."""
+
+    length: int
+    price: Price | None
+    model: Model
+    own: int
+    vocab: int
+
+    def found(self, past: Past, most: Rows) -> Rows:
+        """It can always go on."""
+        return most
+
+    def propose(
+        self, params: Any, held: Cached, progress: Progress, past: Past, wanted: Rows,
+        choose: Choose,
+    ) -> tuple[Drafted, Cached]:  # fmt: skip
+        """So many tokens of each row, which its cache then holds, but for the newest of them."""
+        logits, held = self._caught_up(params, held, past, wanted)
+        batch, begin = len(wanted), progress.count
+        limit = begin + wanted
+        progress = replace(progress, done=progress.done | (wanted == 0))
+        progress, past = choose(progress, past, logits, limit)
+        tokens = jnp.zeros((batch, self.length), jnp.int32).at[:, 0].set(progress.token)
+
+        def go_on(carry: Any) -> Array:
+            step, _, progress, *_ = carry
+            return (step < self.length) & ~jnp.all(progress.done)
+
+        def one(carry: Any) -> Any:
+            step, held, progress, past, tokens = carry
+            real = jnp.where(progress.done, 0, 1)
+            logits, held = self._fed(params, held, progress.token[:, None], real)
+            progress, past = choose(progress, past, logits, limit)
+            tokens = lax.dynamic_update_slice_in_dim(tokens, progress.token[:, None], step, axis=1)
+            return step + 1, held, progress, past, tokens
+
+        carry = jnp.int32(1), held, progress, past, tokens
+        _, held, progress, _, tokens = lax.while_loop(go_on, one, carry)
+        return (tokens, progress.count - begin), held
+
+    def settled(self, held: Cached, known: Rows) -> Cached:
+        """Without what it holds beyond the ``known`` tokens of each row."""
+        return held.taken_back(jnp.maximum(held.cache.length - known, 0))
+
+    def _caught_up(
+        self, params: Any, held: Cached, past: Past, wanted: Rows
+    ) -> tuple[Logits, Cached]:
+        """Its logits behind the text, of which it may have missed some."""
+        tokens, length = past.tokens, past.length
+        assert tokens is not None and length is not None
+
+        def missing(held: Cached) -> Rows:
+            return jnp.where(wanted > 0, length - held.cache.length, 0)
+
+        def one(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
+            logits, held = carry
+            at = held.cache.length[:, None] + jnp.arange(self.length + 1)
+            part = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
+            real = jnp.clip(missing(held), 0, self.length + 1)
+            new, held = self._fed(params, held, part, real)
+            return jnp.where((real > 0)[:, None], new, logits), held
+
+        empty = jnp.zeros((tokens.shape[0], self.vocab), jnp.float32)
+        return lax.while_loop(lambda carry: jnp.any(missing(carry[1]) > 0), one, (empty, held))
+
+    def _fed(self, params: Any, held: Cached, tokens: Tokens, real: Rows) -> tuple[Logits, Cached]:
+        """Its logits behind some tokens, for the model's vocabulary."""
+        logits, held = held.feed(self.model, params, jnp.minimum(tokens, self.own - 1), real)
+        logits = logits.astype(jnp.float32)[:, : self.vocab]
+        least = jnp.finfo(jnp.float32).min / 2  # a finite number, which no token is drawn from
+        more = (0, 0), (0, self.vocab - logits.shape[1])
+        return whole(jnp.pad(logits, more, constant_values=least), held), held
+
+
+Drafter = Lookup | Second
+"""Static, for the compiler."""

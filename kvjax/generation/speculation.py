@@ -1,0 +1,165 @@
+"""Speculation: drafts are checked by the model, several tokens a pass, and the text stays its own.
+
+A token depends on the logits before it, its row's seed and its number alone. So the model's own
+token is chosen at every place of a draft, and the draft is taken as far as it is the same: whatever
+was drafted, the text is what it would have been without, greedy or drawn. What was not taken, the
+cache forgets before anything goes by it.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Int
+
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.generation.acceptance import Acceptance
+from kvjax.generation.choosing import Progress, chosen, whole
+from kvjax.generation.contexts import Cached
+from kvjax.generation.drafting import Drafter
+from kvjax.generation.filters import Logits
+from kvjax.generation.model import Model
+from kvjax.generation.past import Past
+from kvjax.generation.programs import CHUNK
+from kvjax.generation.sampling import Filters, Sampling
+from kvjax.generation.scores import Scores
+
+
+@state
+class _Carry:
+    """A dispatch as it goes. ``held``: the draft's own text so far; ``wanted``: tokens to draft
+    next; ``out``: tokens that were chosen, and their scores."""
+
+    context: Cached
+    held: Any
+    fared: Acceptance
+    progress: Progress
+    past: Past
+    wanted: Rows
+    out: tuple[Array, Scores | None]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "filters", "drafter", "scores"),
+    donate_argnames=("context", "held", "past"),
+)  # fmt: skip
+def speculate(
+    drafter: Drafter,
+    draft_params: Any,
+    held: Cached | None,
+    fared: Acceptance,
+    model: Model,
+    filters: Filters,
+    params: Any,
+    context: Cached,
+    progress: Progress,
+    past: Past,
+    halt: SomeRows,
+    settings: Sampling,
+    limit: Array,
+    steps: Array,
+    scores: int | None = None,
+) -> tuple[
+    Cached | None, Acceptance, Cached, Progress, Past, Int[Array, "batch chunk"], Scores | None
+]:
+    """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done.
+
+    ``drafter``: what proposes; ``draft_params``, ``held``: its parameters, and its text so far;
+    ``fared``: how drafts fare. The last two are given back, before what ``decode`` gives.
+    """
+    progress = replace(progress, done=progress.done | halt)
+    begin, rows = progress.count, jnp.arange(progress.count.shape[0])
+
+    def choose(
+        progress: Progress, past: Past, logits: Logits, most: Array, scores: int | None
+    ) -> Any:
+        return chosen(progress, past, logits, filters, settings, most, scores)
+
+    def active(progress: Progress) -> SomeRows:
+        return ~progress.done & (progress.count - begin < steps)
+
+    def wanted(fared: Acceptance, progress: Progress, past: Past) -> Rows:
+        # Nothing is drafted, nor ever fed, beyond the last token that is asked for.
+        left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
+        found = drafter.found(past, jnp.clip(left, 0, drafter.length))
+        return fared.wanted(found, drafter.price, active(progress))
+
+    def draft(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
+        return choose(progress, past, logits, limit, None)[:2]
+
+    def going(carry: _Carry) -> Array:
+        return jnp.any(active(carry.progress)) & ~jnp.any(carry.progress.broken)
+
+    def told(out: Any, found: Any, before: Progress, after: Progress) -> Any:
+        at = jnp.where(after.count > before.count, before.count - begin, CHUNK)
+        return jax.tree.map(lambda all, new: all.at[rows, at].set(new, mode="drop"), out, found)
+
+    def single(carry: _Carry) -> _Carry:
+        """A token of each row."""
+        before = carry.progress
+        now = active(before)
+        context: Any
+        logits, context = carry.context.feed(
+            model, params, before.token[:, None], now.astype(jnp.int32)
+        )
+        waiting = replace(before, done=~now)
+        logits = whole(logits, context)
+        after, past, found = choose(waiting, carry.past, logits, limit, scores)
+        after = replace(after, done=jnp.where(now, after.done, before.done))
+        out = told(carry.out, (after.token, found), before, after)
+        fared = carry.fared.rested()
+        return _Carry(context, carry.held, fared, after, past, wanted(fared, after, past), out)
+
+    def several(carry: _Carry) -> _Carry:
+        """A draft of each row, checked in one pass."""
+        before, now = carry.progress, active(carry.progress)
+        known: Any = carry.past.length
+        held: Any
+        (drafted, count), held = drafter.propose(
+            draft_params, carry.held, before, carry.past, carry.wanted, draft
+        )
+        fed = jnp.where(now, 1 + count, 0)
+        tokens = jnp.concatenate([before.token[:, None], drafted], axis=1)
+        logits, context = carry.context.feed_all(model, params, tokens, fed)
+
+        def go_on(checking: Any) -> Array:
+            place, _, _, still, _ = checking
+            return (place <= drafter.length) & jnp.any(still)
+
+        def one(checking: Any) -> Any:
+            place, progress, past, still, out = checking
+            here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
+            waiting = replace(progress, done=~still)
+            here = whole(here, context)
+            after, past, found = choose(waiting, past, here, limit, scores)
+            after = replace(after, done=jnp.where(still, after.done, progress.done))
+            out = told(out, (after.token, found), progress, after)
+            guess = jnp.take(drafted, place, axis=1, mode="clip")
+            still &= (place < count) & (after.token == guess) & ~after.done
+            return place + 1, after, past, still, out
+
+        checking = jnp.int32(0), before, carry.past, now, carry.out
+        _, after, past, _, out = lax.while_loop(go_on, one, checking)
+        taken = after.count - before.count
+        accepted = jnp.clip(taken - 1, 0, count)
+        # A row's cache ends before its newest token, and holds what broke it.
+        context = context.taken_back(fed - jnp.where(now, jnp.maximum(taken, 1), 0))
+        fared = carry.fared.after(count, accepted, drafter.length, drafter.price, now)
+        held = drafter.settled(held, known + accepted)
+        return _Carry(context, held, fared, after, past, wanted(fared, after, past), out)
+
+    def body(carry: _Carry) -> _Carry:
+        # Loops, not a choice of two: of what goes through a choice, devices copy some.
+        carry = lax.while_loop(lambda c: going(c) & ~jnp.any(c.wanted > 0), single, carry)
+        return lax.while_loop(lambda c: going(c) & jnp.any(c.wanted > 0), several, carry)
+
+    shape = len(rows), CHUNK
+    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    first = wanted(fared, progress, past)
+    carry = _Carry(context, held, fared, progress, past, first, out)
+    carry = lax.while_loop(going, body, carry)
+    return carry.held, carry.fared, carry.context, carry.progress, carry.past, *carry.out

@@ -1,0 +1,204 @@
+"""``kvjax chat``: from a pipe, and on a terminal, where an interrupt ends an answer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cli
+
+SHARED = {"max_len": 256, "max_new_tokens": 8}
+OPTIONS = ("--max-len", "256", "--max-new-tokens", "8")
+
+
+@pytest.fixture
+def talk(monkeypatch, capfd, tiny_llama_dir):
+    """Lines through the command in this process: exit code, standard output, standard error."""
+
+    def run(*lines: str, options=OPTIONS, raw: bytes | None = None):
+        read, write = os.pipe()
+        os.write(write, "\n".join([*lines, ""]).encode() if raw is None else raw)
+        os.close(write)
+        arguments = ["kvjax", "chat", "--model", str(tiny_llama_dir), *map(str, options)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with os.fdopen(read, encoding="utf-8") as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            with pytest.raises(SystemExit) as leaving:
+                cli.main()
+        out, err = capfd.readouterr()
+        return leaving.value.code, out, err
+
+    return run
+
+
+def test_every_command(talk, tiny_llama, tmp_path):
+    """As the calls of Python do it; what is wrong is one sentence, and the chat goes on."""
+    chat = kvjax.Chat(tiny_llama, system="sys", **SHARED)
+
+    def said(answer):
+        list(answer)
+        return chat.turns[-1].answer + "\n"
+
+    wanted = said(chat.send("ab")) + said(chat.send("/c")) + said(chat.edit(0, "d  e"))
+    wanted += said(chat.edit(0, "fg")) + said(chat.retry()) + "none\n"
+    chat.system = "none"
+    wanted += said(chat.send("h")) + "none\n"
+    chat.undo()
+    lines = ["ab", "//c", "/edit 1 d  e", "/edit fg", "/retry", "/system none", "", "h"]
+    lines += ["/system", "/undo", f"/save {tmp_path / 'x'}", "/show", f"/load {tmp_path / 'x'}"]
+    code, out, err = talk(
+        *lines, "/system -", "/exit", "ignored", options=("--system", "sys", *OPTIONS)
+    )
+    shown = f"system: none\n1 > fg\n{chat.turns[0].answer}\n(there is no system prompt)\n"
+    assert (code, out) == (0, wanted + shown)
+    for words in ("(taken back: h)", "(saved in ", "(1 turn from "):
+        assert words in err
+    code, out, err = talk("/help", "/stats", "/show", "/system")
+    assert code == 0 and out.count("\n") == 11 + 12 + 2 and not err
+    assert all(f"/{name}" in out for name in ("edit [N] TEXT", "save FOLDER", "exit"))
+    assert "prefilled        0" in out and "room             256" in out
+
+
+def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("")
+    wrong = {
+        "/nope": "there is no command /nope: there are /help, ",
+        "/retry": "the chat has 0",
+        "/undo": "the chat has 0",
+        "/edit x": "there is no turn 0 to edit: the chat has 0",
+        "/save": "/save takes a folder",
+        f"/save {tmp_path / 'mine'}": "which is not written over",
+        f"/load {tmp_path}": "no chat was saved there",
+        "/exit now": "/exit takes nothing behind it",
+        "a" * 300: "and has room for 256",
+    }
+    code, out, err = talk(*wrong, "ab", "/edit 1", "/edit 3 x")
+    lines = err.splitlines()
+    assert code == 2 and len(lines) == len(wrong) + 3
+    for line, words in zip(
+        lines, [*wrong.values(), "(cut off", "/edit takes", "no turn 3"], strict=True
+    ):
+        assert words in line and (line.startswith("kvjax: error: ") or words == "(cut off")
+    chat = kvjax.Chat(tiny_llama, **SHARED)
+    list(chat.send("ab"))
+    assert out == chat.turns[0].answer + "\n"
+    code, out, err = talk(raw=b"a\xffb\nab\n")
+    assert code == 2 and "is not UTF-8" in err
+    for options, words in (
+        (("--temperature", -1), "temperature must be"),
+        (("--load", tmp_path / "mine"), "no chat was saved there"),
+        (("--load", tmp_path, "--kv-bits", 4), "leave --cache out"),
+        (("--template", tmp_path / "none"), "No such file"),
+        (("--on-full", "grow"), "on_full is 'grow'"),
+    ):
+        code, out, err = talk("ab", options=options)
+        assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+def test_templates_and_full_chats(talk, tiny_llama, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    drop = {"on_full": "drop", "template": template.read_text()}
+    chat = kvjax.Chat(tiny_llama, **SHARED, **drop)
+    texts = [letter * 60 for letter in "abcdef"]
+    wanted = ""
+    for text in texts:
+        list(chat.send(text))
+        wanted += chat.turns[-1].answer + "\n"
+    options = ("--template", template, "--on-full", "drop", *OPTIONS)
+    code, out, _ = talk(*texts, "/show", options=options)
+    assert code == 0 and out.startswith(wanted) and chat.stats.dropped > 1
+    assert f"{chat.stats.dropped} (dropped) > " in out and f"\n{chat.stats.dropped + 1} > " in out
+    code, out, err = talk("ab", options=("--template", "plain", *OPTIONS))
+    assert code == 0 and "there is no chat template" in err
+    # What it says stands right behind what it is told, as kvjax.generate has it.
+    alone = kvjax.generate(tiny_llama, ["ab"], max_new_tokens=8, max_len=256)
+    assert out == alone.text[0] + "\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
+    """In another process a chat goes on bit for bit; an interrupt ends an answer, and no chat."""
+    import pty  # not on every system
+
+    shared = {"prefill_chunk": 16, "eos_token_ids": []}
+    chat = kvjax.Chat(tiny_llama, cache=kvjax.policy(bits=4), **SHARED, **shared)
+    for text in ("x" * 90, "y" * 50):
+        list(chat.send(text))
+    chat.save(tmp_path / "one")
+    endless = kvjax.policy("sliding_window", window=24, sinks=2)
+    kvjax.Chat(tiny_llama, cache=endless, max_new_tokens=10**7, **shared).save(tmp_path / "endless")
+
+    ours, theirs = pty.openpty()
+    # Whatever started the tests may have had interrupts ignored, which is inherited.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvjax.cli import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "chat",
+        "--model",
+        str(tiny_llama_dir),
+        "--load",
+        "one",
+    ]
+    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path)
+    os.close(theirs)
+    seen = b""
+
+    def await_(words: bytes, more: int = 0) -> None:
+        nonlocal seen
+        while words not in seen or len(seen.split(words, 1)[1]) < more:
+            part = os.read(ours, 4096)
+            assert part, seen
+            seen += part
+        seen = seen.split(words, 1)[1]
+
+    def type_(line: str) -> None:
+        os.write(ours, line.encode() + b"\n")
+
+    await_(b"Ctrl-D the chat")
+    await_(b"> ")
+    type_("after")
+    await_(b"(cut off")
+    type_("/save two")
+    await_(b"(saved in two)")
+    type_("/load endless")
+    await_(b"(0 turns from endless)")
+    type_("go")
+    await_(b"> go", more=400)
+    running.send_signal(signal.SIGINT)
+    await_(b"(stopped)")
+    await_(b"> ")
+    running.send_signal(signal.SIGINT)
+    await_(b"leaves the chat")
+    type_("/save three")
+    await_(b"(saved in three)")
+    os.write(ours, b"\x04")
+    assert running.wait() == 0
+    os.close(ours)
+
+    list(chat.send("after"))
+    there = kvjax.Chat.load(tiny_llama, tmp_path / "two")
+    assert there.turns == chat.turns and there.stats.prefilled == chat.stats.prefilled
+    assert not there.stats.reread
+    both = [jax.tree.leaves(each._now.held.cache) for each in (there, chat)]
+    for one, other in zip(*both, strict=True):
+        np.testing.assert_array_equal(one, other)
+    stopped = kvjax.Chat.load(tiny_llama, tmp_path / "three")
+    (turn,) = stopped.turns
+    assert (turn.user, turn.reason) == ("go", "stopped") and len(turn.tokens) > 50
+    said = json.loads((tmp_path / "three" / "chat.json").read_text())["turns"][0]["answer"]
+    assert said == turn.answer != ""
+    stopped.settings["max_new_tokens"] = 4
+    assert list(stopped.send("and")) and stopped.stats.reread == 0
