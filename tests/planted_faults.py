@@ -536,7 +536,8 @@ FAULTS = (
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/choosing.py",
         "after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)",
-        "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)", ("scores",),
+        "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)",
+        ("scores",),
     ),
     Fault(
         "the unfiltered distribution is told as that drawn from", "generation/scores.py",
