@@ -262,6 +262,11 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
         ([[1]], {"guide": Anything(), "min_new_tokens": 1}, "min_new_tokens is 1, but a guide may"),
         ([[1]], {"guide": Anything(99)}, r"a guide gave uint32\[4\], and must give uint32\[2\]"),
         ([[1]], {"guide": Mute()}, "a guide allows no token at all"),
+        (
+            [[1]],
+            {"guide": Anything(), "draft": "lookup"},
+            "a draft was given together with a guide",
+        ),
         ([[1]], {"guide": guide}, "ends its text with token 257, which eos_token_ids must have"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -66,6 +66,11 @@ class GuidedSession(Session):
         return Report(out, self._progress, scores, None)
 
 
+def session_of(lm: LanguageModel, request: Request) -> Session:
+    """The session of a request, with guides or without."""
+    return Session(lm, request) if request.guides is None else GuidedSession(lm, request)
+
+
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def feed(
     model: Model, params: Any, context: Context, progress: Progress, halt: Any

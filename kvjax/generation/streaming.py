@@ -10,7 +10,7 @@ from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.guided import GuidedSession
+from kvjax.generation.guided import session_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
 from kvjax.generation.programs import CHUNK
@@ -18,7 +18,7 @@ from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.scores import TokenScore, token_scores
-from kvjax.generation.session import Report, Session
+from kvjax.generation.session import Report
 from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
@@ -36,8 +36,7 @@ class Stream(Iterator[Piece]):
         chunks: list[Chunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
-        guided = request.guides is not None  # then each token waits for the one before
-        self._session = GuidedSession(lm, request) if guided else Session(lm, request)
+        self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
         self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.known_texts]
@@ -45,7 +44,8 @@ class Stream(Iterator[Piece]):
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=guided)
+        singly = request.guides is not None  # each token waits for the one before
+        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=singly)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
