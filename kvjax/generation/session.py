@@ -149,13 +149,14 @@ class Session:
             check(self.cache)
 
     def lowered(self, chunks: list[Chunk]) -> list[Lowered]:
-        """The programs of these chunks and of ``decode``, for the context as it is, to be compiled:
-        a call with arguments of the same kind finds what was compiled for them."""
+        """The programs of these chunks, for the context as it is, to be compiled: a call with
+        arguments of the same kind finds what was compiled for them."""
+        return [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
+
+    def lowered_decode(self) -> Lowered:
+        """The same of ``decode``."""
         halt = np.zeros(self._rows, bool)
-        return [
-            *(programs.prefill.lower(*self._filling(chunk)) for chunk in chunks),
-            programs.decode.lower(*self._decoding(np.int32(0), halt)),
-        ]
+        return programs.decode.lower(*self._decoding(np.int32(0), halt))
 
     def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
         lm = self._lm

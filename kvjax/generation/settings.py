@@ -41,6 +41,8 @@ class Compiling(Drawing, total=False):
     prefill_chunk: int
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
+    num_beams: int
+    num_beam_groups: int
 
 
 class Searching(TypedDict, total=False):
@@ -48,10 +50,8 @@ class Searching(TypedDict, total=False):
 
     n: int
     best_of: int | None
-    num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    num_beam_groups: int
     diversity_penalty: float
 
 
