@@ -419,17 +419,17 @@ MESHES = [
 
 @pytest.mark.parametrize("name", some(MESHES, "4-1-1 static"))
 def test_on_a_mesh(lm, name):
-    """Rows that data does not divide among them: 3 prompts."""
+    """Rows that data does not divide among them."""
     shape, policy = name.split()
     data, tensor, sequence = map(int, shape.split("-"))
     choice = {"paged": kvjax.CachePolicy(kvjax.Paged(16)), "codes": kvjax.policy(bits=8, block=8),
               "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8)}  # fmt: skip
-    given = {**GIVEN, "n": 2, "cache": choice.get(policy, "static")}
+    given = {**GIVEN, "n": 3, "logprobs": 2, "cache": choice.get(policy, "static")}
     spread = lm.on(kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence))
-    wanted, found = (kvjax.generate(x, [*PROMPTS, [7, 7]], **given) for x in (lm, spread))
+    wanted, found = (kvjax.generate(x, PROMPTS, **given) for x in (lm, spread))
     assert found.tokens == wanted.tokens and found.unfed == wanted.unfed
     np.testing.assert_allclose(found.sequence_scores, wanted.sequence_scores, atol=1e-5)
-    assert kvjax.generate(spread, [*PROMPTS, [7, 7]], **given).stats.compilations == 0
+    assert kvjax.generate(spread, PROMPTS[::-1], **given).stats.compilations == 0
     plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
     more = [kvjax.generate(x, y.unfed, cache=y.cache, **plain).tokens
             for x, y in ((lm, wanted), (spread, found))]  # fmt: skip

@@ -41,6 +41,7 @@ from kvjax.generation.choosing import Progress
 from kvjax.generation.drawing import make_settings
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
+from kvjax.memory.traffic import large_results
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints
 from kvjax.prefixes.kinds import Kind
@@ -314,6 +315,38 @@ def test_the_programs_of_a_generation(device, lm):
     assert "num_partitions=2" in str(of_each.executables["decode"].as_text())
     aliased = of_each.executables["decode"].memory_analysis().alias_size_in_bytes
     assert aliased >= held // 2 * 64 // 80
+
+
+SEARCHED = [
+    ("v5e", "raw"), ("v5e", "4 bits"), ("v5e", "pages"), ("h200", "8 bits"), ("h200", "raw"),
+    ("v5e", "sinks"), ("h200", "pages of 4 bits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "policy"),
+    [pytest.param(*cell, marks=needs(cell[0])) for cell in (SEARCHED if FULL else SEARCHED[:5])],
+)
+def test_a_search_leaves_its_cache_where_it_is(device, policy):
+    """Rows that go on from others are written over in place, a piece at a time: nothing of half a
+    layer is made, and temporaries are a few such pieces."""
+    model, _ = tiny_model(
+        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
+        head_dim=128, dtype="bfloat16",
+    )  # fmt: skip
+    # Pools would else be of a request's few pages.
+    paged = {"pages": kvjax.policy("paged", pages=128)}
+    paged["pages of 4 bits"] = kvjax.policy("paged", pages=128, bits=4)
+    choice = paged.get(policy) or POLICIES[policy]
+    given = {"max_len": 8192, "batch": 2, "num_beams": 4, "prefill_chunk": 16}
+    made = kvjax.compile(model, choice, device=device, logprobs=1, **given)
+    assert made.executables.keys() == {"first tokens", "prefill 16", "search"}
+    search = made.executables["search"]
+    memory, text = search.memory_analysis(), str(search.as_text())
+    wide = jax.eval_shape(lambda: kvjax.init_cache(model.config, choice, batch=8, max_len=8192))
+    held = kvjax.nbytes(wide)["device"]
+    assert memory.alias_size_in_bytes >= held
+    assert not large_results(text, held // 4) and memory.temp_size_in_bytes < 2**23
 
 
 @pytest.mark.parametrize("device", devices("v5e", "h200"))

@@ -11,6 +11,8 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
+from kvjax.generation.beam_programs import rows_kept
+from kvjax.generation.beam_session import BeamSession
 from kvjax.generation.elsewhere import compiled_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
@@ -83,6 +85,9 @@ def compile(
       logit_bias, logprobs: as for ``generate``; whether they are given chooses programs, and of the
         tokens of a bias how many: room is made for 8, 16, 32 and so on, one of it left empty. Each
         number of ``logprobs`` has its own.
+      num_beams, num_beam_groups: as for ``generate``, with ``n=1``, which chooses a small program.
+        Pools of pages are as large as beams of a request need; one whose ``pages`` the policy names
+        compiles nothing more.
 
     Raises:
       ValueError: as of ``generate``; if ``policy`` is a cache; if there is no such device, or it
@@ -100,7 +105,8 @@ def compile(
     batch = whole_number("batch", batch, 1)
     options = Options(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
     least = min(whole_number("min_new_tokens", options.min_new_tokens, 0), 1)
-    options = replace(options, min_new_tokens=least)
+    groups = whole_number("num_beam_groups", options.num_beam_groups, 1)
+    options = replace(options, min_new_tokens=least, diversity_penalty=float(groups > 1))
     start, meter = time.perf_counter(), Meter()
     with meter.running():
         if device is not None:
@@ -130,34 +136,60 @@ class _Ready:
         cache = self._session.cache
         assert cache is not None
         self.capacities = text_capacities(request, cache)
-        # Nothing is fed: tokens are chosen from logits of 0.
-        jax.block_until_ready(self._session.begin())
+        self._searches = request.search is not None
+        if not self._searches:
+            # Nothing is fed: tokens are chosen from logits of 0.
+            jax.block_until_ready(self._session.begin())
         self.programs = 1
         self.executables: dict[str, jax.stages.Compiled] = {}
 
     def at(self, least: int, most: int) -> None:
         """Make the programs ready that a cache has at one of its capacities."""
+        if self._searches:
+            # Whose rows are more than those of its prompts.
+            self._session = Session(self._lm, self._request)
         session = self._session
         session.start()
         further = max(self._request.chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
         for _, before in self.capacities:
             if before < least <= before + further:
+                self._grown(before, most)
                 session.start()
                 session.make_room(before)
                 session.make_room(most)
         widths = chunk_widths(self._request, least, most)
         chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
         of = f" of {most}" if len(self.capacities) > 1 else ""
-        names = [*(f"prefill {width}{of}" for width in widths), f"decode{of}"]
-        every = session.lowered(chunks)
-        if len(every) > len(names):  # a draft reads prompts too
-            names += [f"draft's prefill {width}{of}" for width in widths]
-        for name, lowered in zip(names, every, strict=True):
+        ready = dict(
+            zip((f"prefill {n}{of}" for n in widths), session.lowered(chunks), strict=True)
+        )
+        if self._searches:
+            search = BeamSession(self._request, session)
+            jax.block_until_ready(search.begin())
+            ready[f"search{of}"] = search.lowered()
+        else:
+            ready[f"decode{of}"] = session.lowered_decode()
+            its = zip(widths, session.lowered_drafts(chunks), strict=False)
+            ready |= {f"draft's prefill {n}{of}": lowered for n, lowered in its}
+        for name, lowered in ready.items():
             self.executables[name] = lowered.compile()
             self.programs += 1
+        if self._searches:
+            first = np.arange(len(self._request.prompts))[:, None] * self._request.samples
+            search.keep(*rows_kept(first, np.zeros_like(first), self._request))
+            return
         # What stands around the programs: a stop string that is taken back.
         session.take_back(np.zeros(len(self._request.prompts), np.int32))
         session.check()
+
+    def _grown(self, before: int, most: int) -> None:
+        """A search that outgrows a capacity, once its beams have rows of their own."""
+        if self._searches:
+            session = Session(self._lm, self._request)
+            session.start()
+            session.make_room(before)
+            BeamSession(self._request, session).begin()
+            session.make_room(most)
 
     def _asked(self, tokens: int) -> Request:
         """A request of so many tokens a row."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from jax.stages import Lowered
 
 from kvjax.core.device import fetch
 from kvjax.generation import beam_programs as programs
@@ -52,6 +53,10 @@ class BeamSession:
         session = self._session
         session.context, self._state, self._past, columns = programs.search(*self._searching(steps))
         return columns, self._state
+
+    def lowered(self) -> Lowered:
+        """The program of ``search``, to be compiled."""
+        return programs.search.lower(*self._searching(np.int32(0)))
 
     def _searching(self, steps: np.int32) -> tuple[Any, ...]:
         request, lm = self._request, self._session.lm

@@ -87,19 +87,17 @@ class Drafts:
         )
         return found
 
-    def lowered(
-        self, drafter: Drafter, call: tuple[Any, ...], chunks: list[Chunk]
-    ) -> list[Lowered]:
-        """The same, and its reading of these chunks, to be compiled."""
-        found, held = (
-            [speculate.lower(drafter, self.params, self.held, self.fared, *call)],
-            self.held,
-        )
-        if held is not None:
-            logits = _beside(held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
-            calls = [self._reading(held, logits, chunk) for chunk in chunks]
-            found += [programs.prefill.lower(*call) for call in calls]
-        return found
+    def lowered(self, drafter: Drafter, call: tuple[Any, ...]) -> Lowered:
+        """The same, to be compiled."""
+        return speculate.lower(drafter, self.params, self.held, self.fared, *call)
+
+    def lowered_reading(self, chunks: list[Chunk]) -> list[Lowered]:
+        """Its reading of these chunks, likewise."""
+        if self.held is None:
+            return []
+        logits = _beside(self.held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
+        calls = [self._reading(self.held, logits, chunk) for chunk in chunks]
+        return [programs.prefill.lower(*call) for call in calls]
 
     def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:
         lm, last = self._lm, self._lm.config.vocab_size - 1

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
+from kvjax.generation.beams_elsewhere import search_programs
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
 from kvjax.generation.defaults import GenerationDefaults
@@ -96,18 +98,30 @@ def compiled_for(
         found: dict[str, jax.stages.Compiled] = {}
         capacities = text_capacities(request, first)
         for least, most in capacities:
+            of = f" of {most}" if len(capacities) > 1 else ""
             programs_of = _Programs(model, request, _cache(model, policy, request, most), device)
+            if request.search is not None:
+                # A row for each beam, of the pages that they need.
+                wide = _cache(model, request.policy or policy, request, most, request.samples)
+                for name, ready in _Programs(model, request, wide, device).of_search().items():
+                    if name == "search" or name not in found:
+                        found[name + of * (name == "search")] = ready()
+                for width in chunk_widths(request, least, most):
+                    found[f"prefill {width}{of}"] = programs_of.prefill(width)
+                continue
             if not found:
                 found["first token"] = programs_of.begin()
-            of = f" of {most}" if len(capacities) > 1 else ""
             for width in chunk_widths(request, least, most):
                 found[f"prefill {width}{of}"] = programs_of.prefill(width)
             found[f"decode{of}"] = programs_of.decode()
     return found
 
 
-def _cache(model: Shapes, policy: PolicyChoice, request: Request, slots: int | None) -> KVCache:
-    """The cache of a request, as shapes; what grows, grown to so many slots."""
+def _cache(
+    model: Shapes, policy: PolicyChoice, request: Request, slots: int | None, times: int = 1
+) -> KVCache:
+    """The cache of a request, as shapes; what grows, grown to so many slots; so many rows of each
+    prompt."""
     each = list(per_layer(policy, model.config))
     if slots is not None:
         each = [
@@ -115,7 +129,7 @@ def _cache(model: Shapes, policy: PolicyChoice, request: Request, slots: int | N
             for one in each
         ]
     make = functools.partial(
-        allocate, model.config, each, batch=len(request.prompts), max_len=request.max_len,
+        allocate, model.config, each, batch=len(request.prompts) * times, max_len=request.max_len,
         room=request.capacity, mesh=model.mesh,
     )  # fmt: skip
     return jax.eval_shape(make)
@@ -126,7 +140,7 @@ class _Programs:
 
     def __init__(self, model: Shapes, request: Request, cache: KVCache, device: Any) -> None:
         self._model, self._request = model, request
-        self._rows = len(request.prompts)
+        self._rows = cache.batch
         self._context = Cached(cache)
         self._device, self._platform = device, device.platform
         self._near = SingleDeviceSharding(device)
@@ -208,6 +222,13 @@ class _Programs:
         self._homes.append((its, everywhere))
         return drafter, its, held, jax.eval_shape(lambda: drafts.fared)
 
+    def of_search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+        """Of a beam search, each when it is asked for."""
+        return search_programs(
+            self._request, self._model.architecture, self._model.params, self._context,
+            self._logits, self._past, self._compiled,
+        )  # fmt: skip
+
     def _scores(self, tokens: int) -> Scores | None:
         most, shape = self._request.scores, (self._rows, tokens)
         return None if most is None else jax.eval_shape(lambda: Scores.zeros(shape, most))
@@ -240,7 +261,8 @@ class _Programs:
         spread = self._request.spread
         if spread is None:
             return self._near
-        return spread.sharding(spread.of_batch(x.shape, self._rows))
+        batches = self._rows, len(self._request.prompts)
+        return spread.sharding(spread.of_rows() if x.shape[:1] in [(n,) for n in batches] else P())
 
 
 def _sharded(architecture: Any) -> Any:

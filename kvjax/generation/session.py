@@ -187,14 +187,21 @@ class Session:
             check(self.cache)
 
     def lowered(self, chunks: list[Chunk]) -> list[Lowered]:
-        """The programs of these chunks and of ``decode``, for the context as it is, to be compiled:
-        a call with arguments of the same kind finds what was compiled for them."""
+        """The programs of these chunks, for the context as it is, to be compiled: a call with
+        arguments of the same kind finds what was compiled for them."""
+        return [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
+
+    def lowered_decode(self) -> Lowered:
+        """The same of ``decode``."""
         halt = np.zeros(self._rows, bool)
-        prefill = [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
         call, drafter = self._decoding(np.int32(0), halt), self.drafter
         if drafter is None or self._drafts is None:
-            return [*prefill, programs.decode.lower(*call)]
-        return [*prefill, *self._drafts.lowered(drafter, call, chunks)]
+            return programs.decode.lower(*call)
+        return self._drafts.lowered(drafter, call)
+
+    def lowered_drafts(self, chunks: list[Chunk]) -> list[Lowered]:
+        """A draft's reading of these chunks, where it reads any."""
+        return [] if self._drafts is None else self._drafts.lowered_reading(chunks)
 
     def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
         lm = self._lm

@@ -48,6 +48,8 @@ class Compiling(Drawing, total=False):
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
     draft: DraftChoice | None
+    num_beams: int
+    num_beam_groups: int
 
 
 class Searching(TypedDict, total=False):
@@ -55,10 +57,8 @@ class Searching(TypedDict, total=False):
 
     n: int
     best_of: int | None
-    num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    num_beam_groups: int
     diversity_penalty: float
 
 

@@ -1,0 +1,62 @@
+"""The programs of a beam search, for devices that need not be here."""
+
+import functools
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.generation import beam_programs as programs
+from kvjax.generation.beams import Numbers, begun
+from kvjax.generation.programs import CHUNK
+from kvjax.generation.request import Request
+from kvjax.generation.scores import Scores
+
+Compile = Callable[[Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any]
+"""Compiles a call with arguments, of which those of these numbers are donated, and its results:
+all of them shapes."""
+
+
+def search_programs(
+    request: Request, architecture: Any, params: Any, context: Any, logits: Any, past: Any,
+    compiled: Compile,
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    """What compiles the first tokens and the search, by name; ``context``, ``logits``, ``past``: of
+    a row for each beam."""
+    search, filters, scores = request.search, request.filters, request.scores
+    assert search is not None and search.beams is not None
+    beams, rows, prompts = search.beams, logits.shape[0], len(request.prompts)
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    limit: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    numbers = Numbers(number, limit, number)
+    asked: Any = jax.ShapeDtypeStruct((prompts,), jnp.bool_)
+    since: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    state = jax.eval_shape(functools.partial(begun, beams=beams, scores=scores), asked, since)
+
+    def columns(width: int) -> Any:
+        each = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        if scores is None:
+            return each, each, None
+        told = functools.partial(Scores.zeros, (rows, width), scores)
+        return each, each, jax.eval_shape(told)
+
+    def begin() -> Any:
+        def call(
+            logits: Any, settings: Any, numbers: Any, limit: Any, past: Any, *more: Any
+        ) -> Any:
+            given = logits, filters, beams, settings, numbers, limit, past, *more
+            return unwrap(programs.begin)(*given, scores, request.spread)
+
+        given = logits, request.settings, numbers, limit, past, asked, since
+        return compiled(call, (4,), given, (state, past, columns(1)))
+
+    def loop() -> Any:
+        call = functools.partial(
+            unwrap(programs.search), architecture, filters, beams, scores=scores
+        )
+        given = params, context, state, past, request.settings, numbers, limit, limit
+        return compiled(call, (1, 3), given, (context, state, past, columns(CHUNK)))
+
+    return {"first tokens": begin, "search": loop}
