@@ -646,7 +646,7 @@ FAULTS = (
     Fault(
         "the token that ended an answer stays in the chat", "chats/conversation.py",
         'said = tokens[:-1] if reason == "eos" else tokens',
-        "said = tokens", ("chats",),
+        "said = list(tokens)", ("chats",),
     ),
     Fault(
         "penalties go by what is new of a chat", "generation/session.py",

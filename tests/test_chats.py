@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.models
 from kvjax.chats.known import Known
 from kvjax.core.progress import heard_by
 from kvjax.generation import pacing, programs
 from kvjax.policies.words import parse_policy
+from tests.conftest import ROOT
 from tests.scripted import scripted
 
 SHARED = {"max_len": 256, "max_new_tokens": 8, "prefill_chunk": 16, "eos_token_ids": []}
@@ -259,6 +261,36 @@ def test_stopped_streams(byte_tokenizer, monkeypatch):
     list(running)
     running.stop()
     assert running.result.text == whole.text and list(running) == []
+
+
+STORIES = ROOT.parent / "shared" / "models" / "stories260K"
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["embedded", "stories260K"])
+def test_models_that_continue_texts(embedded, name, tmp_path):
+    """Trained ones, with tokenizers that join letters: texts one behind the other, by what they
+    drew."""
+    lm = embedded
+    if name == "stories260K":
+        if not STORIES.is_dir():
+            pytest.skip(f"needs the checkpoint {STORIES}")
+        lm = kvjax.models.load(str(STORIES), dtype="float32")
+    settings = {"max_len": 256, "max_new_tokens": 20, "prefill_chunk": 16, "system": "Once more."}
+    chat, other = kvjax.Chat(lm, **settings), kvjax.Chat(lm, **settings)
+    assert chat.plain
+    for text in ("One day", "The next day", "Then they", "In the end"):
+        said(chat.send(text))
+    assert chat.stats.prefilled == len(held(chat).tokens) - 4 * 19 and not chat.stats.reread
+    whole = "Once more.\n\n" + "\n\n".join(turn.user + turn.answer for turn in chat.turns)
+    assert whole.startswith(lm.decode(held(chat).tokens))
+    assert_sees_its_text(chat)
+    said(other.send("One day"))
+    assert said(chat.edit(1, "Later")) == said(other.send("Later"))
+    assert chat.turns == other.turns
+    chat.save(tmp_path)
+    again = kvjax.Chat.load(lm, tmp_path)
+    assert said(again.send("Now")) == said(chat.send("Now")) == said(other.send("Now"))
 
 
 @pytest.mark.rare

@@ -62,7 +62,17 @@ class Rendering:
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """A text's tokens; a template writes the special ones itself."""
-        return self._tokenizer.encode(text, add_special_tokens=self.plain and begins)
+        if begins:
+            return self._tokenizer.encode(text, add_special_tokens=self.plain)
+        # Some tokenizers put a space before whatever they are given: behind another character it
+        # does not come about.
+        other = "\n" if text[0].isalnum() else "a"
+        before, whole = (
+            self._tokenizer.encode(each, add_special_tokens=False) for each in (other, other + text)
+        )
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def length(self, before: Sequence[int], tokens: Sequence[int], answer: str) -> int | None:
         """Characters of ``answer`` that ``tokens`` make, or None where they make another text: of
