@@ -18,6 +18,7 @@ from kvjax.memory.devices import DevicePlan
 
 STATS = {
     "cached_tokens",
+    "speculation",
     "moves",
     "stop_reasons",
     "beyond_context",

@@ -444,7 +444,7 @@ def test_the_figures(tiny_llama):
     assert dataclasses.asdict(stats).keys() == {
         "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
         "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons", "moves",
-        "beyond_context", "cached_tokens",
+        "beyond_context", "cached_tokens", "speculation",
     }  # fmt: skip
     assert stats.prompt_tokens == sum(map(len, PROMPTS)) and stats.new_tokens == 15
     assert stats.decode_tokens_per_second == pytest.approx(12 / stats.decode_seconds)

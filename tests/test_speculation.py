@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.core.trees import tree_bytes
+from kvjax.generation.acceptance import Acceptance, price_of
+from kvjax.models import first_layers
+from tests.copies import assert_no_copy
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
 from tests.test_prefixes import small
 
@@ -84,3 +88,125 @@ def test_the_text_is_what_it_is_without_them(cell, kind):
         for own, other in zip(found.logprobs, wanted.logprobs, strict=True):
             both = zip(own, other, strict=True)
             assert max(abs(a.logprob - b.logprob) for a, b in both) < 2e-4
+
+
+def test_rows_go_on_alone():
+    """Other rows, other dispatches, streams and samples change no text; what is counted adds up."""
+    lm, policy = small(), kvjax.CachePolicy(kvjax.Dense(), block=8)
+    given = {
+        "max_new_tokens": NEW, "cache": policy, "max_len": 128, "prefill_chunk": 8,
+        "temperature": 0.8, "top_p": 0.9,
+    }  # fmt: skip
+    draft = drafts(5)["good"]
+    together = kvjax.generate(lm, prompts(), seed=[3, 4, 5, 6], draft=draft, **given)
+    stream = kvjax.stream(lm, prompts(), seed=[3, 4, 5, 6], draft=draft, **given)
+    rows = [[] for _ in prompts()]
+    for piece in stream:
+        for row, new in zip(rows, piece.tokens, strict=True):
+            row += new
+    assert rows == together.tokens == stream.result.tokens
+    sampled = kvjax.generate(lm, [prompts()[0]] * 2, n=2, seed=[3, 7, 3, 7], draft=draft, **given)
+    assert sampled.tokens[0] == sampled.tokens[2] == together.tokens[0]
+    went_on = [
+        kvjax.generate(lm, [new[-1:]], cache=kvjax.select(together.cache, [row]), **greedy())
+        for row, new in enumerate(together.tokens[:2])
+    ]
+    plain = kvjax.generate(lm, prompts(), seed=[3, 4, 5, 6], **given)
+    for row, found in enumerate(went_on):
+        cache = kvjax.select(plain.cache, [row])
+        again = kvjax.generate(lm, [plain.tokens[row][-1:]], cache=cache, **greedy())
+        assert found.tokens == again.tokens
+
+
+def greedy():
+    return {"max_new_tokens": 6, "prefill_chunk": 8}
+
+
+def test_drafts_rest_where_they_are_worth_nothing():
+    lm = small()
+    given = {"max_new_tokens": 90, "max_len": 128, "prefill_chunk": 8, "temperature": 0.8}
+    found = kvjax.generate(lm, [[7, 3, 9]], draft=kvjax.DraftModel(unlike(3.0), 5), **given)
+    wanted = kvjax.generate(lm, [[7, 3, 9]], **given)
+    assert found.tokens == wanted.tokens
+    # A draft of the model's own size can save nothing.
+    assert found.stats.speculation.proposed == 0 and found.stats.speculation.passes == 89
+
+
+def test_a_round_is_priced():
+    """What was accepted says how many are drafted next, and whether."""
+    price, rows = price_of("cpu", 1, 7, 0.02), jnp.asarray([True])
+    full = jnp.asarray([7])
+    start = jax.tree.map(jnp.asarray, Acceptance.new(1))
+    assert start.wanted(full, price, rows)[0] == 7
+    good = bad = start
+    rested = 0
+    for _ in range(6):
+        good = good.after(full, jnp.asarray([5]), 7, price, rows)
+        if bad.wanted(full, price, rows)[0]:
+            bad = bad.after(full, jnp.asarray([0]), 7, price, rows)
+        else:
+            bad, rested = bad.rested(), rested + 1
+    assert good.wanted(full, price, rows)[0] == 7 and rested >= 1
+    assert int(bad.rest) + rested == 16 and int(bad.wait) == 32
+    # Where none can be found, nothing is drafted; a dear draft is asked for less.
+    assert good.wanted(jnp.asarray([0]), price, rows)[0] == 0
+    assert good.wanted(full, replace(price, token=0.4), rows)[0] < 7
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("prompt", "draft is 'prompt'"),
+        (kvjax.Int8(), "draft is Integer"),
+        (lambda: kvjax.PromptLookup(99), "length is 99"),
+        (lambda: kvjax.PromptLookup(shortest=3, longest=2), "longest"),
+        (lambda: small(vocab_size=62), "the draft's vocabulary has 62 tokens, and the model's 61"),
+        (lambda: kvjax.DraftModel(small(), cache=kvjax.policy("auto")), "policy\\('auto'\\)"),
+    ],
+)
+def test_what_is_no_draft(draft, words):
+    with pytest.raises(ValueError, match=words):
+        draft = draft() if callable(draft) else draft
+        kvjax.generate(small(), [[1, 2]], max_new_tokens=2, draft=draft)
+
+
+def test_what_does_not_go_with_drafts():
+    for more, words in (
+        ({"use_cache": False}, "use_cache=False"),
+        ({"num_beams": 2}, "a draft was given together with num_beams"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kvjax.generate(small(), [[1, 2]], max_new_tokens=2, draft="lookup", **more)
+
+
+def test_first_layers():
+    lm = small()
+    first = first_layers(lm, 1)
+    assert first.config.num_hidden_layers == 1 and first.config.windows == (None,)
+    own, its = lm.params["model"], first.params["model"]
+    assert its["layers"].keys() == {"0"} and its["norm"]["weight"] is own["norm"]["weight"]
+    given = {"max_new_tokens": 12, "max_len": 128, "prefill_chunk": 8}
+    draft = kvjax.DraftModel(first, 3, adaptive=False)
+    found = kvjax.generate(lm, prompts()[:1], draft=draft, **given)
+    assert found.tokens == kvjax.generate(lm, prompts()[:1], **given).tokens
+    assert found.stats.speculation.proposed > 0
+    with pytest.raises(ValueError, match="layers is 2, and the model has 2"):
+        first_layers(lm, 2)
+
+
+@pytest.mark.parametrize("kind", some(["lookup", "good"], "good"))
+def test_the_loop_copies_no_cache(kind):
+    """As compiled here; for a TPU and a GPU see ``test_devices.py``."""
+    lm, long = small(), 32768
+    policy = kvjax.policy(bits=8)
+    made = kvjax.compile(lm, policy, max_len=long, batch=2, draft=drafts(5)[kind], temperature=1.0)
+    program = made.executables["decode"]
+    cache = jax.eval_shape(
+        functools.partial(kvjax.init_cache, lm.config, policy, batch=2, max_len=long)
+    )
+    assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
+    result = kvjax.generate(
+        lm, prompts()[:2], cache=policy, max_len=long, draft=drafts(5)[kind], temperature=1.0,
+        max_new_tokens=9,
+    )  # fmt: skip
+    assert result.stats.compilations == 0

@@ -19,7 +19,7 @@ def beyond(tokens: int) -> str:
 
 def one_line(found: dict[str, Any]) -> str:
     """The figures of one generation, to be read."""
-    moved = len(found["moves"])
+    moved, drafts = len(found["moves"]), found["speculation"]
     return " · ".join(
         [
             f"{found['prompt_tokens']} prompt + {found['new_tokens']} new tokens",
@@ -29,7 +29,15 @@ def one_line(found: dict[str, Any]) -> str:
             f"{found['decode_tokens_per_second']:.1f} tokens/s",
             f"cache {by_place(found['cache_bytes']) or 'none'}",
             *([f"{moved} layer{'s' if moved > 1 else ''} moved"] if moved else []),
+            *([_of_drafts(drafts)] if drafts else []),
         ]
+    )
+
+
+def _of_drafts(found: dict[str, int]) -> str:
+    return (
+        f"{found['accepted']} of {found['proposed']} drafted tokens accepted, {found['saved']} of "
+        f"{found['passes'] + found['saved']} passes saved"
     )
 
 

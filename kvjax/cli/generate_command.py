@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import guiding, options
+from kvjax.cli import drafting, guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
 from kvjax.cli.figures import beyond, one_line, to_json
@@ -60,6 +60,9 @@ def generate(
     regex: guiding.Regex = None,
     choice: guiding.Choice = None,
     grammar: guiding.Grammar = None,
+    draft: drafting.DraftFrom = None,
+    draft_layers: drafting.DraftLayers = None,
+    lookup: drafting.Lookup = False,
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
@@ -106,6 +109,8 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs are told in JSON: give --json too")
     form = guiding.given_form(json_schema, regex, choice, grammar)
+    drafts = draft, draft_layers, lookup
+    drafting.check_draft(*drafts)
     use_compilation_cache()
     import kvjax
     from kvjax import models
@@ -126,12 +131,14 @@ def generate(
     }  # fmt: skip
     with joined(
         distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
-        (words, chat, dtype, revision, mesh, as_json, form, settings),
+        (words, chat, dtype, revision, mesh, as_json, form, drafts, settings),
     ) as speaks:  # fmt: skip
         if save_cache is not None:
             can_be_saved(save_cache)
         with shown("loading"):
-            lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+            where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
+            lm = models.load(model, revision=revision, **where)
+            settings["draft"] = drafting.draft_for(lm, *drafts, **where)
         settings["guide"] = guiding.guide_of(lm, form)
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         held: list[int] = []

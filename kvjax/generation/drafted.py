@@ -89,14 +89,16 @@ class Drafts:
 
     def lowered(self, drafter: Drafter, call: tuple[Any, ...]) -> Lowered:
         """The same, to be compiled."""
-        return speculate.lower(drafter, self.params, self.held, self.fared, *call)
+        held = self.empty() if self.held is None else self.held
+        return speculate.lower(drafter, self.params, held, self.fared, *call)
 
     def lowered_reading(self, chunks: list[Chunk]) -> list[Lowered]:
         """Its reading of these chunks, likewise."""
-        if self.held is None:
+        held = self.empty()
+        if held is None:
             return []
-        logits = _beside(self.held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
-        calls = [self._reading(self.held, logits, chunk) for chunk in chunks]
+        logits = _beside(held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
+        calls = [self._reading(held, logits, chunk) for chunk in chunks]
         return [programs.prefill.lower(*call) for call in calls]
 
     def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.places import arguments, places
@@ -19,55 +19,18 @@ from kvjax.generation import programs
 from kvjax.generation.beams_elsewhere import search_programs
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
-from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.drafted import Drafts
-from kvjax.generation.model import Model
 from kvjax.generation.past import past_of
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
+from kvjax.generation.shapes import Shapes
 from kvjax.generation.speculation import speculate
 from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.layouts import Growing
-from kvjax.memory.weights import plannable
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
-_DEFAULTS = GenerationDefaults()
 """There are none without a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """A model whose parameters are shapes alone."""
-
-    architecture: Model
-    config: Any
-    params: Any
-    mesh: Mesh | None
-    generation: GenerationDefaults = _DEFAULTS
-    tokenizer: Any = None
-    source: str = "a model of shapes"
-
-    @classmethod
-    def of(cls, lm: Any, mesh: Mesh | None) -> "Shapes":
-        """Of a loaded model, or of an ``Architecture``.
-
-        Raises:
-          ValueError: if it is none, or a shape that kvjax does not run.
-        """
-        architecture: Any = getattr(lm, "architecture", lm)
-        params = getattr(lm, "params", None)
-        if params is None:
-            params = plannable(architecture).abstract_params()
-        if architecture.apply is None:
-            raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        defaults, words = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
-        return cls(architecture, lm.config, shapes, mesh, defaults, words)
-
-    def on(self, mesh: Mesh) -> "Shapes":
-        """On a mesh."""
-        return replace(self, mesh=mesh)
 
 
 def compiled_for(

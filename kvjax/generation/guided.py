@@ -21,10 +21,11 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Masks, words_for
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
+from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
 from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.scores import Scores
-from kvjax.generation.session import Report, Session
+from kvjax.generation.session import Session
 
 
 class GuidedSession(Session):

@@ -1,7 +1,7 @@
 """A generation as it runs on the device: it starts, is fed, makes room, and decodes."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,32 +14,20 @@ from kvjax.cache.status import check
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.capacities import grown_to, most_tokens
-from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached, Context, Uncached
 from kvjax.generation.drafted import Drafts
 from kvjax.generation.drafting import Drafter
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.past import Past, past_of
 from kvjax.generation.prompts import Chunk
+from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
-from kvjax.generation.scores import Scores
 from kvjax.generation.sources import SOURCE, has_read
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
-
-
-class Report(NamedTuple):
-    """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
-    tokens' scores, where they were asked for, and how drafts fare, where there are any."""
-
-    tokens: jax.Array
-    progress: Progress
-    scores: Scores | None
-    drafted: Acceptance | None
 
 
 class Session:
@@ -197,6 +185,7 @@ class Session:
         call, drafter = self._decoding(np.int32(0), halt), self.drafter
         if drafter is None or self._drafts is None:
             return programs.decode.lower(*call)
+        self._drafts.fared = self.put(self._drafts.fared)
         return self._drafts.lowered(drafter, call)
 
     def lowered_drafts(self, chunks: list[Chunk]) -> list[Lowered]:

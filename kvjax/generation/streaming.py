@@ -15,10 +15,10 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
+from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.scores import TokenScore, token_scores
-from kvjax.generation.session import Report
 from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
@@ -44,8 +44,8 @@ class Stream(Iterator[Piece]):
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        singly = request.guides is not None  # each token waits for the one before
-        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=singly)
+        guided = request.guides is not None  # each token waits for the one before
+        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=guided)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._result: GenerationResult | None = None
@@ -241,14 +241,12 @@ class Stream(Iterator[Piece]):
             prompt_tokens=sum(map(len, self._request.to_read or self._request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
             compile_seconds=prefill.compile_seconds + decode.compile_seconds,
-            prefill_seconds=prefill.seconds,
-            decode_seconds=decode.seconds,
+            prefill_seconds=prefill.seconds, decode_seconds=decode.seconds,
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
             cache_bytes=dict(self._session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
-            cached_tokens=int(self._session.hits.sum()),
-            speculation=self._speculation,
-        )
+            cached_tokens=int(self._session.hits.sum()), speculation=self._speculation,
+        )  # fmt: skip
