@@ -343,9 +343,7 @@ def test_a_search_leaves_its_cache_where_it_is(device, policy):
     assert made.executables.keys() == {"first tokens", "prefill 16", "search"}
     search = made.executables["search"]
     memory, text = search.memory_analysis(), str(search.as_text())
-    wide = jax.eval_shape(
-        lambda: kvjax.init_cache(model.config, choice, batch=8, max_len=8192)
-    )
+    wide = jax.eval_shape(lambda: kvjax.init_cache(model.config, choice, batch=8, max_len=8192))
     held = kvjax.nbytes(wide)["device"]
     assert memory.alias_size_in_bytes >= held
     assert not large_results(text, held // 4) and memory.temp_size_in_bytes < 2**23
