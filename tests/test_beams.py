@@ -436,8 +436,11 @@ def test_on_a_mesh(lm, name):
     """Rows that data does not divide among them."""
     shape, policy = name.split()
     data, tensor, sequence = map(int, shape.split("-"))
-    choice = {"paged": kvjax.CachePolicy(kvjax.Paged(16, pages=64)), "codes": kvjax.policy(bits=8, block=8),
-              "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8)}  # fmt: skip
+    choice = {
+        "paged": kvjax.CachePolicy(kvjax.Paged(16, pages=64)),
+        "codes": kvjax.policy(bits=8, block=8),
+        "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
+    }  # fmt: skip
     given = {**GIVEN, "n": 3, "logprobs": 2, "cache": choice.get(policy, "static")}
     spread = lm.on(kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence))
     wanted, found = (kvjax.generate(x, PROMPTS, **given) for x in (lm, spread))
@@ -459,6 +462,8 @@ WRONG = {
     "stop": ({"stop": "x"}, "stop strings are looked for in texts"),
     "early": ({"early_stopping": "soon"}, "early_stopping is 'soon'"),
     "one": ({"early_stopping": 1}, "early_stopping is 1"),
+    "a list": ({"early_stopping": [1]}, r"early_stopping is \[1\]"),
+    "a power": ({"length_penalty": 8}, "length_penalty must be a number from -7 to 7, got 8"),
     "penalty": ({"length_penalty": float("nan")}, "length_penalty must be a number"),
     "beams": ({"num_beams": 2.5}, "num_beams must be a whole number"),
     "both": ({"best_of": 4}, "best_of is of samples"),
