@@ -305,6 +305,20 @@ def test_other_numbers_compile_nothing(lm):
         assert meter.compilations == 0
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_search_is_compiled_ahead(lm, growing):
+    policy = kvjax.CachePolicy(kvjax.Growing(start=16) if growing else kvjax.Dense())
+    given = {name: GIVEN[name] for name in ("num_beams", "prefill_chunk", "eos_token_ids")}
+    given |= {"max_len": 64, "num_beam_groups": 2}
+    made = kvjax.compile(lm, policy, batch=2, **given)
+    assert ("search of 64" if growing else "search") in made.executables
+    for new in (3, 40):
+        more = {"max_new_tokens": new, "cache": policy, "diversity_penalty": 0.4}
+        found = kvjax.generate(lm, PROMPTS, **given, **more)
+        assert found.stats.compilations == 0
+
+
 def test_a_stream_gives_what_all_texts_have_in_common(lm, monkeypatch):
     monkeypatch.setattr("kvjax.generation.beam_streaming._WATCHED_STEPS", 2)
     early = []
@@ -422,8 +436,11 @@ def test_on_a_mesh(lm, name):
     """Rows that data does not divide among them."""
     shape, policy = name.split()
     data, tensor, sequence = map(int, shape.split("-"))
-    choice = {"paged": kvjax.CachePolicy(kvjax.Paged(16)), "codes": kvjax.policy(bits=8, block=8),
-              "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8)}  # fmt: skip
+    choice = {
+        "paged": kvjax.CachePolicy(kvjax.Paged(16, pages=64)),
+        "codes": kvjax.policy(bits=8, block=8),
+        "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
+    }  # fmt: skip
     given = {**GIVEN, "n": 3, "logprobs": 2, "cache": choice.get(policy, "static")}
     spread = lm.on(kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence))
     wanted, found = (kvjax.generate(x, PROMPTS, **given) for x in (lm, spread))
@@ -445,6 +462,8 @@ WRONG = {
     "stop": ({"stop": "x"}, "stop strings are looked for in texts"),
     "early": ({"early_stopping": "soon"}, "early_stopping is 'soon'"),
     "one": ({"early_stopping": 1}, "early_stopping is 1"),
+    "a list": ({"early_stopping": [1]}, r"early_stopping is \[1\]"),
+    "a power": ({"length_penalty": 8}, "length_penalty must be a number from -7 to 7, got 8"),
     "penalty": ({"length_penalty": float("nan")}, "length_penalty must be a number"),
     "beams": ({"num_beams": 2.5}, "num_beams must be a whole number"),
     "both": ({"best_of": 4}, "best_of is of samples"),

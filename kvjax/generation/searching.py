@@ -87,12 +87,12 @@ def _search(options: Options, n: int) -> Search:
             "stop strings are looked for in texts, on the host, and beams are chosen on the "
             "device: a beam ends at eos_token_ids"
         )
-    if options.early_stopping not in _EARLY or not isinstance(options.early_stopping, bool | str):
+    if not isinstance(options.early_stopping, bool | str) or options.early_stopping not in _EARLY:
         raise ValueError(
             f"early_stopping is {options.early_stopping!r}: there are False, True and 'never'"
         )
-    penalty = _number("length_penalty", options.length_penalty)
-    diversity = _number("diversity_penalty", options.diversity_penalty)
+    penalty = _number("length_penalty", options.length_penalty, 7)
+    diversity = _number("diversity_penalty", options.diversity_penalty, 10**6)
     if diversity < 0 or (diversity > 0) != (groups > 1):
         raise ValueError(
             f"diversity_penalty is {diversity} of {groups} num_beam_groups: it must be above 0 "
@@ -101,8 +101,9 @@ def _search(options: Options, n: int) -> Search:
     return Search(n, Beams(beams, groups), penalty, _EARLY[options.early_stopping], diversity)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, most: int) -> float:
+    # Beyond this, a long text's length to this power, or a sum, is no float32.
     fine = isinstance(value, int | float | np.floating | np.integer)
-    if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > 1e6:
-        raise ValueError(f"{name} must be a number from -1e6 to 1e6, got {value!r}")
+    if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > most:
+        raise ValueError(f"{name} must be a number from {-most} to {most}, got {value!r}")
     return float(value)
