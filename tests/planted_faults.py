@@ -535,8 +535,9 @@ FAULTS = (
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/choosing.py",
-        "after, marked = choose(before, seen, logits, filters, settings, limit)",
-        "after, marked = choose(before, seen, raw, filters, settings, limit)", ("scores",),
+        "after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)",
+        "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)",
+        ("scores",),
     ),
     Fault(
         "the unfiltered distribution is told as that drawn from", "generation/scores.py",
@@ -703,6 +704,31 @@ FAULTS = (
         "generation/beam_results.py",
         "return beam, held, np.take_along_axis(fed, beam, axis=1) - held",
         "return beam, held, 0 * held", ("beams",),
+    ),
+    Fault(
+        "drafts are taken whatever the model says", "generation/speculation.py",
+        "still &= (place < count) & (after.token == guess) & ~after.done",
+        "still &= (place < count) & ~after.done", ("speculation",),
+    ),
+    Fault(
+        "a token that was not taken stays in the cache", "generation/speculation.py",
+        "context = context.taken_back(fed - jnp.where(now, jnp.maximum(taken, 1), 0))",
+        "context = context.taken_back(0 * fed)", ("speculation",),
+    ),
+    Fault(
+        "a draft keeps what the model refused", "generation/drafting.py",
+        "return held.taken_back(jnp.maximum(held.cache.length - known, 0))",
+        "return held.taken_back(0 * known)", ("speculation",),
+    ),
+    Fault(
+        "what is drafted is met one token too early", "generation/drafting.py",
+        "return best, last + 1",
+        "return best, last + 0", ("speculation",),
+    ),
+    Fault(
+        "drafts never rest", "generation/acceptance.py",
+        "rest=jnp.where(poor, wait, 0),",
+        "rest=jnp.where(poor, 0 * wait, 0),", ("speculation",),
     ),
 )  # fmt: skip
 

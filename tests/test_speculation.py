@@ -122,6 +122,45 @@ def greedy():
     return {"max_new_tokens": 6, "prefill_chunk": 8}
 
 
+def looked_up(text, length):
+    """What followed on the longest of the last four tokens, where it was met last."""
+    for count in (4, 3, 2, 1):
+        for end in range(len(text) - 1, count - 1, -1):
+            if count < len(text) and text[end - count : end] == text[-count:]:
+                period = text[end:]
+                return [period[n % len(period)] for n in range(length)]
+    return []
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_as_many_are_accepted_as_are_right(kind):
+    """Counted beside a draft without a cache, and a search in plain Python."""
+    lm, length, prompt = small(), 3, prompts()[0]
+    other = unlike(0.3)
+    draft = (
+        kvjax.DraftModel(other, length, adaptive=False) if kind == "model"
+        else kvjax.PromptLookup(length, shortest=1, adaptive=False)
+    )  # fmt: skip
+    given = {"max_new_tokens": NEW, "max_len": 128, "prefill_chunk": 8}
+    found = kvjax.generate(lm, [prompt], draft=draft, **given)
+    text = [*prompt, *found.tokens[0]]
+    said = np.asarray(jnp.argmax(other.apply(other.params, jnp.asarray([text]))[0], axis=-1))
+    at, accepted, proposed, passes = len(prompt) + 1, 0, 0, 0
+    while at < len(text):
+        most = min(length, len(text) - at - 1)
+        guess = looked_up(text[:at], most)
+        if kind == "model":
+            guess = [said[at - 1 + n] for n in range(most)]
+        right = 0
+        while right < len(guess) and guess[right] == text[at + right]:
+            right += 1
+        accepted, proposed, passes = accepted + right, proposed + len(guess), passes + 1
+        at += right + 1
+    stats = found.stats.speculation
+    assert (stats.accepted, stats.proposed, stats.passes) == (accepted, proposed, passes)
+    assert 3 < accepted < proposed
+
+
 def test_drafts_rest_where_they_are_worth_nothing():
     lm = small()
     given = {"max_new_tokens": 90, "max_len": 128, "prefill_chunk": 8, "temperature": 0.8}
