@@ -86,7 +86,7 @@ def fed(lm: kvjax.LanguageModel, policy: Any, cuts: list[int]) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, "int4", "host"))
+@pytest.mark.parametrize("policy", some(POLICIES, "host"))
 @pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan"))
 def test_an_example_with_a_cache_is_the_same_however_the_text_is_cut(name, policy):
     lm = model(name)

@@ -178,7 +178,11 @@ def test_derivatives_are_those_of_the_walk(path):
 
 @pytest.mark.parametrize(
     ("axis", "name"),
-    [in_shards("tensor", "int8"), *(in_shards("data", n) for n in POLICIES), ("tensor", "paged")],
+    [
+        in_shards("tensor", "int8"),
+        *(in_shards("data", n) for n in POLICIES),
+        in_shards("tensor", "paged"),
+    ],
 )
 def test_on_a_mesh(axis, name):
     mesh = kvjax.make_mesh(**{axis: 2}, devices=jax.devices()[:2])

@@ -152,6 +152,7 @@ def test_an_interrupt_at_the_prompt_says_how_to_leave(tiny_llama, monkeypatch, c
     assert "(Ctrl-D or /exit leaves the chat" in err and "RuntimeError: odd" in err
 
 
+@pytest.mark.rare
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     """In another process a chat goes on bit for bit; an interrupt ends an answer, and no chat."""

@@ -56,7 +56,8 @@ def test_each_token_is_the_likeliest_by_the_definitions(controls):
         assert all(len(set(tokens)) < 8 for tokens in found.tokens)
 
 
-@pytest.mark.parametrize("host", ["1GiB", pytest.param(0, marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("host", ["1GiB", 0])
 def test_an_engine_gives_what_generate_does(host):
     """With rows of every kind at once, some of which are parked, or forgotten, and come back."""
     controls = [CONTROLS, {}, {"presence_penalty": 1.5}, {"no_repeat_ngram_size": 1},

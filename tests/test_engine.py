@@ -186,7 +186,7 @@ def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
     assert run([prompts]) == run([[each] for each in prompts])
 
 
-@pytest.mark.parametrize("policy", ["raw", "int8", in_shards("hybrid")])
+@pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
 def test_log_probabilities_are_those_of_the_uncached_pass(policy):
     """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
     those of ``generate``."""
@@ -453,6 +453,7 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
     assert [told(handle) for handle in handles] == alone("raw")[:6] and settled(engine)
 
 
+@pytest.mark.rare
 def test_what_is_parked_leaves_the_device():
     engine = engine_of(pages=8, prefix_cache=False)
     late = engine.submit([1] * 40, max_new_tokens=60)

@@ -158,9 +158,8 @@ def needed(package: str) -> None:
         pytest.skip(f"needs {package}, {WHY.get(package, 'of the extra `adapters`')}")
 
 
-@pytest.mark.parametrize(
-    "kind", ["group", *(pytest.param(each, marks=pytest.mark.rare) for each in ("all", "window"))]
-)
+@pytest.mark.parametrize("kind", ["group", "all", "window"])
+@pytest.mark.rare
 def test_attention_of_keras(kind):
     needed("keras")
     from kvjax.adapters.keras import as_function

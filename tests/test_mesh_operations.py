@@ -236,6 +236,7 @@ EVERY = {name: jax.jit(change) for name, change in CHANGES.items()} | {
 
 RARE = {
     *((name, "2-2-2") for name in ("int4", "dense", "growing", "ring-sinks")),
+    ("int4", "1-1-8"),
     *(("ring-host", shape) for shape in ("1-1-8", "2-2-2")),
 }
 

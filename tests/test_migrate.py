@@ -80,6 +80,7 @@ def test_there_and_back(layout, codec):
 @pytest.mark.parametrize(
     "layers", [[0], *(pytest.param(x, marks=pytest.mark.rare) for x in (None, [1]))]
 )
+@pytest.mark.rare
 def test_a_text_goes_on_from_the_host(layers, codec):
     codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
     cache = filled(kvjax.Dense(), codec)

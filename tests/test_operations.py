@@ -60,7 +60,7 @@ def windowed():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("host", "static"),
+        pytest.param("host", "static", marks=pytest.mark.rare),
         pytest.param("int8", "host", marks=pytest.mark.rare),
         pytest.param("static", "int8", marks=pytest.mark.rare),
     ],

@@ -257,7 +257,8 @@ def test_every_block_comes_in_once(prefetch, codec):
     assert max(moved["Device"]) <= max(bodies) // 2 // blocks * coarse
 
 
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.rare), 1])
+@pytest.mark.rare
+@pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     """Of 65 steps one sends a block of each row, keys and values, and reads what it replaces."""
     policy = kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), kvjax.Raw(), kvjax.Host(prefetch))

@@ -144,9 +144,8 @@ def test_what_was_not_used_for_longest_leaves_first():
     assert asked(tree, lm, [two]) < [48]
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", *(pytest.param(n, marks=pytest.mark.rare) for n in ("raw", "sinks", "hybrid"))]
-)
+@pytest.mark.parametrize("name", ["int8", "raw", "sinks", "hybrid"])
+@pytest.mark.rare
 def test_a_tree_on_a_mesh_of_heads(name):
     """What was not used for longest goes to the host, and comes back."""
     lm, rng = small().on(kvjax.make_mesh(tensor=2)), np.random.default_rng(11)
@@ -379,7 +378,8 @@ class CrowdedMachine(TreeMachine):
     pages, memory = 20, 6_000
 
 
-TestTreeMachine, TestCrowdedMachine = TreeMachine.TestCase, CrowdedMachine.TestCase
+TestTreeMachine = TreeMachine.TestCase
+TestCrowdedMachine = pytest.mark.rare(CrowdedMachine.TestCase)
 TestTreeMachine.settings = TestCrowdedMachine.settings = settings(
     max_examples=200 if FULL else 30, stateful_step_count=100, deadline=None
 )

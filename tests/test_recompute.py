@@ -214,7 +214,10 @@ def test_last_only_is_each_rows_last_real_token():
     close(np.asarray(last)[:, 0], np.asarray(every)[[0, 1], [8, 3]], 1e-5)
 
 
-@pytest.mark.parametrize("new", [600, pytest.param(1025, marks=pytest.mark.rare), 1700])
+@pytest.mark.parametrize(
+    "new",
+    [pytest.param(600, marks=pytest.mark.rare), pytest.param(1025, marks=pytest.mark.rare), 1700],
+)
 def test_a_long_text_in_pieces_and_at_once(new):
     """Lengths at which blocks of every size take part, with and without a cache."""
     tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, new), np.int32)
@@ -226,7 +229,7 @@ def test_a_long_text_in_pieces_and_at_once(new):
     close(np.concatenate(found, axis=1), true, 1e-5)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.rare)])
 def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
     """Where only the last logits are wanted; rows end in different parts, one has none."""
     monkeypatch.setattr(long_calls, "PIECE", 16)

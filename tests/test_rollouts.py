@@ -41,7 +41,7 @@ def lists(found):
 
 @pytest.mark.parametrize(
     "policy",
-    [name if name in ("static", "paged") else pytest.param(name, marks=pytest.mark.rare)
+    [name if name == "static" else pytest.param(name, marks=pytest.mark.rare)
      for name in POLICIES],
 )  # fmt: skip
 def test_rows_are_those_of_generate(lm, policy):
@@ -82,7 +82,10 @@ def trainer(architecture, params, found, temperature=1.0):
     return jnp.where(found.mask[:, 1:], each, 0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.rare)],
+)
 def test_drawn_log_probabilities_are_the_trainers(dtype, tolerance):
     """The mismatch that other stacks are known for, as a law: within what the dtype rounds."""
     model, params = tiny_model(dtype=dtype)
@@ -204,7 +207,8 @@ def test_a_trainers_dtype(lm):
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(same)} == old  # no copy
 
 
-@pytest.mark.parametrize("real", [10, pytest.param(15, marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("real", [10, 15])
 def test_pages_are_enough_for_prompts_of_any_length(lm, real):
     """A prompt that ends inside a page shares less of it than one that fills it."""
     tokens = np.zeros((1, 16), np.int32)

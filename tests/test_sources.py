@@ -56,7 +56,7 @@ POLICIES: dict[str, tuple[Any, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(POLICIES, "a ring of the decoder", "4 bits on the host"))
+@pytest.mark.parametrize("name", some(POLICIES, "a ring of the decoder"))
 def test_the_policy_of_a_source(name: str) -> None:
     """Codecs and places serve it; whatever the layout was, all of it is seen."""
     lm, (policy, tolerance) = t5(), POLICIES[name]
@@ -111,10 +111,11 @@ def test_scores_and_rollouts_go_by_what_was_read() -> None:
     "sizes",
     [
         {"data": 2, "tensor": 2},
-        pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.rare),
+        {"tensor": 2, "sequence": 2},
     ],
     ids=lambda sizes: "-".join(sizes),
 )
+@pytest.mark.rare
 def test_on_a_mesh(sizes: dict[str, int]) -> None:
     """Rows that ``data`` does not divide are filled up, of the source as well."""
     lm, texts = t5(), [*TEXTS, TEXTS[1][:4]]
@@ -154,6 +155,7 @@ def test_a_step_copies_no_source() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < layer // 2
 
 
+@pytest.mark.rare
 def test_what_compiles() -> None:
     """A text of a length that was met, nothing; nor what was compiled before."""
     lm = t5()

@@ -10,11 +10,12 @@ import pytest
 
 import kvjax
 from kvjax.core.trees import tree_bytes
+from kvjax.engine.lookups import Lookups
 from kvjax.generation.acceptance import Acceptance, price_of
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
-from tests.test_prefixes import small
+from tests.test_prefixes import POLICIES, small
 
 KINDS = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 NEW = 40
@@ -66,7 +67,7 @@ CELLS = {cell.id: cell for cell in choice(path_cells(), PATH_PAIRS)}
 
 
 @pytest.mark.parametrize("kind", some(KINDS, "drawn"))
-@pytest.mark.parametrize("cell", some(CELLS, *[*CELLS][:4]))
+@pytest.mark.parametrize("cell", some(CELLS, "ring-int1-int8-head"))
 def test_the_text_is_what_it_is_without_them(cell, kind):
     cell, drawn, lm = CELLS[cell], KINDS[kind], small()
     policy = held(cell.codecs, cell.layout, "host" if "int2" in cell.codecs else "device").policy
@@ -161,6 +162,7 @@ def test_as_many_are_accepted_as_are_right(kind):
     assert 3 < accepted < proposed
 
 
+@pytest.mark.rare
 def test_drafts_rest_where_they_are_worth_nothing():
     lm = small()
     given = {"max_new_tokens": 90, "max_len": 128, "prefill_chunk": 8, "temperature": 0.8}
@@ -233,19 +235,91 @@ def test_first_layers():
         first_layers(lm, 2)
 
 
-@pytest.mark.parametrize("kind", some(["lookup", "good"], "good"))
-def test_the_loop_copies_no_cache(kind):
+@pytest.mark.parametrize(
+    ("kind", "bits", "long"),
+    [
+        ("lookup", "static", 4096),
+        pytest.param("good", "static", 4096, marks=pytest.mark.rare),
+        pytest.param("good", "8 bits", 32768, marks=pytest.mark.rare),
+    ],
+)
+def test_the_loop_copies_no_cache(kind, bits, long):
     """As compiled here; for a TPU and a GPU see ``test_devices.py``."""
-    lm, long = small(), 32768
-    policy = kvjax.policy(bits=8)
-    made = kvjax.compile(lm, policy, max_len=long, batch=2, draft=drafts(5)[kind], temperature=1.0)
+    lm, policy = small(), kvjax.policy("static" if bits == "static" else "quantized")
+    given = {"max_len": long, "draft": drafts(5)[kind], "temperature": 1.0}
+    made = kvjax.compile(lm, policy, batch=2, **given)
     program = made.executables["decode"]
     cache = jax.eval_shape(
         functools.partial(kvjax.init_cache, lm.config, policy, batch=2, max_len=long)
     )
     assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
-    result = kvjax.generate(
-        lm, prompts()[:2], cache=policy, max_len=long, draft=drafts(5)[kind], temperature=1.0,
-        max_new_tokens=9,
-    )  # fmt: skip
+    result = kvjax.generate(lm, prompts()[:2], cache=policy, max_new_tokens=9, **given)
     assert result.stats.compilations == 0
+
+
+# In an engine
+
+
+def test_requests_with_drafts():
+    """Beside others, their texts are what they are without drafts, and fewer programs are sent."""
+    lm, rng = small(), np.random.default_rng(3)
+    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=128)
+    engine = kvjax.Engine(lm, POLICIES["int8"], limits, prefill_chunk=16, pages=24, decode_rounds=4)
+    texts = [*prompts(), [7, 3, 9, 1] * 5 + rng.integers(0, 61, 3).tolist()]
+    settings = [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.3}, {}, {"logprobs": 2}]
+
+    def ask(draft):
+        handles = [
+            engine.submit(text, max_new_tokens=NEW, seed=n, draft=draft if n != 3 else None, **each)
+            for n, (text, each) in enumerate(zip(texts, settings, strict=True))
+        ]
+        while engine.step():
+            pass
+        assert [handle.reason for handle in handles] == ["length"] * len(texts)
+        return handles
+
+    plain = ask(None)
+    before = engine.stats()
+    drafted = ask(kvjax.PromptLookup(shortest=1))
+    after = engine.stats()
+    assert [handle.tokens for handle in drafted] == [handle.tokens for handle in plain]
+    for own, other in zip(drafted[-1].logprobs, plain[-1].logprobs, strict=True):
+        assert abs(own.logprob - other.logprob) < 2e-4
+    assert before.drafted_tokens == before.accepted_tokens == 0
+    assert 20 < after.accepted_tokens < after.drafted_tokens
+    assert after.used == (0,) * len(after.used)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", POLICIES)
+def test_requests_with_drafts_that_give_their_memory_away(name):
+    lm = small()
+    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=128)
+    engine = kvjax.Engine(lm, POLICIES[name], limits, prefill_chunk=16, pages=14, decode_rounds=4)
+    given = {"max_new_tokens": NEW, "temperature": 0.2}
+    plain = engine.run(prompts(), **given)
+    drafted = engine.run(prompts(), draft=kvjax.PromptLookup(shortest=1), **given)
+    assert [handle.tokens for handle in drafted] == [handle.tokens for handle in plain]
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_what_an_engine_does_not_draft_with():
+    limits = kvjax.InferenceLimits(max_seq_len=128)
+    engine = kvjax.Engine(small(), POLICIES["int8"], limits, prefill_chunk=16, pages=24)
+    for draft, words in ((small(), "an engine's drafts are 'lookup'"), ("all", "draft is 'all'")):
+        with pytest.raises(ValueError, match=words):
+            engine.submit([1, 2], draft=draft)
+
+
+def test_lookups_of_the_host_are_those_of_the_device():
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        text = rng.integers(0, 4, int(rng.integers(1, 40))).tolist()
+        lookups = Lookups(kvjax.PromptLookup(shortest=1), text[:1])
+        lookups.push(text[1:])
+        assert lookups.found(7) == looked_up(text, 7)
+    assert not lookups.resting
+    lookups.checked(0)
+    assert lookups.resting and lookups.found(7) == []
+    lookups.push([1, 2] * 4)
+    assert lookups.found(3) == [1, 2, 1]

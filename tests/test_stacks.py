@@ -142,7 +142,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("change", some(OPERATIONS, "rewind"))
+@pytest.mark.parametrize("change", some(OPERATIONS))
 def test_operations(change):
     """They give a stacked cache, that of the layers' own."""
     paged = "fork", "rewind of pages"
@@ -322,6 +322,7 @@ def one_after_the_other(cache, new=BLOCK + 1):
     return mixed, cache
 
 
+@pytest.mark.rare
 def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     """Others are refused, and where that can't be seen they are no numbers."""
     mixed, cache = one_after_the_other(empty("int8"))
@@ -407,6 +408,7 @@ def test_a_stack_is_saved_layer_by_layer(tmp_path):
     laws.close(goes_on(kvjax.stack(found)), goes_on(cache), 1e-6)
 
 
+@pytest.mark.rare
 def test_the_page_of_one_s_own_model_runs(capsys):
     page = (ROOT / "docs/your-model.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))

@@ -272,10 +272,9 @@ def test_units_on_a_host_are_whole(codec, apart):
 
 @pytest.mark.parametrize(
     ("name", "prefetch"),
-    [("int4-int2", 0),
-     *(pytest.param(*cell, marks=pytest.mark.rare)
-       for cell in (("raw", 1), ("raw", 0), ("int8", 0), ("int8", 1), ("int4-int2", 1)))],
-)  # fmt: skip
+    [(name, prefetch) for name in ("int4-int2", "raw", "int8") for prefetch in (0, 1)],
+)
+@pytest.mark.rare
 def test_bodies_on_the_host_of_a_tpu(name, prefetch):
     """Their blocks go there row by row, and come back, in an order of their own."""
     policy = replace(POLICIES[name], placement=kvjax.Host(prefetch))
@@ -372,6 +371,7 @@ def assert_same(found, wanted):
             np.testing.assert_array_equal(here[position], numbers)
 
 
+@pytest.mark.rare
 def test_calls_that_the_kernel_does_not_serve_go_another_way():
     """By the table; by its name the path says why."""
     cell = kvjax.policy(bits=3), "tpu"

@@ -134,9 +134,9 @@ class Engine:
           seed: of its draws.
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
           guide: which tokens may come next, of ``Guides`` or ``kvjax.generation.masks.Guide``.
+          draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most.
           tenant: whose prefixes it shares; by default everybody's who names none.
-          priority: a whole number; lower ones go first.
-          deadline: seconds after which it ends as it is.
+          priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.
 
         Raises:
           ValueError: naming what can't be, and its limit.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.engine.lookups import Lookups
 from kvjax.engine.request import Request
 from kvjax.generation.masks import bits_of
 from kvjax.generation.scores import TokenScore
@@ -56,10 +57,12 @@ class Handle:
         self._scores: list[TokenScore] = []
         self._told = 0
         # The engine's own: all tokens that were chosen, those behind a stop string among them;
-        # programs under way that it is in; what it has on the host while it waits.
+        # programs under way that it is in; what it has on the host while it waits; its drafts.
         self.drawn: list[int] = []
         self.flying = 0
         self.parked: Any = None
+        drafts = request.draft
+        self.lookups = None if drafts is None else Lookups(drafts, request.tokens)
 
     def __repr__(self) -> str:
         state = self.reason or "not done"
@@ -118,6 +121,8 @@ class Handle:
             self._text.push(token)
             if self.request.guide is not None and self.error is None:
                 self._tried(self.request.guide.accept, token)
+        if self.lookups is not None:
+            self.lookups.push(tokens)
         if tokens:
             now = time.monotonic()
             self.times.first_token = self.times.first_token or now

@@ -124,6 +124,9 @@ class Memory:
 
     def park(self, slot: Slot) -> bool:
         """Have all that a request has on the host, if it fits; it keeps its row."""
+        # One with drafts may have pages beyond its text.
+        if slot.handle.lookups is not None:
+            return False
         pages = self._pages.of(slot.row)
         sizes = zip(pages, self._terms.kinds, strict=True)
         nbytes = self._terms.state_bytes + sum(len(some) * kind.page_bytes for some, kind in sizes)

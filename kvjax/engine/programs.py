@@ -33,14 +33,14 @@ from kvjax.prefixes.checkpoints import own, with_own
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
 def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Report]:
     """Feed a chunk of prompts, and choose the first token of those that end in it."""
-    before = _some(held, piece.rows)
+    before = some_of(held, piece.rows)
     starts, written = piece.starts, before.cache.written
     written = jnp.where(piece.fresh[:, None], starts[:, None], written)
-    context: Any = _context(before.cache, starts, piece.tables, written=written)
+    context: Any = context_of(before.cache, starts, piece.tables, written=written)
     logits, context = context.feed(model, params, piece.tokens, piece.lengths)
     zeros = jnp.zeros_like(piece.rows)
     waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
-    progress, past, scores = _chosen(
+    progress, past, scores = choose_next(
         waiting, before.past, whole(logits, context), piece.asked, piece.forced, piece.allowed
     )
     # Where a prompt goes on, nothing was chosen.
@@ -49,7 +49,7 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     )
     after = Held(context.cache, progress, past)
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
-    return _with_some(held, piece.rows, after), _report(after, tokens, scores)
+    return with_some(held, piece.rows, after), report_of(after, tokens, scores)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
@@ -58,16 +58,11 @@ def decode(
 ) -> tuple[Held, Report]:
     """Decode, until each row has taken part in its rounds, or is done; ``exact``: such that what it
     gets does not depend on the others."""
-    before, (rows, most) = _some(held, call.rows), call.forced.shape
+    before, (rows, most) = some_of(held, call.rows), call.forced.shape
     begins = (call.rounds > 0) & ~before.progress.done
-    written = before.cache.written
-    # Windows in pages have given back what the last round leaves behind: whatever stands there now
-    # is no number of the row's. Of layers with a tail the marks say what that holds.
-    ends = jnp.where(begins, call.lengths + call.rounds, 0)[:, None]
-    raw = jnp.array([x.policy.paging is not None and x.tail is None for x in before.cache.layers])
-    written = jnp.where(raw, jnp.maximum(written, ends), written)
+    written = written_to(before.cache, jnp.where(begins, call.lengths + call.rounds, 0))
     lengths = jnp.where(begins, call.lengths, 0)
-    context = _context(before.cache, lengths, call.tables, written=written)
+    context = context_of(before.cache, lengths, call.tables, written=written)
     out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MOST_SCORES)
 
     def active(step: Array, progress: Progress) -> SomeRows:
@@ -87,7 +82,7 @@ def decode(
         waiting = replace(progress, done=progress.done | ~now)
         forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
         allowed = jnp.where(step == 0, call.allowed, EVERY)
-        chosen, past, found = _chosen(
+        chosen, past, found = choose_next(
             waiting, past, whole(logits, context), call.asked, forced, allowed
         )
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
@@ -100,7 +95,7 @@ def decode(
     begin = jnp.int32(0), context, before.progress, before.past, out
     _, context, progress, past, (tokens, scores) = lax.while_loop(go_on, one, begin)
     after = Held(context.cache, progress, past)
-    return _with_some(held, call.rows, after), _report(after, tokens, scores)
+    return with_some(held, call.rows, after), report_of(after, tokens, scores)
 
 
 @functools.partial(jax.jit, donate_argnames="held")
@@ -156,7 +151,7 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
     return Held(cache, *into((held.progress, held.past), stands)), None
 
 
-def _some(held: Held, rows: Rows) -> Held:
+def some_of(held: Held, rows: Rows) -> Held:
     """Some rows, int32[n]; what is behind the last is anything. All of them, in order, are as they
     are."""
     if len(rows) == held.cache.batch:
@@ -170,7 +165,7 @@ def _some(held: Held, rows: Rows) -> Held:
     return Held(replace(cache, layers=layers, written=written), progress, past)
 
 
-def _with_some(held: Held, rows: Rows, after: Held) -> Held:
+def with_some(held: Held, rows: Rows, after: Held) -> Held:
     """With some rows as a program has left them; lengths and tables are given with the next."""
     cache, new = held.cache, after.cache
     if len(rows) == cache.batch:
@@ -185,7 +180,7 @@ def _with_some(held: Held, rows: Rows, after: Held) -> Held:
     return Held(cache, into(held.progress, after.progress), into(held.past, after.past))
 
 
-def _context(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes: Array) -> Cached:
+def context_of(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes: Array) -> Cached:
     """The rows as a program is given them: so long, and with these tables."""
     pools: Any = tuple(
         GivenPages(table, paging.layout.pool or 0)
@@ -195,14 +190,22 @@ def _context(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes:
     return Cached(replace(cache, length=length, status=status, pools=pools, **changes))
 
 
-def _report(after: Held, tokens: Array, scores: Scores) -> Report:
+def written_to(cache: KVCache, ends: Rows) -> Array:
+    """What a cache's layers have come to where rows will end there. Windows in pages have given
+    back what is behind that: whatever stands there now is no number of the row's. Of layers with a
+    tail the marks say what that holds."""
+    raw = jnp.array([x.policy.paging is not None and x.tail is None for x in cache.layers])
+    return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)
+
+
+def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
     progress = after.progress
     return Report(
         tokens, scores, progress.count, progress.done, progress.broken, after.cache.status
     )
 
 
-def _chosen(
+def choose_next(
     progress: Progress, past: Past, logits: Logits, asked: Asked, forced: Rows,
     allowed: Allowed,
 ) -> tuple[Progress, Past, Scores]:  # fmt: skip

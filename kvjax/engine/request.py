@@ -3,9 +3,10 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from kvjax.core.checks import whole_number
+from kvjax.generation.drafts import DraftModel, PromptLookup, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Guide
@@ -40,6 +41,7 @@ class Asking(TypedDict, total=False):
     eos_token_ids: int | Sequence[int] | None
     logprobs: int | None
     guide: Guide | None
+    draft: PromptLookup | str | None
     tenant: Hashable
     priority: int
     deadline: float | None
@@ -54,7 +56,8 @@ class Request:
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
     after which it ends as it is, None for never; ``by_text``: whether its filters go by its text;
-    ``guide``: which tokens may come next, None for all.
+    ``guide``: which tokens may come next, None for all; ``draft``: what proposes them, None for
+    nothing.
     """
 
     tokens: list[int]
@@ -68,6 +71,7 @@ class Request:
     deadline: float | None
     by_text: bool
     guide: Guide | None
+    draft: PromptLookup | None
 
 
 def asked(
@@ -92,6 +96,7 @@ def asked(
     eos_token_ids: int | Sequence[int] | None = None,
     logprobs: int | None = None,
     guide: Guide | None = None,
+    draft: PromptLookup | str | None = None,
     tenant: Hashable = None,
     priority: int = 0,
     deadline: float | None = None,
@@ -144,4 +149,16 @@ def asked(
         sampling=sampling, scores=told_scores(lm.config, logprobs),
         tenant=named("tenant", tenant), priority=priority, deadline=deadline,
         by_text=filters.marks or filters.whole, guide=guide,
+        draft=_lookup(lm, draft, guide),
     )  # fmt: skip
+
+
+def _lookup(lm: LanguageModel, draft: Any, guide: Guide | None) -> PromptLookup | None:
+    found = draft_of(lm, draft)
+    if isinstance(found, DraftModel):
+        raise ValueError(
+            "an engine's drafts are 'lookup' or PromptLookup: its cache is of one model"
+        )
+    if found is not None and guide is not None:
+        raise ValueError("a draft was given together with a guide, which waits for each token")
+    return found

@@ -9,8 +9,11 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.engine import programs
+from kvjax.engine.arrays import committed, flag, forms, ints
 from kvjax.engine.board import Board
 from kvjax.engine.calls import Held, Piece, Report, Rounds
+from kvjax.engine.checking import Drafted, check
+from kvjax.engine.lookups import CHECKED
 from kvjax.engine.pages import RowPages
 from kvjax.engine.slots import Slot
 from kvjax.generation.choosing import Progress
@@ -35,7 +38,8 @@ class Rows:
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
-    that can be sent at once; ``exact``: no row's numbers depend on the others. ``pages``: of the
+    that can be sent at once; ``exact``: no row's numbers depend on the others; ``drafted``: tokens
+    of a draft that can be. ``pages``: of the
     rows; ``board``: what each asks for.
     """
 
@@ -43,7 +47,7 @@ class Rows:
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
     ) -> None:
         self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
-        self.params, self.rounds, self.exact = _committed(lm.params), rounds, exact
+        self.params, self.rounds, self.exact = committed(lm.params), rounds, exact
         self.widths = [terms.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
@@ -54,6 +58,7 @@ class Rows:
             lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
         )
         placement = cache.layers[0].policy.placement
+        self.drafted = min(CHECKED, *(x.policy.revocable or CHECKED for x in cache.layers))
         zeros = np.zeros(count, np.int32)
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
@@ -76,8 +81,8 @@ class Rows:
         if ends and (words := slot.handle.allowed(allowed.shape[1])) is not None:
             allowed[0] = words
         piece = Piece(
-            _ints(row), tokens, _ints(length), _ints(start), self._tables(one),
-            _flag(slot.fresh), _flag(ends), _ints(*slot.forced(1)), allowed, self.board.of(one),
+            ints(row), tokens, ints(length), ints(start), self._tables(one),
+            flag(slot.fresh), flag(ends), ints(*slot.forced(1)), allowed, self.board.of(one),
         )  # fmt: skip
         return self._run(programs.feed, self.lm.architecture, self.params, piece)
 
@@ -113,6 +118,19 @@ class Rows:
         )
         return report, places
 
+    def check(self, slot: Slot, draft: Sequence[int]) -> Report:
+        """Send a draft of a row, whose pages are the row's already."""
+        tokens: Any = np.zeros((1, 1 + self.drafted), np.int32)
+        tokens[0, : 1 + len(draft)] = slot.handle.drawn[-1], *draft
+        return self._check(slot.row, tokens, len(draft), slot.filled)
+
+    def _check(self, row: int, tokens: Any, count: int, filled: int) -> Report:
+        one = slice(row, row + 1)
+        drafted = Drafted(
+            ints(row), tokens, ints(count), ints(filled), self._tables(one), self.board.of(one)
+        )
+        return self._run(check, self.lm.architecture, self.params, drafted)
+
     def take(self, row: int, tokens: int) -> Any:
         """What a row of so many tokens has beside full pages, and where it stands: see
         ``programs.take``."""
@@ -123,7 +141,7 @@ class Rows:
             if kind.paging.split is not None
         ]
         return programs.take(
-            self._with_pages(), np.int32(row), [_ints(page) for _, page in some],
+            self._with_pages(), np.int32(row), [ints(page) for _, page in some],
             splits=tuple(kind.entries for kind, _ in some),
         )  # fmt: skip
 
@@ -160,8 +178,8 @@ class Rows:
         Raises:
           ValueError: if they are not of the same shapes, dtypes and devices.
         """
-        params = _committed(params)
-        if _forms(params) != _forms(self.params):
+        params = committed(params)
+        if forms(params) != forms(self.params):
             raise ValueError(
                 "the parameters are not those of the engine's model: the same names, shapes, "
                 "dtypes and devices are needed"
@@ -176,19 +194,21 @@ class Rows:
             self._feed_nothing(width)
         for size in self.sizes:
             self.decode([], size)
+        if self.drafted:
+            self._check(0, np.zeros((1, 1 + self.drafted), np.int32), 0, 0)
         self.mark(0, [])
         self.put(0, rows, stands)
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)
         jax.block_until_ready(self._with_pages())
-        return len(self.widths) + len(self.sizes)
+        return len(self.widths) + len(self.sizes) + (self.drafted > 0)
 
     def _feed_nothing(self, width: int) -> None:
         tokens: Any = np.zeros((1, width), np.int32)
         one = slice(0, 1)
         piece = Piece(
-            _ints(0), tokens, _ints(0), _ints(0), self._tables(one), _flag(True), _flag(False),
-            _ints(-1), self._every(1), self.board.of(one),
+            ints(0), tokens, ints(0), ints(0), self._tables(one), flag(True), flag(False),
+            ints(-1), self._every(1), self.board.of(one),
         )  # fmt: skip
         self._run(programs.feed, self.lm.architecture, self.params, piece)
 
@@ -227,22 +247,3 @@ class Rows:
             for layer, body in zip(held.cache.layers, self.texts.pool.bodies, strict=True)
         ]
         return replace(held, cache=replace(held.cache, layers=tuple(layers)))
-
-
-def _ints(*numbers: int) -> Any:
-    return np.array(numbers, np.int32)
-
-
-def _flag(truth: bool) -> Any:
-    return np.array([truth])
-
-
-def _committed(params: Any) -> Any:
-    """The same arrays where they are, for good: else those of a trainer, which are, would be
-    compiled for again."""
-    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), params)
-
-
-def _forms(params: Any) -> Any:
-    leaves, form = jax.tree.flatten(params)
-    return form, [(x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves]

@@ -150,12 +150,28 @@ class Scheduler:
         if not slot.left:
             self._leave(slot)
 
+    def _drafted(self, slot: Slot) -> list[int]:
+        """What a row's draft proposes next, when all is known of the one before."""
+        accepted = slot.settled()
+        self._counters.accepted_tokens += accepted or 0
+        return slot.draft(self._rows.drafted)
+
+    def _check(self, flight: Flight, slot: Slot, draft: list[int]) -> None:
+        """Send a draft; what comes of it the row is told when it is back."""
+        self._counters.drafted_tokens += len(draft)
+        flight.add(self._rows.check(slot, draft), [(0, slot.handle, slot.count)], [])
+        slot.checking = True
+
     def _decode(self, flight: Flight, tokens: int) -> None:
         """Send rounds of decoding of all rows that have read their prompts."""
         some = [slot for slot in self.running if not slot.reading]
         rounds = min(self._rows.rounds, max(tokens // max(len(some), 1), 1))
         taking: list[tuple[Slot, int]] = []
         for slot in sorted(some, key=lambda slot: rank(slot.handle)):
+            draft = self._drafted(slot)
+            if draft and self._slots[slot.row] is slot and self._room_for(slot, 1 + len(draft)):
+                self._check(flight, slot, draft)
+                continue
             mine = slot.rounds(rounds)
             # One that comes later may have lost its row to another of these.
             if mine and self._slots[slot.row] is slot and self._room_for(slot, mine):

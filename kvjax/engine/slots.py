@@ -20,7 +20,9 @@ class Slot:
 
     ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
     ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
-    ``stops``: where its state is to be kept; ``key``: among whose texts.
+    ``stops``: where its state is to be kept; ``key``: among whose texts; ``checking``: whether a
+    draft of it was sent, of which nobody knows how much is taken: until that is back, ``filled``
+    and ``count`` are those before it.
     """
 
     handle: Handle
@@ -30,6 +32,7 @@ class Slot:
     filled: int = 0
     count: int = 0
     fresh: bool = True
+    checking: bool = False
 
     @property
     def prompt(self) -> list[int]:
@@ -48,12 +51,33 @@ class Slot:
 
     def rounds(self, most: int) -> int:
         """How many rounds it takes part in: one that is guided waits for each of its tokens, but
-        for those that are known from before."""
-        most = min(most, self.left)
-        if self.handle.request.guide is None:
+        for those that are known from before, and one with drafts for all that was sent."""
+        handle, most = self.handle, min(most, self.left)
+        guided, lookups = handle.request.guide is not None, handle.lookups
+        if not guided and (lookups is None or lookups.resting):
             return most
-        known = len(self.handle.drawn) - self.count
-        return min(most, known if known > 0 else int(not self.handle.flying))
+        known = len(handle.drawn) - self.count
+        if known > 0 or handle.flying:
+            return min(most, max(known, 0))
+        return min(most, 1) if guided else most
+
+    def draft(self, most: int) -> list[int]:
+        """The tokens to check next, at most so many: none where they are known, or under way."""
+        handle = self.handle
+        if handle.lookups is None or handle.flying or len(handle.drawn) > self.count:
+            return []
+        return handle.lookups.found(min(most, self.left - 1))
+
+    def settled(self) -> int | None:
+        """Take in how much of a draft was taken, if that is back: of its tokens so many."""
+        if not self.checking or self.handle.flying:
+            return None
+        taken = len(self.handle.drawn) - self.count
+        self.checking, self.filled, self.count = False, self.filled + taken, self.count + taken
+        accepted = max(taken - 1, 0)
+        if self.handle.lookups is not None:
+            self.handle.lookups.checked(accepted)
+        return accepted
 
     def forced(self, rounds: int) -> list[int]:
         """The next tokens, where they are known from before, else -1."""

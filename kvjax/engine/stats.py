@@ -12,7 +12,8 @@ class Counters:
     and those of them that others had computed; ``prefill_tokens``, ``padding_tokens``: of prompts,
     that were computed, and what they were filled up with; ``new_tokens``: that were chosen, those
     behind a stop string among them; ``preemptions``: requests that gave their memory to others,
-    ``parked`` of them with all that they had on the host. ``host_seconds``: in ``step``, without
+    ``parked`` of them with all that they had on the host; ``drafted_tokens``, ``accepted_tokens``:
+    that were proposed, and that were what the model said. ``host_seconds``: in ``step``, without
     ``waiting_seconds``, in which it waited for the device.
     """
 
@@ -25,6 +26,8 @@ class Counters:
     new_tokens: int = 0
     preemptions: int = 0
     parked: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     host_seconds: float = 0.0
     waiting_seconds: float = 0.0
 

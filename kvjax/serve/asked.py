@@ -89,6 +89,7 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
     settings["presence_penalty"] = fields.number("presence_penalty")
     settings["no_repeat_ngram_size"] = fields.whole("no_repeat_ngram_size", 0)
     settings["logit_bias"] = _bias(fields)
+    settings["draft"] = "lookup" if fields.flag("lookup") else None
     settings["stop"] = _stops(fields)
     least = fields.whole("min_tokens", 0, asked.limit) or 0
     endless = fields.flag("ignore_eos")
@@ -98,6 +99,8 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
     kind, grammar = _grammar(fields)
     if kind is not None and (least or endless):
         raise Refused(400, f"min_tokens and ignore_eos can't stand beside {kind}", param=kind)
+    if kind is not None and settings["draft"] is not None:
+        raise Refused(400, f"lookup can't stand beside {kind}", param="lookup")
     fields.end()
     asked.guides = [None] * asked.choices
     if kind is not None:

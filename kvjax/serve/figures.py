@@ -21,6 +21,8 @@ _COUNTERS = {
     "prefix_cache_hits": ("cached_tokens", "Tokens of prompts that others had computed."),
     "prefill_tokens": ("prefill_tokens", "Tokens of prompts that were computed."),
     "generation_tokens": ("new_tokens", "Tokens that were chosen."),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens that were drafted."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens that were accepted."),
     "num_preemptions": ("preemptions", "Requests that gave their memory to others."),
 }
 """By the name of a metric: of ``EngineStats``, and what it is."""

@@ -1,0 +1,28 @@
+"""Numbers and parameters as programs are given them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def ints(*numbers: int) -> Any:
+    """int32[n]."""
+    return np.array(numbers, np.int32)
+
+
+def flag(truth: bool) -> Any:
+    """bool[1]."""
+    return np.array([truth])
+
+
+def committed(params: Any) -> Any:
+    """The same arrays where they are, for good: else those of a trainer, which are, would be
+    compiled for again."""
+    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), params)
+
+
+def forms(params: Any) -> Any:
+    """What must be alike of parameters that are sent to the same programs."""
+    leaves, form = jax.tree.flatten(params)
+    return form, [(x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves]
