@@ -428,8 +428,8 @@ FAULTS = (
     ),
     Fault(
         "a guide is asked before its token is known", "engine/slots.py",
-        "        return min(most, known if known > 0 else int(not self.handle.flying))",
-        "        return min(most, known if known > 0 else 1)", ("engine",),
+        "        if known > 0 or handle.flying:",
+        "        if known > 0:", ("engine",),
     ),
     Fault(
         "rows see how long the others are", "engine/programs.py",
@@ -438,8 +438,8 @@ FAULTS = (
     ),
     Fault(
         "a window's marks lag behind what the host gave back", "engine/programs.py",
-        "written = jnp.where(raw, jnp.maximum(written, ends), written)",
-        "written = jnp.where(raw, jnp.maximum(written, 0 * ends), written)", ("engine",),
+        "return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)",
+        "return jnp.where(raw, jnp.maximum(cache.written, 0), cache.written)", ("engine",),
     ),
     Fault(
         "what is parked stays on the device", "engine/memory.py",
@@ -729,6 +729,12 @@ FAULTS = (
         "drafts never rest", "generation/acceptance.py",
         "rest=jnp.where(poor, wait, 0),",
         "rest=jnp.where(poor, 0 * wait, 0),", ("speculation",),
+    ),
+    Fault(
+        "a request forgets how much of its draft was taken", "engine/slots.py",
+        "self.checking, self.filled, self.count = False, self.filled + taken, self.count + taken",
+        "self.checking, self.filled, self.count = False, self.filled + 1, self.count + taken",
+        ("speculation",),
     ),
 )  # fmt: skip
 
