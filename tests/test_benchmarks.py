@@ -27,6 +27,7 @@ from benchmarks import (
     quantized,
     scaling,
     serving,
+    speculation,
     stacks,
 )
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
@@ -264,6 +265,20 @@ def test_masks_are_timed_beside_steps(tmp_path, capsys):
     assert all(x["ms"] > 0 and x["of free"] > 0 for x in found.values())
     assert all((x["host ms"] > 0) == (name in guided.GUIDES) for name, x in found.items())
     assert "| 1 | JSON schema |" in capsys.readouterr().out
+
+
+@pytest.mark.rare
+def test_drafts_are_timed_beside_none(tmp_path, capsys):
+    assert speculation.main(["--quick", "--out", str(tmp_path)]) == 0
+    cells = json.loads((tmp_path / "speculation.json").read_text())["cells"]
+    assert [x["draft"] for x in cells[::2]] == [
+        "a model that agrees in 70%", "a random model",
+        "lookup, a text that does not repeat itself", "lookup, a text that repeats itself",
+    ]  # fmt: skip
+    assert all(x["same"] for x in cells) and cells[-1]["accepted"] > 0
+    slow = [x | {"speed": 0.5} for x in cells]
+    assert len(speculation.failures(slow, full=True)) == 6
+    assert "| lookup, a text that repeats itself | 1 | greedy |" in capsys.readouterr().out
 
 
 @pytest.mark.rare
