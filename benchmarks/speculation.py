@@ -88,6 +88,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     long, short = circles(vocab, vocab), circles(vocab, given.circle)
     narrow = config((64, 256, 1, 1, 1), vocab)
     target, round = (model(config(given.shape, vocab), x, "a Llama") for x in (long, short))
+    after = short  # what repeats itself has done so once, in its prompt
     cells: list[tuple[str, Any, Any]] = [
         (
             f"a model that agrees in {share:.0%}",
@@ -107,21 +108,20 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             # Of several rows the price is another, and how tokens are drawn the same.
             for way, drawn in list(ways.items())[: 2 if rows == 1 else 1]:
                 print(f"{name}, {rows} row(s), {way} ...", file=sys.stderr)
-                found.append(
-                    {
-                        "draft": name,
-                        "rows": rows,
-                        "way": way,
-                        **_cell(given, lm, draft, rows, drawn),
-                    }
-                )
+                cell = _cell(given, lm, draft, rows, drawn, after if lm is round else None)
+                print(f"... {cell['speed']:.2f}", file=sys.stderr)
+                found.append({"draft": name, "rows": rows, "way": way, **cell})
     return found
 
 
 def _cell(
-    given: argparse.Namespace, lm: Any, draft: Any, rows: int, drawn: dict[str, Any]
-) -> dict[str, Any]:
+    given: argparse.Namespace, lm: Any, draft: Any, rows: int, drawn: dict[str, Any],
+    circle: np.ndarray | None = None,
+) -> dict[str, Any]:  # fmt: skip
     start = np.random.default_rng(4).integers(0, given.vocab, (rows, 1))
+    for _ in range(0 if circle is None else given.circle):
+        assert circle is not None
+        start = np.concatenate([start, circle[start[:, -1:]]], axis=1)
     prompts = start.tolist()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     results: dict[bool, Any] = {}
@@ -175,10 +175,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a row")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
     parser.add_argument("--quick", action="store_true", help="a tiny model: a trial run")
     given = parser.parse_args(arguments)
-    full = {"shape": (576, 1536, 30, 9, 3), "vocab": 49152, "circle": 48, "rows": [1, 4],
+    full = {"shape": (576, 1536, 30, 9, 3), "vocab": 49152, "circle": 48,
             "shares": [0.9, 0.7, 0.5]}  # fmt: skip
     quick = {"shape": (64, 64, 2, 1, 1), "vocab": 256, "circle": 8, "rows": [1], "shares": [0.7],
              "rounds": 1, "tokens": 32}  # fmt: skip

@@ -353,6 +353,7 @@ def test_whose_turn_it_is():
     assert running.reason == "deadline" and settled(engine)
 
 
+@pytest.mark.rare
 def test_a_row_that_is_not_finite_ends_alone():
     lm = small(tie_word_embeddings=False)
     params = jax.tree.map(lambda x: x, lm.params)

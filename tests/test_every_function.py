@@ -183,7 +183,7 @@ def same(found: Any, wanted: Any, tolerance: float) -> bool:
     return True  # slots and bytes differ with the policy
 
 
-RARE = "bfloat16", "paged", "mesh", "one row", "elsewhere", "pickled"
+RARE = "bfloat16", "paged", "mesh", "host", "one row", "elsewhere", "pickled"
 
 
 @pytest.mark.parametrize(

@@ -503,7 +503,7 @@ def family_logits(model: Any, params: Any, over: Any) -> Any:
 
 def families() -> list[Any]:
     """Each by itself; those that divide as others do are of the shards."""
-    alike = ("phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4")
+    alike = ("gemma", "phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4")
     others = [On(*names) for names in itertools.product(alike, DIVIDED)]
     return [
         *each_on_each([name for name in FAMILIES if name not in alike], DIVIDED),

@@ -476,6 +476,7 @@ def test_samples_find_pages_for_what_their_tails_held():
     assert len(pool.owners) == 1 + 3 * 2
 
 
+@pytest.mark.rare
 def test_without_a_cache_and_on_from_one():
     lm = small()
     prompt, more = list(range(20)), {"max_new_tokens": 5, "eos_token_ids": (), "n": 2}

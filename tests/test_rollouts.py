@@ -235,6 +235,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_generate():
     np.testing.assert_allclose(found.logprobs, wanted.logprobs.chosen, atol=1e-5)
 
 
+@pytest.mark.rare
 def test_traced_prompts_that_are_none_break_their_rows_alone(lm):
     @jax.jit
     def rolled(tokens, lengths):
@@ -260,6 +261,7 @@ def test_texts_up_to_the_models_positions():
     assert found.tokens.shape == (1, 256) and found.check().lengths.tolist() == [20]
 
 
+@pytest.mark.rare
 def test_a_model_that_is_made_anew_compiles_nothing():
     """As NNX modules are after an update of their state; parameters elsewhere are fetched."""
     from tests.test_adapters import example

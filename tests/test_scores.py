@@ -254,6 +254,7 @@ def test_a_hook_on_the_logits_knows_the_rows_tokens(lm, choice):
     assert found.tokens != kvjax.generate(lm, PROMPTS, max_new_tokens=12).tokens
 
 
+@pytest.mark.rare
 def test_a_hook_is_traced_once_and_compiled_ahead(lm):
     traced = []
 

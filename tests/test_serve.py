@@ -876,6 +876,7 @@ def asked(url, seed, body):
     return answer.status_code
 
 
+@pytest.mark.rare
 def test_a_signal_under_load_loses_nothing(tiny_llama_dir):
     body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
     with Process(tiny_llama_dir) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -83,6 +83,7 @@ def test_a_cache_does_not_change_what_is_written() -> None:
     assert more.tokens == [row[NEW:] for row in written(lm, max_new_tokens=2 * NEW).tokens]
 
 
+@pytest.mark.rare
 def test_samples_share_a_source() -> None:
     lm, seeds = t5(), list(range(6))
     found = written(lm, n=3, temperature=1.0, seed=seeds)

@@ -322,6 +322,7 @@ def test_tokens_of_narrow_dtypes_are_compared_as_numbers():
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
+@pytest.mark.rare
 def test_unknown_tokens_are_told():
     size = MODEL.config.vocab_size
     cache = kvjax.init_cache(MODEL.config, batch=2, max_len=8)
