@@ -357,7 +357,7 @@ class CodedRingMachine(CodedMachine):
 # What takes longest to compile or to run has half of the examples, but in a full run.
 FEWER = settings(max_examples=settings.default.max_examples // (1 if FULL else 2))
 TestCacheMachine = CacheMachine.TestCase
-TestCodedMachine = CodedMachine.TestCase
+TestCodedMachine = pytest.mark.rare(CodedMachine.TestCase)
 TestCodedMachine.settings = FEWER
 TestCodedRingMachine = CodedRingMachine.TestCase
 TestCodedRingMachine.settings = FEWER

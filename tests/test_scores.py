@@ -128,6 +128,7 @@ def test_a_lossy_cache_scores_as_it_generates(lm):
     np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
 
 
+@pytest.mark.rare
 def test_gradients_of_scores(lm):
     """Against finite differences, and those of the pass without a cache; inside jit the same."""
 
