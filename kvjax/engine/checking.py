@@ -13,7 +13,6 @@ from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.engine.calls import Asked, Held, Report
 from kvjax.engine.programs import choose_next, context_of, report_of, some_of, with_some, written_to
 from kvjax.generation.choosing import whole
-from kvjax.generation.filters import EVERY
 from kvjax.generation.model import Model
 from kvjax.generation.scores import MOST_SCORES, Scores
 
@@ -45,7 +44,6 @@ def check(held: Held, model: Model, params: Any, drafted: Drafted) -> tuple[Held
     written = written_to(before.cache, lengths + fed)
     context: Any = context_of(before.cache, lengths, drafted.tables, written=written)
     logits, context = context.feed_all(model, params, drafted.tokens, fed)
-    every = jnp.full((rows, -(-logits.shape[-1] // 32)), EVERY, jnp.uint32)
     guesses = jnp.pad(drafted.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     out = jnp.zeros((rows, wide), jnp.int32), Scores.zeros((rows, wide), MOST_SCORES)
 
@@ -58,7 +56,7 @@ def check(held: Held, model: Model, params: Any, drafted: Drafted) -> tuple[Held
         here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
         waiting = replace(progress, done=~still)
         after, past, scores = choose_next(
-            waiting, past, whole(here, context), drafted.asked, -jnp.ones_like(fed), every
+            waiting, past, whole(here, context), drafted.asked, -jnp.ones_like(fed), None
         )
         after = replace(after, done=jnp.where(still, after.done, progress.done))
         out = jax.tree.map(

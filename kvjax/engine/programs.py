@@ -207,7 +207,7 @@ def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
 
 def choose_next(
     progress: Progress, past: Past, logits: Logits, asked: Asked, forced: Rows,
-    allowed: Allowed,
+    allowed: Allowed | None,
 ) -> tuple[Progress, Past, Scores]:  # fmt: skip
     """The next token of the rows that are not done, and its scores where some row asks for them."""
     settings = asked.sampling

@@ -19,6 +19,7 @@ from kvjax.engine.slots import Slot
 from kvjax.generation.choosing import Progress
 from kvjax.generation.filters import EVERY
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import words_for
 from kvjax.generation.past import past_of
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
@@ -230,8 +231,7 @@ class Rows:
 
     def _every(self, rows: int) -> Any:
         """What allows all tokens."""
-        words = -(-self.lm.config.vocab_size // 32)
-        return np.full((rows, words), EVERY, np.uint32)
+        return np.full((rows, words_for(self.lm.config)), EVERY, np.uint32)
 
     def _run(self, program: Any, *args: Any, **settings: Any) -> Any:
         """Send a program that uses up what the device has, and gives it back first."""

@@ -52,6 +52,7 @@ class Scheduler:
         self._memory.forget(handle)
         for slot in self.running:
             if slot.handle is handle:
+                self._settle(slot)
                 self._leave(slot)
 
     def send(self, flight: Flight) -> None:
@@ -152,9 +153,11 @@ class Scheduler:
 
     def _drafted(self, slot: Slot) -> list[int]:
         """What a row's draft proposes next, when all is known of the one before."""
-        accepted = slot.settled()
-        self._counters.accepted_tokens += accepted or 0
+        self._settle(slot)
         return slot.draft(self._rows.drafted)
+
+    def _settle(self, slot: Slot) -> None:
+        self._counters.accepted_tokens += slot.settled()
 
     def _check(self, flight: Flight, slot: Slot, draft: list[int]) -> None:
         """Send a draft; what comes of it the row is told when it is back."""

@@ -68,10 +68,10 @@ class Slot:
             return []
         return handle.lookups.found(min(most, self.left - 1))
 
-    def settled(self) -> int | None:
+    def settled(self) -> int:
         """Take in how much of a draft was taken, if that is back: of its tokens so many."""
         if not self.checking or self.handle.flying:
-            return None
+            return 0
         taken = len(self.handle.drawn) - self.count
         self.checking, self.filled, self.count = False, self.filled + taken, self.count + taken
         accepted = max(taken - 1, 0)

@@ -1,13 +1,12 @@
 """A beam search as it is iterated over: what its texts have in common, and the whole result."""
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
@@ -16,6 +15,7 @@ from kvjax.generation.beam_programs import rows_kept
 from kvjax.generation.beam_results import Best, ancestors, best, live_texts
 from kvjax.generation.beam_session import BeamSession, Report
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.pieces import Pieces
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
@@ -30,7 +30,7 @@ _WATCHED_STEPS = 8
 """Steps of a dispatch where somebody waits for its text."""
 
 
-class BeamStream(Iterator[Piece]):
+class BeamStream(Pieces):
     """A beam search that runs as it is iterated over; of a prompt comes, before the end, what all
     of its texts begin with: nothing can take that back."""
 
@@ -57,33 +57,7 @@ class BeamStream(Iterator[Piece]):
         self._history = History(request.samples)
         self._state: Any = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
-        self._result: GenerationResult | None = None
-        self._pieces: Generator[Piece, None, None] = self._run()
-
-    @outside
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
-        self._pieces.close()
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole result.
-
-        Raises:
-          RuntimeError: before the last piece.
-        """
-        if self._result is None:
-            raise RuntimeError("the result is there after the last piece: iterate to the end")
-        return self._result
-
-    def _run(self) -> Generator[Piece, None, None]:
-        try:
-            yield from self._pieces_of_all()
-        finally:
-            self._session.end(None)  # where it did not come to its end
+        super().__init__(self._session)
 
     def _pieces_of_all(self) -> Iterator[Piece]:
         request = self._request

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
@@ -21,6 +20,7 @@ from kvjax.generation.model import Model
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.speculation import speculate
+from kvjax.placement.device import Device
 from kvjax.policies.positions import position_limit
 
 
@@ -57,7 +57,7 @@ class Drafts:
         if not isinstance(draft, DraftModel):
             return None
         limit = position_limit(self._lm.config)
-        capacity = request.capacity if limit is None else min(request.capacity, limit)
+        capacity = request.room if limit is None else min(request.room, limit)
         cache = allocate(
             self._lm.config, draft.cache, batch=len(request.prompts), max_len=capacity,
             room=capacity, mesh=self._lm.mesh,
@@ -69,10 +69,8 @@ class Drafts:
         context: Any = self.empty()
         if context is None:
             return
-        lm, request = self._lm, self._request
-        logits = _beside(
-            context, np.zeros((len(request.prompts), lm.config.vocab_size), np.float32)
-        )
+        request = self._request
+        logits = self._no_logits(context)
         texts = request.prompts if request.before is None else request.known_texts
         for chunk in prompt_chunks(replace(request, prompts=texts, start=0 * request.start)):
             context, logits = programs.prefill(*self._reading(context, logits, chunk))
@@ -97,9 +95,13 @@ class Drafts:
         held = self.empty()
         if held is None:
             return []
-        logits = _beside(held, np.zeros((self._rows, self._lm.config.vocab_size), np.float32))
+        logits = self._no_logits(held)
         calls = [self._reading(held, logits, chunk) for chunk in chunks]
         return [programs.prefill.lower(*call) for call in calls]
+
+    def _no_logits(self, context: Cached) -> Any:
+        shape = len(self._request.prompts), self._lm.config.vocab_size
+        return Device(spread=context.cache.spread).put(np.zeros(shape, np.float32))
 
     def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:
         lm, last = self._lm, self._lm.config.vocab_size - 1
@@ -123,10 +125,3 @@ class Drafts:
             return Lookup(length, price, draft.shortest, draft.longest)
         config = self._lm.config
         return Second(length, price, self.architecture, config.vocab_size, self._vocab)
-
-
-def _beside(context: Cached, logits: np.ndarray) -> Any:
-    spread = context.cache.spread
-    if spread is not None:
-        return spread.put(logits, lambda shape: spread.of_batch(shape, logits.shape[0]))
-    return jax.device_put(logits, jax.tree.leaves(context)[-1].sharding)

@@ -1,5 +1,6 @@
 """Drafts: what a text may go on with, said by something cheaper than its model."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -110,9 +111,8 @@ def check_length(draft: Draft | None, need: int) -> None:
 
 
 def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
-    ours, its = _vocabulary(lm), _vocabulary(draft)
-    if ours is not None and its is not None:
-        if ours != its:
+    if lm.tokenizer is not None and draft.tokenizer is not None:
+        if not _same_words(lm.tokenizer, draft.tokenizer):
             raise ValueError(
                 f"the draft {draft.source} has another tokenizer than {lm.source}: its tokens are "
                 "not the same words"
@@ -126,12 +126,16 @@ def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
         )
 
 
-def _vocabulary(lm: LanguageModel) -> Any:
-    """What tells tokenizers apart: their words, where these are known, else themselves."""
-    tokenizer: Any = lm.tokenizer
-    known = getattr(getattr(tokenizer, "backend", None), "get_vocab", None)
-    known = getattr(tokenizer, "get_vocab", None) if known is None else known
-    return tokenizer if known is None else known()
+@functools.lru_cache(maxsize=16)
+def _same_words(ours: Any, its: Any) -> bool:
+    """Whether two tokenizers have the same words, as far as these are known. Remembered: they are
+    many."""
+
+    def words(tokenizer: Any) -> Any:
+        known = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
+        return tokenizer if known is None else known()
+
+    return ours is its or words(ours) == words(its)
 
 
 def _check(draft: Any) -> None:

@@ -1,18 +1,18 @@
 """Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
 from kvjax.generation.guided import session_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
+from kvjax.generation.pieces import Pieces
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.reports import Report
@@ -24,7 +24,7 @@ from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
 
 
-class Stream(Iterator[Piece]):
+class Stream(Pieces):
     """A generation that runs as it is iterated over: see ``stream``."""
 
     def __init__(
@@ -48,17 +48,8 @@ class Stream(Iterator[Piece]):
         self._pace = Pace(watched=watched, stops=bool(request.stops), singly=guided)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
-        self._result: GenerationResult | None = None
         self._stopping = False
-        self._pieces: Generator[Piece, None, None] = self._run()
-
-    @outside
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
-        self._pieces.close()
+        super().__init__(self._session)
 
     def stop(self) -> None:
         """Let it end, as soon as what runs on the device has come back: at what was given so far,
@@ -71,23 +62,6 @@ class Stream(Iterator[Piece]):
         them, after the same piece.
         """
         self._stopping = True
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole result.
-
-        Raises:
-          RuntimeError: before the last piece.
-        """
-        if self._result is None:
-            raise RuntimeError("the result is there after the last piece: iterate to the end")
-        return self._result
-
-    def _run(self) -> Generator[Piece, None, None]:
-        try:
-            yield from self._pieces_of_all()
-        finally:
-            self._session.end(None)  # where it did not come to its end
 
     def _pieces_of_all(self) -> Iterator[Piece]:
         with self._prefill_meter.running():
