@@ -152,11 +152,12 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     share what they begin with; and nothing is compiled for it."""
     wanted, meter = alone(policy), Meter()
     states = 2 * engine_of(policy).terms.state_bytes
+    seed = 7 if policy == "int8" else len(policy)  # of an order in which pages run out often enough
     for host in ("1GiB", states):
         engine = engine_of(policy, host_memory=host)
         engine.compile()
         with meter.running():
-            handles = in_any_order(engine, asked(), seed=len(policy))
+            handles = in_any_order(engine, asked(), seed=seed)
         assert meter.compilations == 0
         stats = engine.stats()
         assert stats.preemptions > 0 and (stats.parked < stats.preemptions or host != states)
@@ -302,7 +303,6 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
 
 
 @pytest.mark.parametrize("policy", [*map(in_shards, ("raw", "int8")), "hybrid"])
-@pytest.mark.rare
 def test_requests_that_need_all_pages(policy):
     """One that fits just so, behind texts that were kept, and beside others."""
     kinds = engine_of(policy).terms.kinds
