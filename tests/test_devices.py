@@ -39,6 +39,7 @@ from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
 from kvjax.generation.choosing import Progress
 from kvjax.generation.drawing import make_settings
+from kvjax.generation.past import Past
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from kvjax.memory.traffic import large_results
@@ -194,8 +195,9 @@ def _asked(rows):
 
 def _sent(cache, program, call, **settings):
     zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
+    past = Past(seen, jnp.zeros((cache.batch, 1024), jnp.int32), zeros)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    held = Held(dataclasses.replace(cache, pools=()), progress, seen)
+    held = Held(dataclasses.replace(cache, pools=()), progress, past)
     held, _ = program.__wrapped__(held, _Attention(), None, call, **settings)
     return dataclasses.replace(held.cache, length=cache.length, pools=cache.pools)
 
