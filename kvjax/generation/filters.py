@@ -6,13 +6,15 @@ of 49,152 logits. So ``k`` and ``p`` are traced numbers, one for all or one a ro
 tie at the threshold are all kept.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
@@ -101,7 +103,7 @@ def keep_top_k(logits: Logits, k: Array | int) -> Logits:
 
     Source: Fan et al., arXiv:1805.04833.
     """
-    return _keep_below(logits, jnp.ones_like(logits, jnp.int32), k)
+    return _keep(logits, ranked_by_k(logits, k))
 
 
 def keep_top_p(logits: Logits, p: Array | float) -> Logits:
@@ -109,7 +111,7 @@ def keep_top_p(logits: Logits, p: Array | float) -> Logits:
 
     Source: Holtzman et al., arXiv:1904.09751.
     """
-    return _keep_below(logits, jax.nn.softmax(logits, axis=-1), p)
+    return _keep(logits, ranked_by_p(logits, p))
 
 
 def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
@@ -127,10 +129,55 @@ def keep_typical(logits: Logits, p: Array | float) -> Logits:
 
     Source: Meister et al., arXiv:2202.00666.
     """
+    return _keep(logits, ranked_by_typicality(logits, p))
+
+
+class Ranking(NamedTuple):
+    """What a filter keeps: the tokens above which, in the order of their numbers ``ordered``, stand
+    ``weights`` of less than ``limit``, in sum."""
+
+    ordered: Int[Array, "batch vocab"]
+    weights: Array
+    limit: Array | float
+
+    def keeps(self, token: Rows) -> SomeRows:
+        """Whether it keeps a token of each row: one look, where the threshold takes 32."""
+        mine = jnp.take_along_axis(self.ordered, token[:, None], axis=1)
+        return self._above(mine) < self.limit
+
+    def threshold(self) -> Int[Array, "batch 1"]:
+        """Of ``ordered``, the least that is kept."""
+
+        def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = bounds
+            middle = (low & high) + ((low ^ high) >> 1)
+            below_limit = self._above(middle[:, None]) < self.limit
+            return jnp.where(below_limit, low, middle + 1), jnp.where(below_limit, middle, high)
+
+        low = jnp.full(self.ordered.shape[:1], -(2**31), jnp.int32)
+        high = jnp.full_like(low, 2**31 - 1)
+        return lax.fori_loop(0, 32, halve, (low, high))[1][:, None]
+
+    def _above(self, bounds: Int[Array, "batch 1"]) -> Array:
+        return jnp.sum(jnp.where(self.ordered > bounds, self.weights, 0), axis=-1)
+
+
+def ranked_by_k(logits: Logits, k: Array | int) -> Ranking:
+    """What ``keep_top_k`` goes by."""
+    return Ranking(_ordered(logits), jnp.ones_like(logits, jnp.int32), k)
+
+
+def ranked_by_p(logits: Logits, p: Array | float) -> Ranking:
+    """What ``keep_top_p`` goes by."""
+    return Ranking(_ordered(logits), jax.nn.softmax(logits, axis=-1), p)
+
+
+def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
+    """What ``keep_typical`` goes by."""
     known = jax.nn.log_softmax(logits, axis=-1)
     weights = jnp.exp(known)
     expected = jnp.sum(jnp.where(weights > 0, weights * known, 0), axis=-1, keepdims=True)
-    return _keep_below(logits, weights, p, by=-jnp.abs(known - expected))
+    return Ranking(_ordered(-jnp.abs(known - expected)), weights, p)
 
 
 def likeliest(logits: Logits) -> Rows:
@@ -149,22 +196,11 @@ def _a_row(number: Array | float) -> Array:
     return jnp.reshape(jnp.asarray(number, jnp.float32), (-1, 1))
 
 
-def _keep_below(
-    logits: Logits, weights: Array, limit: Array | float, by: Array | None = None
-) -> Logits:
-    """Keep what has weights of less than ``limit``, in sum, strictly above it, in the order of
-    numbers that it goes ``by``, the logits where none are given."""
-    by = logits if by is None else by
-    bits = lax.bitcast_convert_type(jnp.where(by == 0, 0.0, by), jnp.int32)
-    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _keep(logits: Logits, ranking: Ranking) -> Logits:
+    return jnp.where(ranking.ordered >= ranking.threshold(), logits, -jnp.inf)
 
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)
-        above = jnp.sum(jnp.where(ordered > middle[:, None], weights, 0), axis=-1)
-        below_limit = above < limit
-        return jnp.where(below_limit, low, middle + 1), jnp.where(below_limit, middle, high)
 
-    low = jnp.full(logits.shape[:1], -(2**31), jnp.int32)
-    _, threshold = lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, 2**31 - 1)))
-    return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)
+def _ordered(numbers: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
+    """Whole numbers in the order of float32."""
+    bits = lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

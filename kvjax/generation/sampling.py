@@ -4,6 +4,7 @@ The order is bias, repetition penalty, frequency and presence penalties, ``min_n
 allowed, no n-gram twice; then, where tokens are drawn, temperature, top-k, top-p, min-p, typical-p.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kvjax.generation.filters import (
     EVERY,
     Allowed,
     Logits,
+    Ranking,
     biased,
     counted,
     discourage,
@@ -32,6 +34,9 @@ from kvjax.generation.filters import (
     keep_typical,
     likeliest,
     penalize,
+    ranked_by_k,
+    ranked_by_p,
+    ranked_by_typicality,
 )
 from kvjax.generation.past import LogitsHook, Past
 
@@ -137,7 +142,7 @@ def sample(
         finite &= jnp.any(logits > -jnp.inf, axis=-1)
 
     def drawn(logits: Logits) -> Rows:
-        token = draw(_narrowed(logits, filters, settings), settings.seeds, count)
+        token = _drawn(logits, filters, settings, count)
         if not is_traced(filters.greedy):
             return token
         return jnp.where(settings.temperature > 0, token, likeliest(logits))
@@ -200,16 +205,57 @@ def _changed(
     return _where(filters.ngrams, no_ngram, logits)
 
 
+def _drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> Rows:
+    """Drawn of what ``_narrowed`` keeps. What is drawn of more tokens, and is among those, is what
+    would be drawn of them: they are looked for only where it is not."""
+    noise = _noise(settings.seeds, count, logits.shape[1])
+
+    def searched(logits: Logits) -> Rows:
+        return likeliest(_narrowed(logits, filters, settings) + noise)
+
+    def looked(logits: Logits) -> Rows:
+        warm = _warmed(logits, settings)
+        # The other's sums are those of what top-k has left.
+        sums = filters.top_p | filters.typical_p
+        warm = _where(filters.top_k & sums, lambda x: keep_top_k(x, settings.top_k), warm)
+        likely = _where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), warm)
+        token = likeliest(likely + noise)
+        kept: list[Array] = []
+        for needed, ranked, among, limit in (
+            (filters.top_k, ranked_by_k, warm, settings.top_k),
+            (filters.top_p, ranked_by_p, warm, settings.top_p),
+            (filters.typical_p, ranked_by_typicality, likely, settings.typical_p),
+        ):
+            if is_traced(needed) or needed:
+                keeps = functools.partial(_keeps, ranked, among, limit)
+                kept.append(_either(needed, keeps, lambda x: x >= 0, token))
+        if not kept:
+            return token
+        return lax.cond(jnp.all(jnp.stack(kept)), lambda x: token, searched, logits)
+
+    # Typical-p sums what top-p has left.
+    return _either(filters.top_p & filters.typical_p, searched, looked, logits)
+
+
+def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: Rows) -> SomeRows:
+    return ranked(among, limit).keeps(token)
+
+
 def _narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:
     """With what else tokens that are drawn are subject to."""
-    # The largest is moved to 0 first, so that no temperature can make it overflow.
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    warm = settings.temperature > 0
-    logits = (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
+    logits = _warmed(logits, settings)
     logits = _where(filters.top_k, lambda x: keep_top_k(x, settings.top_k), logits)
     logits = _where(filters.top_p, lambda x: keep_top_p(x, settings.top_p), logits)
     logits = _where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), logits)
     return _where(filters.typical_p, lambda x: keep_typical(x, settings.typical_p), logits)
+
+
+def _warmed(logits: Logits, settings: Sampling) -> Logits:
+    """Divided by the temperature. The largest is moved to 0 first, so that none can make it
+    overflow."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    warm = settings.temperature > 0
+    return (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
 
 
 def _text(past: Past | None) -> tuple[Array, Rows]:
@@ -236,9 +282,14 @@ def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
     Equal ``seeds`` (low and high word) and ``count``, the row's how-manieth draw this is, draw
     equally, in any batch and on any platform.
     """
+    return likeliest(logits + _noise(seeds, count, logits.shape[1]))
 
-    def noise(seed: Array, count: Array) -> Array:
+
+def _noise(seeds: UInt[Array, "batch 2"], count: Rows, vocab: int) -> Logits:
+    """Gumbel's, of each row's seed and number of its draw alone."""
+
+    def one(seed: Array, count: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
-        return jax.random.gumbel(jax.random.fold_in(key, count), logits.shape[-1:], jnp.float32)
+        return jax.random.gumbel(jax.random.fold_in(key, count), (vocab,), jnp.float32)
 
-    return likeliest(logits + jax.vmap(noise)(seeds, count))
+    return jax.vmap(one)(seeds, count)
