@@ -18,9 +18,10 @@ from jaxtyping import Int
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.acceptance import Acceptance
+from kvjax.generation.checking import EveryLogits, checked, told
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.drafting import Drafter
+from kvjax.generation.drafting import Drafted, Drafter
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
@@ -50,7 +51,7 @@ class _Carry:
 def speculate(
     drafter: Drafter,
     draft_params: Any,
-    held: Cached | None,
+    held: Any,
     fared: Acceptance,
     model: Model,
     filters: Filters,
@@ -72,12 +73,10 @@ def speculate(
     ``fared``: how drafts fare. The last two are given back, before what ``decode`` gives.
     """
     progress = replace(progress, done=progress.done | halt)
-    begin, rows = progress.count, jnp.arange(progress.count.shape[0])
+    begin = progress.count
 
-    def choose(
-        progress: Progress, past: Past, logits: Logits, most: Array, scores: int | None
-    ) -> Any:
-        return chosen(progress, past, logits, filters, settings, most, scores)
+    def choose(progress: Progress, past: Past, logits: Logits, allowed: None = None) -> Any:
+        return chosen(progress, past, logits, filters, settings, limit, scores)
 
     def active(progress: Progress) -> SomeRows:
         return ~progress.done & (progress.count - begin < steps)
@@ -89,14 +88,10 @@ def speculate(
         return fared.wanted(found, drafter.price, active(progress))
 
     def draft(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
-        return choose(progress, past, logits, limit, None)[:2]
+        return chosen(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
 
     def going(carry: _Carry) -> Array:
         return jnp.any(active(carry.progress)) & ~jnp.any(carry.progress.broken)
-
-    def told(out: Any, found: Any, before: Progress, after: Progress) -> Any:
-        at = jnp.where(after.count > before.count, before.count - begin, CHUNK)
-        return jax.tree.map(lambda all, new: all.at[rows, at].set(new, mode="drop"), out, found)
 
     def single(carry: _Carry) -> _Carry:
         """A token of each row."""
@@ -108,9 +103,9 @@ def speculate(
         )
         waiting = replace(before, done=~now)
         logits = whole(logits, context)
-        after, past, found = choose(waiting, carry.past, logits, limit, scores)
+        after, past, found = choose(waiting, carry.past, logits)
         after = replace(after, done=jnp.where(now, after.done, before.done))
-        out = told(carry.out, (after.token, found), before, after)
+        out = told(carry.out, (after.token, found), before, after, begin)
         fared = carry.fared.rested()
         return _Carry(context, carry.held, fared, after, past, wanted(fared, after, past), out)
 
@@ -119,37 +114,16 @@ def speculate(
         before, now = carry.progress, active(carry.progress)
         known: Any = carry.past.length
         held: Any
-        (drafted, count), held = drafter.propose(
+        drafted, held = drafter.propose(
             draft_params, carry.held, before, carry.past, carry.wanted, draft
         )
-        fed = jnp.where(now, 1 + count, 0)
-        tokens = jnp.concatenate([before.token[:, None], drafted], axis=1)
-        logits, context = carry.context.feed_all(model, params, tokens, fed)
-
-        def go_on(checking: Any) -> Array:
-            place, _, _, still, _ = checking
-            return (place <= drafter.length) & jnp.any(still)
-
-        def one(checking: Any) -> Any:
-            place, progress, past, still, out = checking
-            here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
-            waiting = replace(progress, done=~still)
-            here = whole(here, context)
-            after, past, found = choose(waiting, past, here, limit, scores)
-            after = replace(after, done=jnp.where(still, after.done, progress.done))
-            out = told(out, (after.token, found), progress, after)
-            guess = jnp.take(drafted, place, axis=1, mode="clip")
-            still &= (place < count) & (after.token == guess) & ~after.done
-            return place + 1, after, past, still, out
-
-        checking = jnp.int32(0), before, carry.past, now, carry.out
-        _, after, past, _, out = lax.while_loop(go_on, one, checking)
-        taken = after.count - before.count
-        accepted = jnp.clip(taken - 1, 0, count)
-        # A row's cache ends before its newest token, and holds what broke it.
-        context = context.taken_back(fed - jnp.where(now, jnp.maximum(taken, 1), 0))
-        fared = carry.fared.after(count, accepted, drafter.length, drafter.price, now)
-        held = drafter.settled(held, known + accepted)
+        logits, context = fed(model, params, carry.context, before, drafted, now)
+        after, past, out = checked(
+            drafted, logits, context, before, carry.past, now, carry.out, begin, choose
+        )
+        context, held, fared = settled(
+            drafter, context, held, carry.fared, drafted, before, after, known, now
+        )
         return _Carry(context, held, fared, after, past, wanted(fared, after, past), out)
 
     def body(carry: _Carry) -> _Carry:
@@ -157,9 +131,35 @@ def speculate(
         carry = lax.while_loop(lambda c: going(c) & ~jnp.any(c.wanted > 0), single, carry)
         return lax.while_loop(lambda c: going(c) & jnp.any(c.wanted > 0), several, carry)
 
-    shape = len(rows), CHUNK
+    shape = begin.shape[0], CHUNK
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
     first = wanted(fared, progress, past)
     carry = _Carry(context, held, fared, progress, past, first, out)
     carry = lax.while_loop(going, body, carry)
     return carry.held, carry.fared, carry.context, carry.progress, carry.past, *carry.out
+
+
+def fed(
+    model: Model, params: Any, context: Cached, before: Progress, drafted: Drafted, now: SomeRows
+) -> tuple[EveryLogits, Cached]:
+    """Feed the rows that it is ``now`` for their newest token, and what was drafted behind it."""
+    tokens = jnp.concatenate([before.token[:, None], drafted[0]], axis=1)
+    return context.feed_all(model, params, tokens, _lengths(drafted, now))
+
+
+def settled(
+    drafter: Drafter, context: Cached, held: Any, fared: Acceptance, drafted: Drafted,
+    before: Progress, after: Progress, known: Rows, now: SomeRows,
+) -> tuple[Cached, Any, Acceptance]:  # fmt: skip
+    """Behind a check: both texts without what was not taken, and how drafts fare; ``known``: tokens
+    of each row before it."""
+    count, taken = drafted[1], after.count - before.count
+    accepted = jnp.clip(taken - 1, 0, count)
+    # A row's cache ends before its newest token, and holds what broke it.
+    surplus = _lengths(drafted, now) - jnp.where(now, jnp.maximum(taken, 1), 0)
+    fared = fared.after(count, accepted, drafter.length, drafter.price, now)
+    return context.taken_back(surplus), drafter.settled(held, known + accepted), fared
+
+
+def _lengths(drafted: Drafted, now: SomeRows) -> Rows:
+    return jnp.where(now, 1 + drafted[1], 0)
