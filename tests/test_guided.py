@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
@@ -107,9 +108,8 @@ def test_a_guide_that_allows_everything_changes_nothing(way):
     assert all(guide.tokens == [] for guide in guides if guide is not None)
     for row, (guide, tokens) in enumerate(zip(guided.guides, guided.tokens, strict=True)):
         assert (guide is None) == (row // 2 == 1)
-        if guide is not None:  # the last token of a row is told to nobody
-            both = min(len(tokens), len(guide.tokens))
-            assert both >= len(tokens) - 1 and guide.tokens[:both] == tokens[:both]
+        if guide is not None:
+            assert guide.tokens[: len(tokens)] == tokens
     if plain.cache is not None and way != "mesh":
         assert guided.cache.length.tolist() == plain.cache.length.tolist()
         both = (
@@ -133,6 +133,52 @@ def test_rows_keep_to_their_texts_as_they_stream():
             row += tokens
     assert rows == running.result.tokens == texts
     assert running.result.stats.stop_reasons == ("eos", "eos", "length")
+
+
+class Even(Anything):
+    """What allows even tokens, and 7, which ends a text."""
+
+    def allowed(self):
+        return np.array([0x55555555 | 1 << 7, 0x55555555], np.uint32)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+@pytest.mark.parametrize("way", some(WAYS[1:], "static"))
+def test_drafts_of_rows_with_guides(way, kind):
+    """Texts, guides and caches are those without drafts, whether rows agree with them or not."""
+    lm, prompts = shallow(), [[2, 4, 6] * 6, [9], [30, 31, 32, 33], [8, 8, 8]]
+    guides = [Even(), None, Anything(), Text([5, 60, 5, 60, 5, 60, 31, 7])]
+    if way == "mesh":
+        lm = lm.on(kvjax.make_mesh(data=2, tensor=2))
+    own = replace(shallow(), params=jax.tree.map(lambda x: 1.03 * x, shallow().params))
+    draft = {
+        "model": kvjax.DraftModel(own, 4, adaptive=False),
+        "lookup": kvjax.PromptLookup(4, shortest=1, adaptive=kind == way),
+    }[kind]
+    found = []
+    for given in (None, draft):
+        cache: dict[str, Any] = {"cache": POLICIES.get(way, "static")}
+        if way == "prefixes":
+            tree = kvjax.PrefixTree(lm, pages=60, max_len=64, prefill_chunk=16)
+            cache = {"prefix_cache": tree}
+        found.append(
+            kvjax.generate(lm, prompts, n=2, guide=guides, draft=given, **SAMPLED, **cache)
+        )
+    plain, drafted = found
+    assert drafted.tokens == plain.tokens and drafted.unfed == plain.unfed
+    assert drafted.stats.stop_reasons == plain.stats.stop_reasons
+    for mine, other in zip(drafted.guides, plain.guides, strict=True):
+        assert (mine is None) == (other is None)
+        # Behind a stop string one may have come further.
+        assert mine is None or [*zip(mine.tokens, other.tokens, strict=False)] == [
+            *zip(other.tokens, mine.tokens, strict=False)
+        ]
+    stats = drafted.stats.speculation
+    assert stats.proposed > stats.accepted > 0
+    if plain.cache is not None:
+        assert np.array_equal(drafted.cache.length, plain.cache.length)
+    running = kvjax.stream(shallow(), prompts[3:], guide=guides[3:], draft=draft, max_new_tokens=8)
+    assert [token for piece in running for token in piece.tokens[0]] == guides[3].left
 
 
 # Grammars.
@@ -171,6 +217,14 @@ def test_guides_of_every_kind(tiny_llama, temperature):
     guides = [getattr(made, name)(value) for name, value, _ in KINDS]
     prompts, settings = [*"abcde", "free"], LONG | {"temperature": temperature, "prefill_chunk": 16}
     found = kvjax.generate(tiny_llama, prompts, guide=[*guides, None], **settings)
+    drafted = kvjax.generate(
+        tiny_llama,
+        prompts,
+        guide=[*guides, None],
+        draft=kvjax.DraftModel(tiny_llama, 3),
+        **settings,
+    )
+    assert drafted.tokens == found.tokens and drafted.stats.speculation.accepted > 0
     running = kvjax.stream(tiny_llama, prompts, guide=[*guides, None], **settings)
     pieces = [piece.text for piece in running]
     assert ["".join(texts) for texts in zip(*pieces, strict=True)] == found.text
@@ -262,11 +316,6 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
         ([[1]], {"guide": Anything(), "min_new_tokens": 1}, "min_new_tokens is 1, but a guide may"),
         ([[1]], {"guide": Anything(99)}, r"a guide gave uint32\[4\], and must give uint32\[2\]"),
         ([[1]], {"guide": Mute()}, "a guide allows no token at all"),
-        (
-            [[1]],
-            {"guide": Anything(), "draft": "lookup"},
-            "a draft was given together with a guide",
-        ),
         ([[1]], {"guide": guide}, "ends its text with token 257, which eos_token_ids must have"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -10,9 +10,9 @@ import pytest
 
 import kvjax.generation.filters as ways
 from kvjax.generation import sampling
+from kvjax.generation.controls import Filters
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.past import Past
-from kvjax.generation.sampling import Filters
 
 VOCAB = 500
 

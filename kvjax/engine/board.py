@@ -8,8 +8,8 @@ import numpy as np
 
 from kvjax.engine.calls import Asked
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
+from kvjax.generation.controls import NO_TOKEN, Sampling
 from kvjax.generation.drawing import make_settings
-from kvjax.generation.sampling import NO_TOKEN, Sampling
 from kvjax.placement.device import Device
 
 

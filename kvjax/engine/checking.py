@@ -12,7 +12,6 @@ from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.engine.calls import Asked, Held, Report
 from kvjax.engine.programs import choose_next, context_of, report_of, some_of, with_some, written_to
-from kvjax.generation.choosing import whole
 from kvjax.generation.model import Model
 from kvjax.generation.scores import MOST_SCORES, Scores
 
@@ -56,7 +55,7 @@ def check(held: Held, model: Model, params: Any, drafted: Drafted) -> tuple[Held
         here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
         waiting = replace(progress, done=~still)
         after, past, scores = choose_next(
-            waiting, past, whole(here, context), drafted.asked, -jnp.ones_like(fed), None
+            waiting, past, here, context, drafted.asked, -jnp.ones_like(fed), None
         )
         after = replace(after, done=jnp.where(still, after.done, progress.done))
         out = jax.tree.map(

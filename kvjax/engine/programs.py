@@ -19,7 +19,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.choosing import Progress, choose, whole
-from kvjax.generation.contexts import Cached
+from kvjax.generation.contexts import Cached, Context
 from kvjax.generation.filters import EVERY, Allowed, Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
@@ -41,7 +41,7 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     zeros = jnp.zeros_like(piece.rows)
     waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
     progress, past, scores = choose_next(
-        waiting, before.past, whole(logits, context), piece.asked, piece.forced, piece.allowed
+        waiting, before.past, logits, context, piece.asked, piece.forced, piece.allowed
     )
     # Where a prompt goes on, nothing was chosen.
     progress = jax.tree.map(
@@ -83,7 +83,7 @@ def decode(
         forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
         allowed = jnp.where(step == 0, call.allowed, EVERY)
         chosen, past, found = choose_next(
-            waiting, past, whole(logits, context), call.asked, forced, allowed
+            waiting, past, logits, context, call.asked, forced, allowed
         )
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
         tokens, scores = jax.tree.map(
@@ -206,20 +206,22 @@ def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
 
 
 def choose_next(
-    progress: Progress, past: Past, logits: Logits, asked: Asked, forced: Rows,
+    progress: Progress, past: Past, logits: Logits, context: Context, asked: Asked, forced: Rows,
     allowed: Allowed | None,
 ) -> tuple[Progress, Past, Scores]:  # fmt: skip
     """The next token of the rows that are not done, and its scores where some row asks for them."""
-    settings = asked.sampling
+    settings, cache = asked.sampling, context.cache
+    filters = replace(settings.filters, mesh=cache is not None and cache.spread is not None)
+    logits = whole(logits, context)
     after, then = choose(
-        progress, past, logits, settings.filters, settings, asked.limit,
+        progress, past, logits, filters, settings, asked.limit,
         forced=forced, allowed=allowed,
     )  # fmt: skip
     batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
 
     def scored(logits: Logits) -> Scores:
         filtered = filter_logits(
-            logits.astype(jnp.float32), settings.filters, settings, count=progress.count,
+            logits.astype(jnp.float32), filters, settings, count=progress.count,
             past=past, allowed=allowed,
         )  # fmt: skip
         found = scores_of(

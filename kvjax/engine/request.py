@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from kvjax.core.checks import whole_number
+from kvjax.generation.controls import Sampling
 from kvjax.generation.drafts import DraftModel, PromptLookup, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Guide
-from kvjax.generation.sampling import Sampling
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms

@@ -16,6 +16,8 @@ _KEPT = 0.9
 """What the rounds before count in the next."""
 _REST, _LONGEST_REST = 16, 512
 """Tokens that are decoded one by one before drafts are tried again: doubled each time."""
+USUAL = 7
+"""Tokens that are drafted at a time, at most, where no number is given."""
 _TOKEN = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
 """What a token more adds to a pass over one, by platform: on a CPU as measured, on others what
 its products take of the time in which weights are read. See docs/notes/speculation.md."""
@@ -39,7 +41,7 @@ def price_of(platform: str, rows: int, length: int, token: float) -> Price:
 
 def usual_length(platform: str, rows: int) -> int:
     """Tokens that are drafted at a time: fewer where a pass over them takes much longer."""
-    return 3 if platform == "cpu" and rows > 2 else 7
+    return 3 if platform == "cpu" and rows > 2 else USUAL
 
 
 @state

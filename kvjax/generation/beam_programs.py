@@ -14,12 +14,13 @@ from kvjax.core.typing import Array, Rows
 from kvjax.generation.beams import Chosen, Numbers, Searched, begun, extended
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.request import Request
-from kvjax.generation.sampling import Filters, Sampling, filter_logits
+from kvjax.generation.sampling import filter_logits
 from kvjax.generation.scores import Scores
 from kvjax.generation.searching import Beams
 from kvjax.operations.branching import branched

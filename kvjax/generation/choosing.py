@@ -6,9 +6,10 @@ from jax import lax
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.contexts import Context
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.filters import Allowed, Logits
 from kvjax.generation.past import Past
-from kvjax.generation.sampling import Filters, Sampling, filter_logits, sample
+from kvjax.generation.sampling import filter_logits, sample
 from kvjax.generation.scores import Scores, scores_of
 
 

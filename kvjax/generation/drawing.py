@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.generation.controls import NO_TOKEN, Filters, Sampling
 from kvjax.generation.past import LogitsHook
-from kvjax.generation.sampling import NO_TOKEN, Filters, Sampling
 
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES = {

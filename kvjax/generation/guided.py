@@ -16,6 +16,7 @@ from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Context
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.filters import Logits
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Masks, words_for
@@ -23,19 +24,24 @@ from kvjax.generation.model import Model
 from kvjax.generation.past import Past
 from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
-from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.scores import Scores
 from kvjax.generation.session import Session
 
 
 class GuidedSession(Session):
-    """A ``Session`` whose rows keep to their guides. ``decode`` takes one step, and waits for the
-    token before it."""
+    """A ``Session`` whose rows keep to their guides. ``decode`` takes one step, and waits for
+    the token before it."""
 
     def __init__(self, lm: LanguageModel, request: Request) -> None:
         super().__init__(lm, request)
         assert request.guides is not None
         self._masks = Masks(request.guides, words_for(lm.config))
+        self._out: Array | None = None
+
+    @property
+    def most(self) -> int:
+        """The tokens that ``decode`` may take of a row."""
+        return 1
 
     def begin(self) -> Report:
         """Choose the first token of each row, under its mask."""
@@ -51,12 +57,20 @@ class GuidedSession(Session):
         self.context, logits = feed(
             self._lm.architecture, self._lm.params, self.context, self._progress, halt
         )
-        # That runs; its report had these on the host before.
-        token, count, done = fetch(
-            (self._progress.token, self._progress.count, self._progress.done)
-        )
-        self._masks.accept(token, count)
-        return self._choose(logits, np.asarray(halt) | done)
+        return self._choose(logits, self._caught_up(halt))
+
+    def end(self, texts: list[list[int]] | None) -> None:
+        """Give back what was lent; guides have taken in all that was chosen."""
+        if self._out is not None:
+            self._caught_up(np.zeros(self._rows, bool))
+        super().end(texts)
+
+    def _caught_up(self, halt: Any) -> np.ndarray:
+        """Let guides take in what was chosen; bool[batch], the rows that have ended."""
+        # While a program runs: the report has had these on the host before.
+        out, count, done = fetch((self._out, self._progress.count, self._progress.done))
+        self._masks.accept(out, count)
+        return np.asarray(halt) | done
 
     def _choose(self, logits: Logits, ended: np.ndarray) -> Report:
         request, allowed = self._request, self._masks.bits(ended)
@@ -64,12 +78,8 @@ class GuidedSession(Session):
             logits, request.filters, self.settings, self._limit, self._progress, self._past,
             ended, allowed, request.scores,
         )  # fmt: skip
+        self._out = out
         return Report(out, self._progress, scores, None)
-
-
-def session_of(lm: LanguageModel, request: Request) -> Session:
-    """The session of a request, with guides or without."""
-    return Session(lm, request) if request.guides is None else GuidedSession(lm, request)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")

@@ -102,11 +102,12 @@ class Masks:
         self._bits: Any = np.full((len(guides), words), EVERY, np.uint32)
 
     def accept(self, tokens: Any, counts: Any) -> None:
-        """The newest token of each row, int32[rows], of so many new ones: taken in where it was
-        not."""
+        """What was chosen last of each row, int32[rows, n], which has come to so many tokens: taken
+        in where it was not."""
         for row, guide in enumerate(self._guides):
-            if guide is not None and counts[row] > self._counts[row]:
-                guide.accept(int(tokens[row]))
+            for token in tokens[row, : counts[row] - self._counts[row]].tolist():
+                if guide is not None:
+                    guide.accept(token)
         self._counts = counts
 
     def bits(self, ended: np.ndarray) -> np.ndarray:
@@ -116,3 +117,21 @@ class Masks:
             if guide is not None:
                 self._bits[row] = EVERY if ended[row] else bits_of(guide, self._bits.shape[1])
         return self._bits.copy()  # what is sent may be read later
+
+    def along(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
+        """uint32[rows, 1 + n, words]: what may come next, and behind each token of a draft,
+        int32[rows, n], so many of them real, as far as the one before was allowed."""
+        rows, places = tokens.shape
+        found = np.full((rows, places + 1, self._bits.shape[1]), EVERY, np.uint32)
+        found[:, 0] = self.bits(ended)
+        for row, guide in enumerate(self._guides):
+            if guide is None or ended[row]:
+                continue
+            ahead: Any = None
+            for place, token in enumerate(tokens[row, : counts[row]].tolist()):
+                if not found[row, place, token // 32] >> np.uint32(token % 32) & 1:
+                    break
+                ahead = guide.copy() if ahead is None else ahead  # type: ignore[attr-defined]
+                ahead.accept(token)
+                found[row, place + 1] = bits_of(ahead, found.shape[2])
+        return found

@@ -14,16 +14,16 @@ _PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
 
 class Pace:
     """``steps``: of the next dispatch; ``watched``: somebody waits for text; ``stops``: there are
-    strings that end one, behind which steps are in vain; ``singly``: each waits for the one before.
-    """
+    strings that end one, behind which steps are in vain; ``most``: steps of each, where it waits
+    for the one before, else None."""
 
-    def __init__(self, *, watched: bool, stops: bool, singly: bool) -> None:
+    def __init__(self, *, watched: bool, stops: bool, most: int | None = None) -> None:
         # Processes that run together do the same steps, whatever time each takes.
         alone = jax.process_count() == 1
         first = 1 if alone else _TOGETHER_STEPS
         self.steps = first if watched else _WATCHED_STEPS if stops else CHUNK
-        self._changes = watched and alone and not singly
-        self.steps = 1 if singly else self.steps
+        self._changes = watched and alone and most is None
+        self.steps = most or self.steps
 
     def took(self, seconds: float) -> None:
         """Go by how long a dispatch took."""

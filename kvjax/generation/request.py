@@ -10,13 +10,13 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.drafts import Draft, check_length, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Guide, guides_of
 from kvjax.generation.model import check_model
-from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.searching import Search, rows_asked
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
@@ -134,8 +134,6 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     draft = draft_of(lm, options.draft)
     if draft is not None and not options.use_cache:
         raise ValueError("a draft was given together with use_cache=False: a cache checks it")
-    if draft is not None and options.guide is not None:
-        raise ValueError("a draft was given together with a guide, which waits for each token")
     spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
@@ -202,6 +200,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
         logits_hook=options.logits_hook,
     )  # fmt: skip
+    filters = replace(filters, mesh=spread is not None)
     return Request(
         prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
         capacity=capacity,

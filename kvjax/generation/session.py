@@ -58,6 +58,12 @@ class Session:
         return self._lm
 
     @property
+    def most(self) -> int | None:
+        """The tokens that ``decode`` may take of a row, where each call waits for the one before;
+        else None: as many as it is told."""
+        return None
+
+    @property
     def cache(self) -> KVCache | None:
         """The text so far, where it is in a cache."""
         return self.context.cache

@@ -21,12 +21,12 @@ from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.checking import EveryLogits, checked, told
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.drafting import Drafted, Drafter
 from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
-from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.scores import Scores
 
 

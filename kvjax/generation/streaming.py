@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.guided import session_of
+from kvjax.generation.guided_drafts import session_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
 from kvjax.generation.pieces import Pieces
@@ -44,8 +44,8 @@ class Stream(Pieces):
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        guided = request.guides is not None  # each token waits for the one before
-        self._pace = Pace(watched=watched, stops=bool(request.stops), singly=guided)
+        most = self._session.most
+        self._pace = Pace(watched=watched, stops=bool(request.stops), most=most)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._stopping = False
@@ -82,7 +82,8 @@ class Stream(Pieces):
         flying: deque[Report] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
-        ahead = 1 if self._request.stops or self._request.guides else 2
+        singly = self._session.most is not None
+        ahead = 1 if self._request.stops or singly else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
             if self._stopping:
@@ -93,12 +94,15 @@ class Stream(Pieces):
                 while len(flying) < ahead and dispatched < self._request.limit:
                     left = self._request.limit - dispatched
                     steps = min(self._pace.steps, left, self._revocable())
-                    self._session.make_room(longest + dispatched + steps)
+                    reached = max(dispatched, int(self._counts.max())) + steps
+                    self._session.make_room(longest + min(reached, self._request.limit))
                     steps = min(steps, self._revocable())  # a layer with a tail forgets less
                     dispatched += steps
                     halt = np.array([row.reason is not None for row in self._rows])
                     flying.append(self._session.decode(np.int32(steps), halt))
                 self._absorb(flying.popleft())
+            if singly:
+                dispatched = self._least()
             tell("generating", int(self._counts.max()), self._request.limit)
             self._pace.took(self._decode_meter.seconds - before)
         with self._decode_meter.running():
@@ -140,6 +144,11 @@ class Stream(Pieces):
             for report in flying:
                 self._absorb(report)
             self._finish("stopped")
+
+    def _least(self) -> int:
+        """New tokens of a row that goes on, at least."""
+        live = [row.reason is None for row in self._rows]
+        return int(self._counts[live].min(initial=self._request.limit))
 
     def _finish(self, reason: str) -> None:
         for row in self._rows:

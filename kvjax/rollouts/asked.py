@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.checks import UNLIMITED, is_traced, whole_number
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import Drawing
 from kvjax.generation.words import biases, check_ids, token_ids
 from kvjax.policies.positions import position_limit, same_rotary
@@ -79,6 +79,7 @@ def drawing_of(
     filters, found = make_settings(
         seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
     )
+    filters = replace(filters, mesh=lm.mesh is not None)
     if not is_traced(seed) and not isinstance(seed, jax.Array):
         seed = np.uint32(_below(seed))
     high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))

@@ -17,12 +17,12 @@ from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached
+from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.parameters import check_like
 from kvjax.generation.past import Past
 from kvjax.generation.programs import begin, decoded
-from kvjax.generation.sampling import Filters, Sampling
 from kvjax.generation.settings import spelled_out
 from kvjax.generation.sharing import for_samples
 from kvjax.generation.words import Prompts

@@ -1,0 +1,111 @@
+"""One draw a row, of what filters keep: of these alone, or looked up among them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt
+
+from kvjax.core.checks import is_traced
+from kvjax.core.typing import Rows, SomeRows
+from kvjax.generation.controls import Filters, Sampling
+from kvjax.generation.filters import (
+    Logits,
+    Ranking,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+    likeliest,
+    ranked_by_k,
+    ranked_by_p,
+    ranked_by_typicality,
+)
+
+
+def drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> Rows:
+    """Drawn of what ``narrowed`` keeps. What is drawn of more tokens, and is among those, is what
+    would be drawn of them: they are looked for only where it is not."""
+    noise = _noise(settings.seeds, count, logits.shape[1])
+
+    def searched(logits: Logits) -> Rows:
+        return likeliest(narrowed(logits, filters, settings) + noise)
+
+    def looked(logits: Logits) -> Rows:
+        warm = _warmed(logits, settings)
+        # The other's sums are those of what top-k has left.
+        sums = filters.top_p | filters.typical_p
+        warm = where(filters.top_k & sums, lambda x: keep_top_k(x, settings.top_k), warm)
+        likely = where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), warm)
+        token = likeliest(likely + noise)
+        kept: list[Array] = []
+        for needed, ranked, among, limit in (
+            (filters.top_k, ranked_by_k, warm, settings.top_k),
+            (filters.top_p, ranked_by_p, warm, settings.top_p),
+            (filters.typical_p, ranked_by_typicality, likely, settings.typical_p),
+        ):
+            if is_traced(needed) or needed:
+                keeps = functools.partial(_keeps, ranked, among, limit)
+                kept.append(either(needed, keeps, lambda x: x >= 0, token))
+        if not kept:
+            return token
+        return lax.cond(jnp.all(jnp.stack(kept)), lambda x: token, searched, logits)
+
+    # Typical-p sums what top-p has left; and of a mesh, devices would have to ask each other.
+    search = True if filters.mesh else filters.top_p & filters.typical_p
+    return either(search, searched, looked, logits)
+
+
+def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: Rows) -> SomeRows:
+    return ranked(among, limit).keeps(token)
+
+
+def narrowed(logits: Logits, filters: Filters, settings: Sampling) -> Logits:
+    """With what else tokens that are drawn are subject to."""
+    logits = _warmed(logits, settings)
+    logits = where(filters.top_k, lambda x: keep_top_k(x, settings.top_k), logits)
+    logits = where(filters.top_p, lambda x: keep_top_p(x, settings.top_p), logits)
+    logits = where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), logits)
+    return where(filters.typical_p, lambda x: keep_typical(x, settings.typical_p), logits)
+
+
+def _warmed(logits: Logits, settings: Sampling) -> Logits:
+    """Divided by the temperature. The largest is moved to 0 first, so that none can make it
+    overflow."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    warm = settings.temperature > 0
+    return (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
+
+
+def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
+    """Draw one token a row, in proportion to ``exp(logits)``; never one at minus infinity.
+
+    Equal ``seeds`` (low and high word) and ``count``, the row's how-manieth draw this is, draw
+    equally, in any batch and on any platform.
+    """
+    return likeliest(logits + _noise(seeds, count, logits.shape[1]))
+
+
+def _noise(seeds: UInt[Array, "batch 2"], count: Rows, vocab: int) -> Logits:
+    """Gumbel's, of each row's seed and number of its draw alone."""
+
+    def one(seed: Array, count: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
+        return jax.random.gumbel(jax.random.fold_in(key, count), (vocab,), jnp.float32)
+
+    return jax.vmap(one)(seeds, count)
+
+
+def where(needed: bool | Array, change: Callable[[Logits], Logits], logits: Logits) -> Logits:
+    """``change``, if it is needed."""
+    return either(needed, change, lambda x: x, logits)
+
+
+def either(which: bool | Array, one: Callable[..., Any], other: Callable[..., Any], x: Any) -> Any:
+    """One of two ways to take: as the program is compiled, or as it runs."""
+    if is_traced(which):
+        return lax.cond(which, one, other, x)
+    return one(x) if which else other(x)

@@ -1,0 +1,144 @@
+"""Drafts of rows with guides: what a guide allows along a draft is made while the model reads it.
+
+A step is three programs: one drafts, one feeds what was drafted, one checks it under masks, of
+which each place of a draft has its own. A guide goes along a draft as a copy.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.core.device import fetch
+from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.generation import speculation
+from kvjax.generation.acceptance import USUAL, Acceptance
+from kvjax.generation.checking import EveryLogits, checked
+from kvjax.generation.choosing import Progress, chosen, whole
+from kvjax.generation.contexts import Cached
+from kvjax.generation.controls import Filters, Sampling
+from kvjax.generation.drafting import Drafted, Drafter
+from kvjax.generation.filters import Logits
+from kvjax.generation.guided import GuidedSession
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.model import Model
+from kvjax.generation.past import Past
+from kvjax.generation.reports import Report
+from kvjax.generation.request import Request
+from kvjax.generation.scores import Scores
+from kvjax.generation.session import Session
+
+
+class DraftedGuidedSession(GuidedSession):
+    """A ``GuidedSession`` with drafts. ``decode`` takes as many tokens as are right, and one more;
+    drafts themselves keep to no guide."""
+
+    @property
+    def most(self) -> int:
+        """The tokens that ``decode`` may take of a row."""
+        draft = self._request.draft
+        assert draft is not None
+        return 1 + (draft.length or USUAL)
+
+    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
+        """Choose up to so many tokens more, of all rows but those to end now (bool[batch])."""
+        drafter, drafts, request = self.drafter, self._drafts, self._request
+        if drafter is None or drafts is None:
+            return super().decode(steps, halt)
+        lm, context, past = self._lm, self.context, self._past
+        assert isinstance(context, Cached) and past is not None
+        drafted, drafts.held = propose(
+            drafter, drafts.params, drafts.held, drafts.fared, request.filters, self._progress,
+            past, halt, self.settings, self._limit, steps,
+        )  # fmt: skip
+        ended = self._caught_up(halt)
+        tokens, count = fetch(drafted)
+        if not count.any():
+            drafts.fared = rested(drafts.fared)
+            return super().decode(steps, halt)._replace(drafted=drafts.fared)
+        self.context, logits = feed(
+            lm.architecture, lm.params, context, self._progress, drafted, halt
+        )
+        allowed = self._masks.along(tokens, count, ended)
+        (self.context, drafts.held, drafts.fared), found = check(
+            drafter, self.context, drafts.held, drafts.fared, logits, drafted, request.filters,
+            self.settings, self._limit, self._progress, past, halt, allowed, request.scores,
+        )  # fmt: skip
+        self._progress, self._past, self._out, scores = found
+        return Report(found[2], self._progress, scores, drafts.fared)
+
+
+def session_of(lm: LanguageModel, request: Request) -> Session:
+    """The session of a request, with guides or without."""
+    if request.guides is None:
+        return Session(lm, request)
+    kind = GuidedSession if request.draft is None else DraftedGuidedSession
+    return kind(lm, request)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "filters"), donate_argnames="held")
+def propose(
+    drafter: Drafter, draft_params: Any, held: Any, fared: Acceptance, filters: Filters,
+    progress: Progress, past: Past, halt: Any, settings: Sampling, limit: Array, steps: Any,
+) -> tuple[Drafted, Any]:  # fmt: skip
+    """Draft of the rows that go on, so that they come to ``steps`` tokens more at most; and the
+    draft's own text behind that."""
+    progress = replace(progress, done=progress.done | halt)
+
+    def choose(progress: Progress, past: Past, logits: Logits, limit: Rows) -> Any:
+        return chosen(progress, past, logits, filters, settings, limit, None)[:2]
+
+    left = jnp.minimum(steps, limit - progress.count) - 1
+    found = drafter.found(past, jnp.clip(left, 0, drafter.length))
+    wanted = fared.wanted(found, drafter.price, ~progress.done)
+    return drafter.propose(draft_params, held, progress, past, wanted, choose)
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
+def feed(
+    model: Model, params: Any, context: Cached, progress: Progress, drafted: Drafted, halt: Any
+) -> tuple[Cached, EveryLogits]:
+    """Feed the newest tokens of the rows that go on, and their drafts; the logits behind all."""
+    now: SomeRows = ~(progress.done | halt)
+    logits, context = speculation.fed(model, params, context, progress, drafted, now)
+    return context, whole(logits, context)  # type: ignore[arg-type]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("drafter", "filters", "scores"),
+    donate_argnames=("context", "held", "past"),
+)  # fmt: skip
+def check(
+    drafter: Drafter, context: Cached, held: Any, fared: Acceptance, logits: EveryLogits,
+    drafted: Drafted, filters: Filters, settings: Sampling, limit: Array, progress: Progress,
+    past: Past, halt: Any, allowed: Any, scores: int | None,
+) -> tuple[Any, tuple[Progress, Past, Int[Array, "batch places"], Scores | None]]:  # fmt: skip
+    """Choose the tokens of the rows that go on, as far as they are what was drafted, and one more;
+    ``allowed``: uint32[batch, places, words]. Both texts, and how drafts fare, come first."""
+
+    def choose(progress: Progress, past: Past, logits: Logits, allowed: Any = None) -> Any:
+        return chosen(
+            progress, past, logits, filters, settings, limit, scores, allowed=allowed
+        )  # fmt: skip
+
+    before: Any = replace(progress, done=progress.done | halt)
+    known: Any = past.length
+    now, shape = ~before.done, logits.shape[:2]
+    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    after, past, (tokens, found) = checked(
+        drafted, logits, context, before, past, now, out, before.count, choose, allowed
+    )
+    texts = speculation.settled(
+        drafter, context, held, fared, drafted, before, after, known, now
+    )  # fmt: skip
+    return texts, (after, past, tokens, found)
+
+
+@jax.jit
+def rested(fared: Acceptance) -> Acceptance:
+    """Behind a step without a draft."""
+    return fared.rested()
