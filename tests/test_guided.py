@@ -221,7 +221,7 @@ def test_guides_of_every_kind(tiny_llama, temperature):
         tiny_llama,
         prompts,
         guide=[*guides, None],
-        draft=kvjax.DraftModel(tiny_llama, 3),
+        draft=kvjax.DraftModel(tiny_llama, 3, adaptive=False),
         **settings,
     )
     assert drafted.tokens == found.tokens and drafted.stats.speculation.accepted > 0
@@ -231,18 +231,22 @@ def test_guides_of_every_kind(tiny_llama, temperature):
     assert running.result.tokens == found.tokens
     assert len(pieces) >= 64
     engine = engine_of(tiny_llama)
-    handles = [
-        engine.submit(
-            prompt, guide=guide and guide.copy(), seed=seed, max_new_tokens=64,
-            temperature=temperature,
-        )
-        for seed, (prompt, guide) in enumerate(zip(prompts, [*guides, None], strict=True))
-    ]  # fmt: skip
-    while engine.step():
-        pass
-    assert [(each.tokens, each.text) for each in handles] == [
-        *zip(found.tokens, found.text, strict=True)
-    ]
+    for draft in (None, kvjax.PromptLookup(shortest=1, adaptive=False)):
+        handles = [
+            engine.submit(
+                prompt, guide=guide and guide.copy(), seed=seed, max_new_tokens=64,
+                temperature=temperature, draft=draft,
+            )
+            for seed, (prompt, guide) in enumerate(zip(prompts, [*guides, None], strict=True))
+        ]  # fmt: skip
+        while engine.step():
+            pass
+        assert [(each.tokens, each.text) for each in handles] == [
+            *zip(found.tokens, found.text, strict=True)
+        ]
+    assert engine.stats().drafted_tokens > engine.stats().accepted_tokens
+    with pytest.raises(ValueError, match=r"a guide beside a draft has copy\(\)"):
+        engine.submit("a", guide=object(), draft="lookup")  # type: ignore[arg-type]
     both = zip(KINDS, found.text, found.stats.stop_reasons, strict=False)
     for (name, _, pattern), text, reason in both:
         assert re.fullmatch(pattern, text) and reason == "eos", (name, text)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import UInt
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
@@ -22,7 +23,8 @@ class Drafted:
 
     ``rows``: int32[n], which; ``tokens``: int32[n, 1 + most], each row's newest token, and behind
     it ``count`` drafted ones, int32[n]; ``starts``: int32[n], tokens that each has in the cache;
-    ``tables``: of each kind of layers, int32[n, columns].
+    ``tables``: of each kind of layers, int32[n, columns]. ``allowed``:
+    bits of what may come behind each token.
     """
 
     rows: Rows
@@ -30,6 +32,7 @@ class Drafted:
     count: Rows
     starts: Rows
     tables: tuple[Array, ...]
+    allowed: UInt[Array, "rows places words"]
     asked: Asked
 
 
@@ -54,8 +57,9 @@ def check(held: Held, model: Model, params: Any, drafted: Drafted) -> tuple[Held
         place, still, progress, past, out = carry
         here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
         waiting = replace(progress, done=~still)
+        allowed = lax.dynamic_index_in_dim(drafted.allowed, place, axis=1, keepdims=False)
         after, past, scores = choose_next(
-            waiting, past, here, context, drafted.asked, -jnp.ones_like(fed), None
+            waiting, past, here, context, drafted.asked, -jnp.ones_like(fed), allowed
         )
         after = replace(after, done=jnp.where(still, after.done, progress.done))
         out = jax.tree.map(

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.engine.lookups import Lookups
 from kvjax.engine.request import Request
-from kvjax.generation.masks import bits_of
+from kvjax.generation.masks import bits_along, bits_of
 from kvjax.generation.scores import TokenScore
 from kvjax.generation.text import RowText
 
@@ -148,6 +148,14 @@ class Handle:
             return bits_of(guide, words)
 
         return None if guide is None or self.error is not None else self._tried(found)
+
+    def allow_along(self, draft: Sequence[int], found: np.ndarray) -> None:
+        """Into uint32[1 + n, words]: what ``allowed`` gives, and what it would behind each token of
+        a draft."""
+        bits = self.allowed(found.shape[1])
+        if bits is not None:
+            found[0] = bits
+            self._tried(bits_along, self.request.guide, draft, found)
 
     def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a user's function gives; one that raises ends its own request, and no other."""

@@ -159,6 +159,6 @@ def _lookup(lm: LanguageModel, draft: Any, guide: Guide | None) -> PromptLookup 
         raise ValueError(
             "an engine's drafts are 'lookup' or PromptLookup: its cache is of one model"
         )
-    if found is not None and guide is not None:
-        raise ValueError("a draft was given together with a guide, which waits for each token")
+    if found is not None and guide is not None and not hasattr(guide, "copy"):
+        raise ValueError("a guide beside a draft has copy(), and goes along it with that")
     return found

@@ -123,13 +123,16 @@ class Rows:
         """Send a draft of a row, whose pages are the row's already."""
         tokens: Any = np.zeros((1, 1 + self.drafted), np.int32)
         tokens[0, : 1 + len(draft)] = slot.handle.drawn[-1], *draft
-        return self._check(slot.row, tokens, len(draft), slot.filled)
+        allowed = self._every(1 + self.drafted)
+        slot.handle.allow_along(draft, allowed)
+        return self._check(slot.row, tokens, len(draft), slot.filled, allowed)
 
-    def _check(self, row: int, tokens: Any, count: int, filled: int) -> Report:
+    def _check(self, row: int, tokens: Any, count: int, filled: int, allowed: Any) -> Report:
         one = slice(row, row + 1)
         drafted = Drafted(
-            ints(row), tokens, ints(count), ints(filled), self._tables(one), self.board.of(one)
-        )
+            ints(row), tokens, ints(count), ints(filled), self._tables(one), allowed[None],
+            self.board.of(one),
+        )  # fmt: skip
         return self._run(check, self.lm.architecture, self.params, drafted)
 
     def take(self, row: int, tokens: int) -> Any:
@@ -196,7 +199,8 @@ class Rows:
         for size in self.sizes:
             self.decode([], size)
         if self.drafted:
-            self._check(0, np.zeros((1, 1 + self.drafted), np.int32), 0, 0)
+            nothing = np.zeros((1, 1 + self.drafted), np.int32)
+            self._check(0, nothing, 0, 0, self._every(1 + self.drafted))
         self.mark(0, [])
         self.put(0, rows, stands)
         for number in range(len(self.terms.kinds)):

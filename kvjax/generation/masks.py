@@ -55,6 +55,18 @@ def bits_of(guide: Guide, words: int) -> np.ndarray:
     return bits
 
 
+def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray) -> None:
+    """Of a guide, and a draft behind its text, what may come behind each token, as far as the
+    one before may: ``found``, uint32[1 + n, words], is given with the first, and filled in."""
+    ahead = None
+    for place, token in enumerate(draft):
+        if not found[place, token // 32] >> np.uint32(token % 32) & 1:
+            break
+        ahead = guide.copy() if ahead is None else ahead
+        ahead.accept(token)
+        found[place + 1] = bits_of(ahead, found.shape[1])
+
+
 def guides_of(
     config: ModelConfig, given: RowGuides | None, prompts: int, samples: int, rows: int,
     eos: Sequence[int], least: int,
@@ -127,11 +139,5 @@ class Masks:
         for row, guide in enumerate(self._guides):
             if guide is None or ended[row]:
                 continue
-            ahead: Any = None
-            for place, token in enumerate(tokens[row, : counts[row]].tolist()):
-                if not found[row, place, token // 32] >> np.uint32(token % 32) & 1:
-                    break
-                ahead = guide.copy() if ahead is None else ahead  # type: ignore[attr-defined]
-                ahead.accept(token)
-                found[row, place + 1] = bits_of(ahead, found.shape[2])
+            bits_along(guide, tokens[row, : counts[row]].tolist(), found[row])
         return found

@@ -99,8 +99,6 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
     kind, grammar = _grammar(fields)
     if kind is not None and (least or endless):
         raise Refused(400, f"min_tokens and ignore_eos can't stand beside {kind}", param=kind)
-    if kind is not None and settings["draft"] is not None:
-        raise Refused(400, f"lookup can't stand beside {kind}", param="lookup")
     fields.end()
     asked.guides = [None] * asked.choices
     if kind is not None:
