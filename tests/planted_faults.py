@@ -141,8 +141,9 @@ FAULTS = (
     ),
     Fault(
         "the top-k threshold is one token short", "generation/filters.py",
-        "return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)",
-        "return jnp.where(ordered > threshold[:, None], logits, -jnp.inf)", ("sampling",),
+        "return jnp.where(ranking.ordered >= ranking.threshold(), logits, -jnp.inf)",
+        "return jnp.where(ranking.ordered > ranking.threshold(), logits, -jnp.inf)",
+        ("sampling",),
     ),
     Fault(
         "the count of a page is not lowered", "paging/allocator.py",
@@ -666,8 +667,28 @@ FAULTS = (
     ),
     Fault(
         "typical tokens are those of the least surprise", "generation/filters.py",
-        "return _keep_below(logits, weights, p, by=-jnp.abs(known - expected))",
-        "return _keep_below(logits, weights, p, by=known - expected)", ("sampling",),
+        "return Ranking(_ordered(-jnp.abs(known - expected)), weights, p)",
+        "return Ranking(_ordered(known - expected), weights, p)", ("sampling",),
+    ),
+    Fault(
+        "what is drawn is not looked up among what is kept", "generation/draws.py",
+        "return lax.cond(jnp.all(jnp.stack(kept)), lambda x: token, searched, logits)",
+        "return lax.cond(True, lambda x: token, searched, logits)", ("sampling",),
+    ),
+    Fault(
+        "it is kept where as much stands above it as may", "generation/filters.py",
+        "return self._above(mine) < self.limit", "return self._above(mine) <= self.limit",
+        ("sampling",),
+    ),
+    Fault(
+        "what a guide allows along a draft lags a token behind", "generation/masks.py",
+        "found[place + 1] = bits_of(ahead, found.shape[1])",
+        "found[place + 1] = found[place]", ("guided",),
+    ),
+    Fault(
+        "guides miss the tokens of a draft", "generation/masks.py",
+        "for token in tokens[row, : counts[row] - self._counts[row]].tolist():",
+        "for token in tokens[row, :1].tolist():", ("guided",),
     ),
     Fault(
         "an engine's row forgets how long its prompt is", "engine/rows.py",
@@ -706,14 +727,15 @@ FAULTS = (
         "return beam, held, 0 * held", ("beams",),
     ),
     Fault(
-        "drafts are taken whatever the model says", "generation/speculation.py",
+        "drafts are taken whatever the model says", "generation/checking.py",
         "still &= (place < count) & (after.token == guess) & ~after.done",
         "still &= (place < count) & ~after.done", ("speculation",),
     ),
     Fault(
         "a token that was not taken stays in the cache", "generation/speculation.py",
-        "context = context.taken_back(fed - jnp.where(now, jnp.maximum(taken, 1), 0))",
-        "context = context.taken_back(0 * fed)", ("speculation",),
+        "return context.taken_back(surplus), drafter.settled(held, known + accepted), fared",
+        "return context.taken_back(0 * surplus), drafter.settled(held, known + accepted), fared",
+        ("speculation",),
     ),
     Fault(
         "a draft keeps what the model refused", "generation/drafting.py",

@@ -1,5 +1,7 @@
 """Sampling against naive numpy, Transformers, and the distributions that it promises."""
 
+import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -392,3 +394,35 @@ def test_nothing_is_sorted(settings):
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make_settings(**{"seeds": [0], **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 3}, {"top_p": 0.6}, {"typical_p": 0.6}, {"top_k": 4, "top_p": 0.7},
+        {"top_p": 0.8, "min_p": 0.1}, {"min_p": 0.1, "typical_p": 0.7}, {"top_k": 5, "min_p": 0.2},
+        {"top_k": 6, "typical_p": 0.7}, {"top_p": 0.9, "typical_p": 0.8},
+    ],
+)  # fmt: skip
+def test_what_is_looked_up_is_what_a_search_finds(settings):
+    """Each row by itself, so that some are looked up, and some searched for; also where filters are
+    taken as the program runs."""
+    rows, vocab = 400, 24
+    logits = np.random.default_rng(0).integers(-3, 4, (rows, 1, vocab)).astype(np.float32)
+    filters, found = make_settings(seeds=range(rows), temperature=1.3, **settings)
+    numbers = jax.tree.map(lambda x: jnp.asarray(x)[:, None], found)
+    none = jnp.zeros(1, jnp.int32)
+    past = Past(jnp.zeros((1, vocab), bool), jnp.zeros((1, 8), jnp.int32), none)
+
+    def drawn(logits, numbers, traced=False, **changes):
+        steps = dataclasses.replace(numbers.filters if traced else filters, **changes)
+        return sampling.sample(logits, steps, numbers, count=none, past=past)[0]
+
+    wanted = jax.vmap(functools.partial(drawn, mesh=True))(logits, numbers)
+    for traced in (False, True):
+        looked = jax.vmap(functools.partial(drawn, traced=traced))(logits, numbers)
+        assert np.array_equal(looked, wanted)
+    # Of the filters that keep all, some other token would have been drawn.
+    free = dataclasses.replace(filters, top_k=False, top_p=False, min_p=False, typical_p=False)
+    every = jax.vmap(lambda x, s: sampling.sample(x, free, s, count=none)[0])
+    assert 0.1 < np.mean(np.asarray(every(logits, numbers)) != np.asarray(wanted)) < 0.9
