@@ -140,6 +140,20 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
 
 
+def test_drafts_change_no_answer(tiny_llama, tmp_path):
+    """Nor what is read; a chat in a folder asks for its draft's model again."""
+    chats = [begun(tiny_llama, draft=x) for x in (None, kvjax.DraftModel(tiny_llama, 3), "lookup")]
+    for text in ("ab", "abab", "cd"):
+        assert len({said(chat.send(text)) for chat in chats}) == 1
+    assert len({(chat.turns, str(held(chat).tokens)) for chat in chats}) == 1
+    assert len({(chat.stats.prefilled, chat.stats.reread) for chat in chats}) == 1
+    for chat, name in zip(chats[1:], ("model", "lookup"), strict=True):
+        chat.save(tmp_path / name)
+    assert kvjax.Chat.load(tiny_llama, tmp_path / "lookup").settings["draft"] == "lookup"
+    with pytest.raises(ValueError, match="draft could not be saved: give it again"):
+        kvjax.Chat.load(tiny_llama, tmp_path / "model")
+
+
 @pytest.mark.parametrize("policy", ["static", "bits=4", RING, *RARE])
 def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkeypatch):
     """What is under way is taken back, or, where the cache can't forget so much, taken in."""

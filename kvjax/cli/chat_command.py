@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.chats.texts import PLAIN
-from kvjax.cli import options
+from kvjax.cli import drafting, options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.waiting import raised, shown
@@ -61,6 +61,9 @@ def chat(
     prefetch: options.Prefetch = None,
     cache_memory: options.CacheMemory = None,
     mesh: options.Mesh = "auto",
+    draft: drafting.DraftFrom = None,
+    draft_layers: drafting.DraftLayers = None,
+    lookup: drafting.Lookup = False,
 ) -> None:
     """Talk with a model, turn by turn on one cache; /help lists what else there is."""
     policy = parse_policy(
@@ -79,12 +82,17 @@ def chat(
     }  # fmt: skip
     # What was saved with a chat stays as it is, but for what is asked for.
     given = {name: value for name, value in given.items() if value is not None}
+    drafts = draft, draft_layers, lookup
+    drafting.check_draft(*drafts)
     use_compilation_cache()
     import kvjax
     from kvjax import models
 
     with shown("loading"):
-        lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
+        where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
+        lm = models.load(model, revision=revision, **where)
+        if any(drafts):
+            given["draft"] = drafting.draft_for(lm, *drafts, **where)
         if load is None:
             chat = kvjax.Chat(lm, cache=policy, **given)
         else:
