@@ -210,6 +210,20 @@ def test_choices_draw_with_seeds_one_after_the_other(running, stream):
         assert text == wanted.text
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_best_of_several_samples_are_those_of_generate(running, logprobs):
+    prompts, settings = ["ab", "import"], {"n": 2, "best_of": 4, "seed": 5, "temperature": 0.8}
+    seeds = {"seed": [5, 6, 7, 8] * 2}
+    wanted = kvjax.generate(running.lm, prompts, max_new_tokens=8, **settings | seeds)
+    answer = running.post(prompt=prompts, max_tokens=8, logprobs=logprobs, **settings).json()
+    assert [choice["text"] for choice in answer["choices"]] == wanted.text
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all((x["logprobs"] is None) == (logprobs is None) for x in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == 8
+    assert answer["usage"]["completion_tokens"] == wanted.stats.new_tokens
+    running.idle()
+
+
 def test_seeds_are_random_where_none_is_given(running):
     texts = {running.post(prompt="x", max_tokens=24).text for _ in range(2)}
     assert len({json.loads(text)["choices"][0]["text"] for text in texts}) == 2
@@ -354,7 +368,8 @@ MESSAGE = [{"role": "user", "content": "a"}]
 WRONG = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
     ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
     ({"prompt": "a", "no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),

@@ -9,9 +9,10 @@ from typing import Any
 from kvjax.core.errors import KvjaxError
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service, StoppedError
+from kvjax.generation.best_of import best_rows
 from kvjax.serve.asked import Asked
 from kvjax.serve.choices import pieces_of
-from kvjax.serve.form import Form, with_scores
+from kvjax.serve.form import Form, Scored, with_scores
 from kvjax.serve.refused import Refused, to_json
 from kvjax.serve.token_texts import TokenTexts
 
@@ -19,7 +20,7 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Answer:
-    """What a request is answered, by its handles, one a choice."""
+    """What a request is answered, by its handles, one a sample."""
 
     def __init__(
         self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str,
@@ -43,12 +44,23 @@ class Answer:
                 pass
         choices = [
             self._form.choice(
-                at, handle.text, with_scores(handle.tokens, handle.logprobs, handle),
-                self._reason(at),
+                at, (handle := self._handles[which]).text,
+                self._scored(handle, handle.tokens, handle.logprobs), self._reason(which),
             )
-            for at, handle in enumerate(self._handles)
+            for at, which in enumerate(self._given())
         ]  # fmt: skip
         return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _given(self) -> list[int]:
+        """The handles whose texts are given back."""
+        asked, handles = self._asked, self._handles
+        if asked.samples == asked.n:
+            return list(range(len(handles)))
+        logprobs = [handle.logprobs or [] for handle in handles]
+        return best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
+
+    def _scored(self, handle: Handle, tokens: list[int], scores: Any) -> Scored | None:
+        return with_scores(tokens, scores, handle) if self._asked.told else None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Piece by piece; an error is the last."""
@@ -72,10 +84,10 @@ class Answer:
     def _parts(self, at: int, piece: Any, starts: list[int]) -> Iterator[dict[str, Any]]:
         form, handle = self._form, self._handles[at]
         if piece is None:
-            scored = None if handle.request.scores is None else []
+            scored = [] if self._asked.told else None
             yield form.piece(at, "", scored, starts[at], self._reason(at))
             return
-        scored = with_scores(piece.tokens, piece.scores, handle)
+        scored = self._scored(handle, piece.tokens, piece.scores)
         if piece.text or scored:
             yield form.piece(at, piece.text, scored, starts[at], None)
         if scored and self._texts is not None:
@@ -112,8 +124,8 @@ class Answer:
         return b"data: " + to_json(found) + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        # A prompt counts once, and as what its first choice has found of it.
-        firsts = self._handles[:: self._asked.n]
+        # A prompt counts once, and as what its first sample has found of it.
+        firsts = self._handles[:: self._asked.samples]
         prompt = sum(len(handle.request.tokens) for handle in firsts)
         new = sum(len(handle.tokens) for handle in self._handles)
         cached = sum(handle.cached_tokens for handle in firsts)

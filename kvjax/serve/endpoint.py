@@ -16,6 +16,7 @@ from kvjax.serve.fields import Fields, read_object
 from kvjax.serve.form import Form
 from kvjax.serve.leaving import while_there
 from kvjax.serve.refused import Refused, json_response
+from kvjax.serve.several import check_whole, read_several
 from kvjax.serve.shared import Shared
 
 _EVENTS = [
@@ -51,7 +52,9 @@ class Endpoint:
             message = f"there is no such model here: this server has {name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
         asked = self._form.read(fields)
-        read_common(fields, self._shared.guides, asked, self._shared.limits.most)
+        read_several(fields, asked, self._shared.limits.most)
+        read_common(fields, self._shared.guides, asked)
+        check_whole(asked)
         return asked
 
     async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
