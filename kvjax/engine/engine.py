@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from kvjax.core.checks import truth_value, whole_number
 from kvjax.core.context import outside
+from kvjax.engine.arrays import alike
 from kvjax.engine.flights import Flight, Flights
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.memory import Memory
@@ -20,7 +21,6 @@ from kvjax.generation.ahead import Compiled
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.statistics import Meter
-from kvjax.generation.text import RowText
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.terms import in_bytes
@@ -141,9 +141,8 @@ class Engine:
         Raises:
           ValueError: naming what can't be, and its limit.
         """
-        request = asked(self._rows.lm, self.terms, prompt, **settings)
-        text = RowText(self._rows.lm.tokenizer, request.tokens, request.stops)
-        handle = Handle(request, next(self._numbers), text, listener)
+        request = asked(self._rows.lm, self.terms, self._rows.count, prompt, **settings)
+        handle = Handle(request, next(self._numbers), self._rows.lm.tokenizer, listener)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
 
@@ -210,7 +209,7 @@ class Engine:
         Raises:
           ValueError: if they are not of the same shapes and dtypes, or elsewhere.
         """
-        params = self._rows.usable(params)
+        params = alike(params, self._rows.params)
 
         def swap() -> None:
             self._rows.params = params

@@ -80,6 +80,26 @@ class RowPages:
             table[row] = -1
         self._first[:, row] = self._end[:, row] = 0
 
+    def branch(self, source: int, row: int, tokens: int) -> list[tuple[int, int]]:
+        """Let an empty row go on from one of so many tokens, whose full pages it shares; of each
+        kind the page that is not full, and a free one that is to be the same, -1 for none."""
+        found = []
+        for number, kind in enumerate(self._kinds):
+            counts, table = self._texts.pool.counts[number], self.tables[number]
+            table[row], part = table[source], kind.needed(tokens)[1]
+            pages = -1, -1
+            if part is not None:
+                column = kind.column(part)
+                pages = int(table[source, column]), counts.take()
+                table[row, column] = pages[1]
+            for page in table[row][table[row] >= 0].tolist():
+                if page != pages[1]:
+                    counts.hold(page)
+            found.append(pages)
+        for ends in (self._first, self._end):
+            ends[:, row] = ends[:, source]
+        return found
+
     def partly(self, row: int, tokens: int) -> list[int]:
         """The page of each kind that is not full where a row has so many tokens, 0 for none."""
         found = []
