@@ -13,7 +13,7 @@ from kvjax.core.device import fetch
 from kvjax.engine.request import MOST_ENDS, Request
 from kvjax.generation.beam_history import History
 from kvjax.generation.beam_results import best
-from kvjax.generation.beams import Chosen, Numbers, Searched, begun, extended
+from kvjax.generation.beams import Numbers, begun, extended
 from kvjax.generation.scores import MOST_SCORES, Scores, TokenScore
 from kvjax.generation.text import RowText, Tokenizer
 
@@ -121,7 +121,7 @@ class BeamRows:
         self.chosen = token, parent
         self.going = np.flatnonzero(state.score[0] > -np.inf).tolist()
 
-    def _extended(self, known: Any, eos: Any) -> tuple[Searched, Chosen]:
+    def _extended(self, known: Any, eos: Any) -> tuple[Any, Any]:
         search, limit = self._search, self._request.limit
         numbers: Any = (
             np.float32(search.length_penalty), np.int32(search.early_stopping),
@@ -145,7 +145,7 @@ class BeamRows:
 
 
 @functools.cache
-def _cpu() -> jax.Device | None:
+def _cpu() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to do without

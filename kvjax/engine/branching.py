@@ -68,6 +68,6 @@ def branches_of(
         found[:, : len(some)] = np.reshape(some, (-1, 2)).T
         return tuple(found)
 
-    copied = tuple(columns(some, -1) for some in pages)
-    count: Any = np.int32(len(pairs))
-    return Branches(count, *columns(pairs, 0), copied, *columns(newest, rows))
+    (sources, targets), (led, tokens) = columns(pairs, 0), columns(newest, rows)
+    count, copied = np.int32(len(pairs)), tuple(columns(some, -1) for some in pages)
+    return Branches(count, sources, targets, copied, led, tokens)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvjax.core.errors import KvjaxError
+from kvjax.engine.beams import Found
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
@@ -43,21 +44,23 @@ class Answer:
             async for _ in pieces:
                 pass
         choices = [
-            self._form.choice(
-                at, (handle := self._handles[which]).text,
-                self._scored(handle, handle.tokens, handle.logprobs), self._reason(which),
-            )
-            for at, which in enumerate(self._given())
-        ]  # fmt: skip
+            self._form.choice(at, each.text, self._scored(handle, each.tokens, each.logprobs), why)
+            for at, (handle, each, why) in enumerate(self._given())
+        ]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    def _given(self) -> list[int]:
-        """The handles whose texts are given back."""
-        asked, handles = self._asked, self._handles
-        if asked.samples == asked.n:
-            return list(range(len(handles)))
-        logprobs = [handle.logprobs or [] for handle in handles]
-        return best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
+    def _given(self) -> list[tuple[Handle, Handle | Found, str]]:
+        """The texts that are given back: whose they are, and why they end."""
+        asked, handles, which = self._asked, self._handles, range(len(self._handles))
+        if asked.beams > 1:
+            for at in which:
+                self._reason(at)
+            every = [(handle, found) for handle in handles for found in handle.found]
+            return [(handle, found, _REASONS[found.reason]) for handle, found in every]
+        if asked.samples > asked.n:
+            logprobs = [handle.logprobs or [] for handle in handles]
+            which = best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
+        return [(handles[at], handles[at], self._reason(at)) for at in which]
 
     def _scored(self, handle: Handle, tokens: list[int], scores: Any) -> Scored | None:
         return with_scores(tokens, scores, handle) if self._asked.told else None
@@ -127,7 +130,7 @@ class Answer:
         # A prompt counts once, and as what its first sample has found of it.
         firsts = self._handles[:: self._asked.samples]
         prompt = sum(len(handle.request.tokens) for handle in firsts)
-        new = sum(len(handle.tokens) for handle in self._handles)
+        new = sum(len(each.tokens) for handle in self._handles for each in handle.found or [handle])
         cached = sum(handle.cached_tokens for handle in firsts)
         return {
             "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,

@@ -25,16 +25,18 @@ _UNUSED = (
 class Asked:
     """A request that was read.
 
-    ``prompts``: token ids; ``n``: choices of each that are given back, the best of ``samples``;
-    ``limit``: new tokens; ``settings``: of all; ``seed``: of the first sample of each prompt, the
-    others go on from it; ``guides``: of each sample; ``stream``, ``usage``: whether it is answered
-    piece by piece, and usage at its end; ``told``: whether log-probabilities are.
+    ``prompts``: token ids; ``n``: choices of each that are given back, the best of ``samples``, or
+    of a search of so many ``beams``, which is one sample; ``limit``: new tokens; ``settings``: of
+    all; ``seed``: of the first sample of each prompt, the others go on from it; ``guides``: of each
+    sample; ``stream``, ``usage``: whether it is answered piece by piece, and usage at its end;
+    ``told``: whether log-probabilities are.
     """
 
     prompts: list[list[int]]
     limit: int
     n: int = 1
     samples: int = 1
+    beams: int = 1
     seed: int = 0
     settings: Asking = field(default_factory=Asking)
     guides: list[Guide | None] = field(default_factory=list)
@@ -43,14 +45,14 @@ class Asked:
     told: bool = False
 
     @property
-    def choices(self) -> int:
-        """Samples of all prompts."""
-        return self.samples * len(self.prompts)
+    def places(self) -> int:
+        """Samples and beams of all prompts."""
+        return self.samples * self.beams * len(self.prompts)
 
     def each(self, tenant: str | None) -> list[tuple[list[int], Asking]]:
         """Each sample's prompt and settings; ``tenant``: whose prefixes they share."""
         found = []
-        for at in range(self.choices):
+        for at in range(self.samples * len(self.prompts)):
             mine: Asking = {
                 **self.settings, "max_new_tokens": self.limit,
                 "seed": (self.seed + at % self.samples) % _SEEDS, "guide": self.guides[at],
@@ -82,7 +84,8 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked) -> N
     if asked.samples > asked.n:
         asked.settings.setdefault("logprobs", 0)
     settings, temperature = asked.settings, fields.number("temperature")
-    settings["temperature"] = 1.0 if temperature is None else temperature
+    default = 1.0 if asked.beams == 1 else 0.0
+    settings["temperature"] = default if temperature is None else temperature
     top_k = fields.whole("top_k", -1)
     settings["top_k"] = top_k if top_k is not None and top_k > 0 else None
     settings["top_p"], settings["min_p"] = fields.number("top_p"), fields.number("min_p")
@@ -105,7 +108,7 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked) -> N
     if kind is not None and settings["draft"] is not None:
         raise Refused(400, f"lookup can't stand beside {kind}", param="lookup")
     fields.end()
-    asked.guides = [None] * asked.choices
+    asked.guides = [None] * (asked.samples * len(asked.prompts))
     if kind is not None:
         try:
             asked.guides = [grammar(guides()) for _ in asked.guides]

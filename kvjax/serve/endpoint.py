@@ -25,6 +25,9 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+_NAMES = {"num_beams": "beam_width"}
+"""Of settings, where clients have others."""
+
 
 class Endpoint:
     """An application of ASGI."""
@@ -43,7 +46,7 @@ class Endpoint:
         with shared.queue.place() as place:
             # Long prompts take their time.
             asked = await asyncio.to_thread(self._read, body)
-            place.grow(asked.choices)
+            place.grow(asked.places)
             await while_there(receive, self._answer(asked, scope, receive, send))
 
     def _read(self, body: bytes) -> Asked:
@@ -88,8 +91,9 @@ class Endpoint:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
                 raise Refused(503, "the engine does not run") from None
-            word = str(error).split()[0]
-            raise Refused(400, str(error), param=word if word in asked.settings else None) from None
+            word = str(error).split()[0].rstrip(",")
+            param = _NAMES.get(word, word) if word in asked.settings else None
+            raise Refused(400, str(error), param=param) from None
         self._shared.handles.update(handles)
         return handles
 
