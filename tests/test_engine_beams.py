@@ -56,6 +56,17 @@ def test_texts_and_scores_are_those_of_generate(policy):
         assert settled(mine)
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("policy", ["raw", "int8", "sinks"])
+def test_it_works_on_a_mesh(policy):
+    mesh, found = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2]), []
+    for lm in (one_layer(), one_layer().on(mesh)):
+        mine = engine_of(policy, lm=lm, pages=40)
+        found.append(mine.run([PROMPT], **WIDE)[0].found)
+        assert settled(mine)
+    assert [x.tokens for x in found[0]] == [x.tokens for x in found[1]]
+
+
 @functools.cache
 def ordinary():
     rng = np.random.default_rng(2)
