@@ -1,5 +1,6 @@
 """Pages of the rows' texts, counted on the host, beside those of a tree of prefixes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,15 +45,21 @@ class RowPages:
             self._end[number, row] = int(layout.filled(units))
         return fresh
 
-    def wanted(self, row: int, tokens: int) -> list[int]:
-        """How many free pages of each kind a row takes to have so many tokens."""
+    def wanted(self, rows: Sequence[int], tokens: int) -> list[int]:
+        """How many free pages of each kind rows take to have so many tokens each, one after the
+        other."""
         found = []
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
             counts, table = self._texts.pool.counts[number], self.tables[number]
-            leaving = [table[row, kind.column(page)] for page in self._left(number, row, gone)]
-            spare = sum(page >= 0 and counts.refs[page] == 1 for page in leaving)
-            found.append(max(end - int(self._end[number, row]) - spare, 0))
+            leaving = Counter(
+                int(table[row, kind.column(page)])
+                for row in rows for page in self._left(number, row, gone)
+            )  # fmt: skip
+            # Beams may share what they leave.
+            spare = sum(page >= 0 and counts.refs[page] == n for page, n in leaving.items())
+            new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
+            found.append(max(new - spare, 0))
         return found
 
     def extend(self, row: int, tokens: int) -> None:

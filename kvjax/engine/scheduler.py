@@ -117,11 +117,7 @@ class Scheduler:
         request that is alone has all that there is."""
         pages, end, rows = self._rows.pages, slot.filled + tokens, [row for row, _ in slot.taking]
 
-        def wanted() -> list[int]:
-            every = [pages.wanted(row, end) for row in rows]
-            return [sum(each) for each in zip(*every, strict=True)]
-
-        if not self._made_room(slot, wanted):
+        if not self._made_room(slot, lambda: pages.wanted(rows, end)):
             return False
         for row in rows:
             pages.extend(row, end)
