@@ -447,6 +447,21 @@ FAULTS = (
         ("engine",),
     ),
     Fault(
+        "beams lack what stands in a page that is not full", "engine/branching.py",
+        "            keys, values = copied_pages(body, layer.orders, placement, sources, targets)",
+        "            keys, values = body", ("engine_beams",),
+    ),
+    Fault(
+        "beams do not count for the pages that they share", "engine/pages.py",
+        "                    counts.hold(page)", "                    pass",
+        ("engine_beams",),
+    ),
+    Fault(
+        "a search that began again knows what it was told before", "engine/scheduler.py",
+        "            slot.handle.beams.rest()", "            slot.handle.beams.going = [0]",
+        ("engine_beams",),
+    ),
+    Fault(
         "a failed program leaves its requests", "engine/engine.py",
         "            self._fail(error)", "            del error", ("engine",),
     ),
