@@ -373,8 +373,8 @@ FAULTS = (
     ),
     Fault(
         "other tenants share", "engine/scheduler.py",
-        "slot = Slot(handle, row, Key(handle.request.tenant, self._memory.weights, rows))",
-        "slot = Slot(handle, row, Key(None, self._memory.weights, rows))", ("engine",),
+        "key = Key(handle.request.tenant, self._memory.weights, rows)",
+        "key = Key(None, self._memory.weights, rows)", ("engine",),
     ),
     Fault(
         "texts of other weights are found", "engine/memory.py",
