@@ -374,8 +374,8 @@ FAULTS = (
     ),
     Fault(
         "other tenants share", "engine/scheduler.py",
-        "slot = Slot(handle, row, Key(handle.request.tenant, self._memory.weights, rows))",
-        "slot = Slot(handle, row, Key(None, self._memory.weights, rows))", ("engine",),
+        "key = Key(handle.request.tenant, self._memory.weights, rows)",
+        "key = Key(None, self._memory.weights, rows)", ("engine",),
     ),
     Fault(
         "texts of other weights are found", "engine/memory.py",
@@ -446,6 +446,21 @@ FAULTS = (
         "what is parked stays on the device", "engine/memory.py",
         "        self._coming.append(parked.land)", "        self._coming.append(lambda: None)",
         ("engine",),
+    ),
+    Fault(
+        "beams lack what stands in a page that is not full", "engine/branching.py",
+        "            keys, values = copied_pages(body, layer.orders, placement, sources, targets)",
+        "            keys, values = body", ("engine_beams",),
+    ),
+    Fault(
+        "beams do not count for the pages that they share", "engine/pages.py",
+        "                    counts.hold(page)", "                    pass",
+        ("engine_beams",),
+    ),
+    Fault(
+        "a search that began again knows what it was told before", "engine/scheduler.py",
+        "            slot.handle.beams.rest()", "            slot.handle.beams.going = [0]",
+        ("engine_beams",),
     ),
     Fault(
         "a failed program leaves its requests", "engine/engine.py",

@@ -608,7 +608,9 @@ def test_programs_leave_the_pools_where_they_are(policy, exact):
     engine.compile()
     bodies = [jax.tree.leaves(body) for body in engine._texts.pool.bodies]
     sizes = [sum(x.nbytes for x in body) for body in bodies]
-    assert {program.__name__ for program in sent} == {"check", "decode", "feed", "mark", "put"}
+    assert {program.__name__ for program in sent} == {
+        "branch", "check", "decode", "feed", "mark", "put",
+    }  # fmt: skip
     for program, (shapes, static) in sent.items():
         assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 

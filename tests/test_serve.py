@@ -210,6 +210,39 @@ def test_choices_draw_with_seeds_one_after_the_other(running, stream):
         assert text == wanted.text
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_best_of_several_samples_are_those_of_generate(running, logprobs):
+    prompts, settings = ["ab", "import"], {"n": 2, "best_of": 4, "seed": 5, "temperature": 0.8}
+    seeds = {"seed": [5, 6, 7, 8] * 2}
+    wanted = kvjax.generate(running.lm, prompts, max_new_tokens=8, **settings | seeds)
+    answer = running.post(prompt=prompts, max_tokens=8, logprobs=logprobs, **settings).json()
+    assert [choice["text"] for choice in answer["choices"]] == wanted.text
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all((x["logprobs"] is None) == (logprobs is None) for x in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == 8
+    assert answer["usage"]["completion_tokens"] == wanted.stats.new_tokens
+    running.idle()
+
+
+def test_a_beam_search_is_that_of_the_engine(running):
+    search = {"n": 2, "length_penalty": 0.5, "early_stopping": True}
+    wanted = alone(running, "import", max_new_tokens=8, num_beams=3, logprobs=1, **search).found
+    body = {"prompt": ["import", "import"], "max_tokens": 8, "logprobs": 1, **search}
+    answer = running.post(use_beam_search=True, beam_width=3, **body).json()
+    assert [choice["text"] for choice in answer["choices"]] == 2 * [x.text for x in wanted]
+    for choice, found in zip(answer["choices"], wanted, strict=False):
+        told = choice["logprobs"]["token_logprobs"]
+        assert told == [x.logprob for x in found.logprobs][: len(told)] and len(told) > 6
+        assert choice["finish_reason"] == {"eos": "stop"}.get(found.reason, found.reason)
+    assert answer["usage"]["completion_tokens"] == 2 * sum(len(x.tokens) for x in wanted)
+    body = {"messages": MESSAGE, "max_tokens": 4, "best_of": 2}
+    answer = running.post("chat/completions", use_beam_search=True, **body).json()
+    tokens = running.lm.chat(MESSAGE)
+    (found,) = alone(running, tokens, max_new_tokens=4, num_beams=2).found
+    assert answer["choices"][0]["message"]["content"] == found.text
+    running.idle()
+
+
 def test_seeds_are_random_where_none_is_given(running):
     texts = {running.post(prompt="x", max_tokens=24).text for _ in range(2)}
     assert len({json.loads(text)["choices"][0]["text"] for text in texts}) == 2
@@ -354,7 +387,18 @@ MESSAGE = [{"role": "user", "content": "a"}]
 WRONG = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+    ({"prompt": "a", "n": 2, "use_beam_search": True, "stream": True}, "use_beam_search"),
+    ({"prompt": "a", "use_beam_search": True}, "beam_width"),
+    ({"prompt": "a", "use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width"),
+    ({"prompt": "a", "use_beam_search": True, "beam_width": 5}, "beam_width"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "temperature": 1}, "temperature"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "stop": "x"}, "stop"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "logit_bias": {"1": 1}}, "logit_bias"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "length_penalty": 8}, "length_penalty"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "early_stopping": 1}, "early_stopping"),
+    ({"prompt": "a", "length_penalty": 2}, "length_penalty"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
     ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
     ({"prompt": "a", "no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),

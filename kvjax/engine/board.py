@@ -10,6 +10,7 @@ from kvjax.engine.calls import Asked
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
 from kvjax.generation.controls import NO_TOKEN, Sampling
 from kvjax.generation.drawing import make_settings
+from kvjax.generation.scores import MOST_SCORES
 from kvjax.placement.device import Device
 
 
@@ -42,7 +43,8 @@ class Board:
             else:
                 array[row] = new
         self._asked.limit[row] = request.limit
-        self._asked.scores[row] = 0 if request.scores is None else 1 + request.scores
+        scored = request.scores if request.search is None else MOST_SCORES
+        self._asked.scores[row] = 0 if scored is None else 1 + scored
         self._there = None
 
     def clear(self, row: int) -> None:

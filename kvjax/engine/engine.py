@@ -3,16 +3,18 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from kvjax.core.checks import truth_value, whole_number
 from kvjax.core.context import outside
+from kvjax.engine.arrays import alike
 from kvjax.engine.flights import Flight, Flights
-from kvjax.engine.handle import Handle, Piece
+from kvjax.engine.handle import Handle
 from kvjax.engine.memory import Memory
 from kvjax.engine.request import Asking, asked
 from kvjax.engine.rows import Rows
+from kvjax.engine.runs import Runs
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.engine.terms import DEFAULT_ROWS, engine_terms
@@ -20,14 +22,13 @@ from kvjax.generation.ahead import Compiled
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.statistics import Meter
-from kvjax.generation.text import RowText
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.terms import in_bytes
 from kvjax.prefixes.texts import Texts
 
 
-class Engine:
+class Engine(Runs):
     """Requests that come and go, in the rows of one paged cache: continuous batching (Yu et al.,
     Orca, OSDI 2022), with chunks of prompts between rounds of decoding (Agrawal et al.,
     Sarathi-Serve, arXiv:2403.02310) over pages (Kwon et al., arXiv:2309.06180).
@@ -137,13 +138,16 @@ class Engine:
           draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most.
           tenant: whose prefixes it shares; by default everybody's who names none.
           priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.
+          num_beams, n, length_penalty, early_stopping: a beam search, as of ``generate``: each beam
+            takes a row. ``Handle.found`` has its ``n`` best texts, and the handle the best of them,
+            when it is at its end; who gives its memory away begins again. Penalties and a bias go
+            with none, and beams and tokens that end a text are 20 together, at most.
 
         Raises:
           ValueError: naming what can't be, and its limit.
         """
-        request = asked(self._rows.lm, self.terms, prompt, **settings)
-        text = RowText(self._rows.lm.tokenizer, request.tokens, request.stops)
-        handle = Handle(request, next(self._numbers), text, listener)
+        request = asked(self._rows.lm, self.terms, self._rows.count, prompt, **settings)
+        handle = Handle(request, next(self._numbers), self._rows.lm.tokenizer, listener)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
 
@@ -181,28 +185,6 @@ class Engine:
         """Whether there is something to do."""
         return bool(self._flights or self._inbox or self._scheduler.handles)
 
-    def run(
-        self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Asking]
-    ) -> list[Handle]:
-        """Submit requests with the same settings, each with a seed one higher than the one before,
-        and step until all have ended."""
-        first, handles = settings.get("seed", 0), []
-        for number, prompt in enumerate(prompts):
-            settings["seed"] = first + number
-            handles.append(self.submit(prompt, **settings))
-        while not all(handle.done for handle in handles):
-            self.step()
-        return handles
-
-    def stream(self, handle: Handle) -> Iterator[Piece]:
-        """A request's text as it comes, by steps that do the work of all. Who stops in the middle
-        may go on later, or ``cancel`` it.
-
-        Raises:
-          NonFiniteError: if its logits are not finite numbers.
-        """
-        return handle.pieces(self.step)
-
     def update(self, params: Any) -> None:
         """Send other parameters from the next step on, from any thread: requests go on with them,
         on what they have, and nothing that was computed before is shared with those that come.
@@ -210,7 +192,7 @@ class Engine:
         Raises:
           ValueError: if they are not of the same shapes and dtypes, or elsewhere.
         """
-        params = self._rows.usable(params)
+        params = alike(params, self._rows.params)
 
         def swap() -> None:
             self._rows.params = params

@@ -20,8 +20,8 @@ Landing = Callable[[], None]
 @dataclass
 class Flight:
     """Programs that were sent together: of each its report, and, of entries of that, whose they
-    are, with the new tokens that these had been sent for before. ``landing``: what has come too
-    when they have."""
+    are, with the new tokens that these had been sent for before, or, of a search, which beam they
+    are. ``landing``: what has come too when they have."""
 
     sent: list[tuple[Report, list[tuple[int, Handle, int]]]] = field(default_factory=list)
     landing: list[Landing] = field(default_factory=list)

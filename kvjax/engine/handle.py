@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.engine.beams import BeamRows, Found
 from kvjax.engine.lookups import Lookups
 from kvjax.engine.request import Request
 from kvjax.generation.masks import bits_along, bits_of
 from kvjax.generation.scores import TokenScore
-from kvjax.generation.text import RowText
+from kvjax.generation.text import RowText, Tokenizer
 
 
 @dataclass
@@ -39,23 +40,25 @@ class Handle:
 
     ``request``: what was asked for. ``error``: why it could not go on, else None.
     ``cached_tokens``: of its prompt, those that were not computed for it. ``preemptions``: how
-    often it gave its memory to others. ``times``: when what happened.
+    often it gave its memory to others. ``times``: when what happened. ``found``: the best texts of
+    a beam search, when it has come to its end; the best one is the request's own.
     """
 
     def __init__(
         self,
         request: Request,
         number: int,
-        text: RowText,
+        tokenizer: Tokenizer | None,
         listener: "Callable[[Handle], None] | None" = None,
     ) -> None:
         self.request, self.number = request, number
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
-        self._text, self._listener = text, listener
+        self._text, self._listener = RowText(tokenizer, request.tokens, request.stops), listener
         self._scores: list[TokenScore] = []
         self._told = 0
+        self.found: list[Found] = []
         # The engine's own: all tokens that were chosen, those behind a stop string among them;
         # programs under way that it is in; what it has on the host while it waits; its drafts.
         self.drawn: list[int] = []
@@ -63,10 +66,16 @@ class Handle:
         self.parked: Any = None
         drafts = request.draft
         self.lookups = None if drafts is None else Lookups(drafts, request.tokens)
+        self.beams = None if request.search is None else BeamRows(request, tokenizer)
 
     def __repr__(self) -> str:
         state = self.reason or "not done"
         return f"Handle({self.number}, {len(self.tokens)} of {self.request.limit} tokens, {state})"
+
+    @property
+    def rows(self) -> int:
+        """Of the engine, that it takes."""
+        return 1 if self.beams is None else self.beams.width
 
     @property
     def done(self) -> bool:
@@ -127,6 +136,12 @@ class Handle:
             now = time.monotonic()
             self.times.first_token = self.times.first_token or now
             self.times.newest_token = now
+
+    def searched(self) -> None:
+        """Take in what its search has found."""
+        assert self.beams is not None
+        self.found = self.beams.found()
+        self.pushed(self.found[0].tokens, self.found[0].logprobs or [])
 
     def finish(self, reason: str) -> None:
         """End it, unless it has ended."""

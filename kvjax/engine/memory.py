@@ -65,7 +65,7 @@ class Memory:
         for number, kind in enumerate(terms.kinds):
             coming = sum(each.kind == number for each in away)
             more = max(kind.most(most) - len(kind.needed(hit)[0]), 0)
-            wanted.append(more + coming + others)
+            wanted.append(more + coming + others + len(slot.others))
         with _locked(path):
             if not self.has_room(wanted):
                 return False
@@ -90,9 +90,10 @@ class Memory:
         self._texts.nodes.roots.clear()
 
     def release(self, slot: Slot) -> None:
-        """Take a request's row and pages from it."""
-        self._pages.release(slot.row)
-        self._rows.board.clear(slot.row)
+        """Take a request's rows and pages from it."""
+        for row in slot.rows:
+            self._pages.release(row)
+            self._rows.board.clear(row)
 
     def keep(self, slot: Slot) -> None:
         """Let others share what a row's prompt has come to."""
@@ -124,8 +125,8 @@ class Memory:
 
     def park(self, slot: Slot) -> bool:
         """Have all that a request has on the host, if it fits; it keeps its row."""
-        # One with drafts may have pages beyond its text.
-        if slot.handle.lookups is not None:
+        # One with drafts may have pages beyond its text; a search has texts that may yet be none.
+        if slot.handle.lookups is not None or slot.handle.beams is not None:
             return False
         pages = self._pages.of(slot.row)
         sizes = zip(pages, self._terms.kinds, strict=True)

@@ -1,5 +1,6 @@
 """Pages of the rows' texts, counted on the host, beside those of a tree of prefixes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,15 +45,21 @@ class RowPages:
             self._end[number, row] = int(layout.filled(units))
         return fresh
 
-    def wanted(self, row: int, tokens: int) -> list[int]:
-        """How many free pages of each kind a row takes to have so many tokens."""
+    def wanted(self, rows: Sequence[int], tokens: int) -> list[int]:
+        """How many free pages of each kind rows take to have so many tokens each, one after the
+        other."""
         found = []
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
             counts, table = self._texts.pool.counts[number], self.tables[number]
-            leaving = [table[row, kind.column(page)] for page in self._left(number, row, gone)]
-            spare = sum(page >= 0 and counts.refs[page] == 1 for page in leaving)
-            found.append(max(end - int(self._end[number, row]) - spare, 0))
+            leaving = Counter(
+                int(table[row, kind.column(page)])
+                for row in rows for page in self._left(number, row, gone)
+            )  # fmt: skip
+            # Beams may share what they leave.
+            spare = sum(page >= 0 and counts.refs[page] == n for page, n in leaving.items())
+            new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
+            found.append(max(new - spare, 0))
         return found
 
     def extend(self, row: int, tokens: int) -> None:
@@ -79,6 +86,26 @@ class RowPages:
                 counts.release(page)
             table[row] = -1
         self._first[:, row] = self._end[:, row] = 0
+
+    def branch(self, source: int, row: int, tokens: int) -> list[tuple[int, int]]:
+        """Let an empty row go on from one of so many tokens, whose full pages it shares; of each
+        kind the page that is not full, and a free one that is to be the same, -1 for none."""
+        found = []
+        for number, kind in enumerate(self._kinds):
+            counts, table = self._texts.pool.counts[number], self.tables[number]
+            table[row], part = table[source], kind.needed(tokens)[1]
+            pages = -1, -1
+            if part is not None:
+                column = kind.column(part)
+                pages = int(table[source, column]), counts.take()
+                table[row, column] = pages[1]
+            for page in table[row][table[row] >= 0].tolist():
+                if page != pages[1]:
+                    counts.hold(page)
+            found.append(pages)
+        for ends in (self._first, self._end):
+            ends[:, row] = ends[:, source]
+        return found
 
     def partly(self, row: int, tokens: int) -> list[int]:
         """The page of each kind that is not full where a row has so many tokens, 0 for none."""

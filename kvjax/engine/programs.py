@@ -228,8 +228,8 @@ def choose_next(
             logits, after.token, most, filtered=filtered, temperature=settings.temperature
         )
         more = ((0, 0), (0, MOST_SCORES - most))
-        ids, likeliest = jnp.pad(found.ids, more), jnp.pad(found.likeliest, more)
-        return replace(found, ids=ids, likeliest=likeliest)
+        likeliest = jnp.pad(found.likeliest, more, constant_values=-jnp.inf)
+        return replace(found, ids=jnp.pad(found.ids, more), likeliest=likeliest)
 
     def none(logits: Logits) -> Scores:
         return Scores.zeros((batch,), MOST_SCORES)

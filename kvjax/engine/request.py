@@ -3,14 +3,17 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from kvjax.core.checks import whole_number
+from kvjax.engine.beam_request import most_pages, search_of
 from kvjax.generation.controls import Sampling
 from kvjax.generation.drafts import DraftModel, PromptLookup, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.masks import Guide
+from kvjax.generation.searching import Search
+from kvjax.generation.settings import Options
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
@@ -45,6 +48,10 @@ class Asking(TypedDict, total=False):
     tenant: Hashable
     priority: int
     deadline: float | None
+    num_beams: int
+    n: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,8 @@ class Request:
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
     after which it ends as it is, None for never; ``by_text``: whether its filters go by its text;
     ``guide``: which tokens may come next, None for all; ``draft``: what proposes them, None for
-    nothing.
+    nothing; ``search``: of several beams, None for a text alone, whose texts are not to end before
+    they have the ``least`` tokens.
     """
 
     tokens: list[int]
@@ -72,11 +80,14 @@ class Request:
     by_text: bool
     guide: Guide | None
     draft: PromptLookup | None
+    search: Search | None
+    least: int
 
 
 def asked(
     lm: LanguageModel,
     terms: Terms,
+    rows: int,
     prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 64,
@@ -100,8 +111,12 @@ def asked(
     tenant: Hashable = None,
     priority: int = 0,
     deadline: float | None = None,
+    num_beams: int = 1,
+    n: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
 ) -> Request:
-    """A request, from what a user gives; see ``Engine.submit``.
+    """A request, from what a user gives; see ``Engine.submit``. ``rows``: of the engine.
 
     Raises:
       ValueError: naming what can't be, and its limit.
@@ -116,13 +131,6 @@ def asked(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} make "
             f"{len(tokens) + limit}, but the engine's max_seq_len is {terms.max_len}"
         )
-    for number, kind in enumerate(terms.kinds):
-        pages, pool = kind.most(len(tokens) + limit), kind.paging.layout.pool
-        if pages > (pool or 0):
-            raise ValueError(
-                f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
-                f"{pool}"
-            )
     eos = lm.generation.eos_token_ids if eos_token_ids is None else eos_token_ids
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if eos_token_ids is not None:
@@ -137,6 +145,10 @@ def asked(
         raise ValueError(f"deadline is {deadline!r}: give seconds, more than 0")
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"priority is {priority!r}: give a whole number, lower goes first")
+    options: Any = Options(
+        n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
+        temperature=temperature, stop=stop, guide=guide, draft=draft,  # type: ignore[arg-type]
+    )  # fmt: skip
     filters, sampling = make_settings(
         seeds=[seed], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         typical_p=typical_p, repetition_penalty=repetition_penalty,
@@ -144,12 +156,22 @@ def asked(
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=least, eos_token_ids=eos,
         logit_bias=bias,
     )  # fmt: skip
+    if (search := search_of(options, filters, len(eos), rows)) is not None:
+        # Its rows go on to wherever they are led.
+        sampling = make_settings(seeds=[seed])[1]
+    for number, kind in enumerate(terms.kinds):
+        pages = most_pages(kind, len(tokens), len(tokens) + limit, num_beams)
+        if pages > (pool := kind.paging.layout.pool or 0):
+            raise ValueError(
+                f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
+                f"{pool}"
+            )
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=told_scores(lm.config, logprobs),
         tenant=named("tenant", tenant), priority=priority, deadline=deadline,
         by_text=filters.marks or filters.whole, guide=guide,
-        draft=_lookup(lm, draft, guide),
+        draft=_lookup(lm, draft, guide), search=search, least=least,
     )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.engine import programs
-from kvjax.engine.arrays import committed, flag, forms, ints
+from kvjax.engine.arrays import committed, flag, ints
 from kvjax.engine.board import Board
+from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
 from kvjax.engine.checking import Drafted, check
 from kvjax.engine.lookups import CHECKED
@@ -92,9 +93,10 @@ class Rows:
     ) -> tuple[Report, list[int]]:
         """Send so many rounds of some rows, whose pages are theirs already, in a program for
         ``least`` rows at least; and where each of them stands in the report."""
-        size = next(n for n in self.sizes if n >= max(len(taking), least))
-        own = [slot.row for slot, _ in taking]
-        places = own if size == self.count else list(range(len(taking)))
+        each = [(row, slot, rounds) for slot, rounds in taking for row, _ in slot.taking]
+        size = next(n for n in self.sizes if n >= max(len(each), least))
+        own = [row for row, _, _ in each]
+        places = own if size == self.count else list(range(len(each)))
         rows: Any = np.arange(size, dtype=np.int32)
         if size < self.count:
             rows[:] = self.count
@@ -103,7 +105,7 @@ class Rows:
         number: Any = np.zeros(size, np.int32)
         forced: Any = np.full((size, self.rounds), -1, np.int32)
         allowed = self._every(size)
-        for at, (slot, rounds) in zip(places, taking, strict=True):
+        for at, (_, slot, rounds) in zip(places, each, strict=True):
             lengths[at], number[at] = slot.filled, rounds
             forced[at, :rounds] = slot.forced(rounds)
             if forced[at, 0] < 0 and (words := slot.handle.allowed(allowed.shape[1])) is not None:
@@ -170,25 +172,22 @@ class Rows:
             at += count
         self.put(row, rows, self._nowhere())
 
+    def branch(
+        self, pairs: Sequence[tuple[int, int]], pages: Sequence[Sequence[tuple[int, int]]],
+        newest: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """Let rows go on from others, and have other newest tokens; ``pages``: of each pair, and of
+        each kind, what is copied: see ``branches_of``."""
+        kinds = self.terms.kinds
+        copied = [[each[number] for each in pages] for number in range(len(kinds))]
+        branches = branches_of(self.count, pairs, copied, newest)
+        self._run(branch, branches, kinds=tuple(kind.entries for kind in kinds))
+
     def mark(self, row: int, tokens: Sequence[int]) -> None:
         """Let these be the tokens that a row's filters go by."""
         ids = np.full(self.terms.max_len, self.lm.config.vocab_size, np.int32)
         ids[: len(tokens)] = tokens
         self._run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
-
-    def usable(self, params: Any) -> Any:
-        """Parameters as they can be sent in the place of those that are.
-
-        Raises:
-          ValueError: if they are not of the same shapes, dtypes and devices.
-        """
-        params = committed(params)
-        if forms(params) != forms(self.params):
-            raise ValueError(
-                "the parameters are not those of the engine's model: the same names, shapes, "
-                "dtypes and devices are needed"
-            )
-        return params
 
     def compile(self) -> int:
         """Run every program once, without tokens; how many there are of the model. Rows may be in
@@ -202,6 +201,7 @@ class Rows:
             nothing = np.zeros((1, 1 + self.drafted), np.int32)
             self._check(0, nothing, 0, 0, self._every(1 + self.drafted))
         self.mark(0, [])
+        self.branch([], [], [])
         self.put(0, rows, stands)
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)

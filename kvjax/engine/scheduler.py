@@ -30,7 +30,8 @@ class Scheduler:
     @property
     def running(self) -> list[Slot]:
         """Requests that have a row."""
-        return [slot for slot in self._slots if slot is not None]
+        own = enumerate(self._slots)
+        return [slot for row, slot in own if slot is not None and slot.row == row]
 
     @property
     def handles(self) -> list[Handle]:
@@ -84,11 +85,12 @@ class Scheduler:
         """Give the next request that waits a row, and the pages that it goes on from; None if there
         is no such row, or too few pages for it."""
         handle = self.waiting.first()
-        row = next((row for row, slot in enumerate(self._slots) if slot is None), None)
-        if handle is None or row is None:
+        free = [row for row, slot in enumerate(self._slots) if slot is None]
+        if handle is None or len(free) < handle.rows:
             return None
-        rows = 1 if self._rows.exact else None
-        slot = Slot(handle, row, Key(handle.request.tenant, self._memory.weights, rows))
+        (row, *others), rows = free[: handle.rows], 1 if self._rows.exact else None
+        key = Key(handle.request.tenant, self._memory.weights, rows)
+        slot = Slot(handle, row, key, others=tuple(others))
         begin: Callable[[Slot, int], bool] = (
             self._memory.begin if handle.parked is None else self._memory.resume
         )
@@ -96,8 +98,11 @@ class Scheduler:
         if not begin(slot, len(self.running)):
             return None
         self.waiting.remove(handle)
-        self._slots[row] = slot
-        self._rows.board.set(row, handle.request)
+        for row in slot.rows:
+            self._slots[row] = slot
+            self._rows.board.set(row, handle.request)
+        if handle.beams is not None:
+            handle.beams.begin()
         if handle.times.admitted is None:
             handle.times.admitted = time.monotonic()
             handle.cached_tokens = slot.filled
@@ -107,11 +112,20 @@ class Scheduler:
         return slot
 
     def _room_for(self, slot: Slot, tokens: int) -> bool:
-        """Let a row have the pages of so many tokens more: of texts that nobody has, or else of
-        requests that come after it; where there are none, it gives its own to others. One that is
-        alone has all that there is."""
-        pages, end = self._rows.pages, slot.filled + tokens
-        while not self._memory.has_room(pages.wanted(slot.row, end)):
+        """Let rows have the pages of so many tokens more: of texts that nobody has, or else of
+        requests that come after them; where there are none, they give their own to others. A
+        request that is alone has all that there is."""
+        pages, end, rows = self._rows.pages, slot.filled + tokens, [row for row, _ in slot.taking]
+
+        if not self._made_room(slot, lambda: pages.wanted(rows, end)):
+            return False
+        for row in rows:
+            pages.extend(row, end)
+        return True
+
+    def _made_room(self, slot: Slot, wanted: Callable[[], list[int]]) -> bool:
+        """Make so many pages of each kind free for a row, where it keeps its own."""
+        while not self._memory.has_room(wanted()):
             others = [x for x in self.running if rank(x.handle) > rank(slot.handle)]
             if others:
                 self._preempt(youngest(others))
@@ -120,7 +134,24 @@ class Scheduler:
                 return False
             else:
                 self._memory.forget_texts()
-        pages.extend(slot.row, end)
+        return True
+
+    def _branched(self, slot: Slot) -> bool:
+        """Let a search's rows go on from those that it has chosen, whose pages they share; whether
+        it kept its rows."""
+        beams, rows, pages = slot.handle.beams, slot.rows, self._rows.pages
+        if beams is None or beams.chosen is None:
+            return True
+        (tokens, parents), beams.chosen = beams.chosen, None
+        pairs = [(rows[parents[n]], rows[n]) for n in beams.going if parents[n] != n]
+        for _, row in pairs:
+            pages.release(row)
+        parts = [kind.needed(slot.filled)[1] is not None for kind in self._rows.terms.kinds]
+        if not self._made_room(slot, lambda: [len(pairs) * part for part in parts]):
+            return False
+        copied = [pages.branch(*pair, slot.filled) for pair in pairs]
+        newest = [(rows[n], int(tokens[n])) for n in beams.going]
+        self._rows.branch(pairs, copied, newest)
         return True
 
     def _preempt(self, slot: Slot) -> None:
@@ -129,12 +160,15 @@ class Scheduler:
         self._counters.preemptions += 1
         # A prompt is read again as fast.
         self._counters.parked += not slot.reading and self._memory.park(slot)
+        if slot.handle.beams is not None:
+            slot.handle.beams.rest()
         self._leave(slot)
         self.waiting.add(slot.handle)
 
     def _leave(self, slot: Slot) -> None:
         self._memory.release(slot)
-        self._slots[slot.row] = None
+        for row in slot.rows:
+            self._slots[row] = None
 
     def _feed(self, flight: Flight, slot: Slot, length: int) -> None:
         """Send a chunk of a prompt, whose pages the row has."""
@@ -177,14 +211,15 @@ class Scheduler:
                 continue
             mine = slot.rounds(rounds)
             # One that comes later may have lost its row to another of these.
-            if mine and self._slots[slot.row] is slot and self._room_for(slot, mine):
+            there = mine and self._slots[slot.row] is slot and self._branched(slot)
+            if there and self._room_for(slot, mine):
                 taking.append((slot, mine))
         taking = [each for each in taking if self._slots[each[0].row] is each[0]]
         if not taking:
             return
         report, places = self._rows.decode(taking)
-        both = zip(places, taking, strict=True)
-        entries = [(at, slot.handle, slot.count) for at, (slot, _) in both]
+        every = [(slot.handle, number) for slot, _ in taking for _, number in slot.taking]
+        entries = [(at, *each) for at, each in zip(places, every, strict=True)]
         flight.add(report, entries, self._memory.coming())
         for slot, rounds in taking:
             slot.filled += rounds

@@ -22,7 +22,7 @@ class Slot:
     ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
     ``stops``: where its state is to be kept; ``key``: among whose texts; ``checking``: whether a
     draft of it was sent, of which nobody knows how much is taken: until that is back, ``filled``
-    and ``count`` are those before it.
+    and ``count`` are those before it; ``others``: rows of further beams, all as long as the first.
     """
 
     handle: Handle
@@ -33,11 +33,25 @@ class Slot:
     count: int = 0
     fresh: bool = True
     checking: bool = False
+    others: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
         """The tokens of its prompt."""
         return self.handle.request.tokens
+
+    @property
+    def rows(self) -> list[int]:
+        """All that it has."""
+        return [self.row, *self.others]
+
+    @property
+    def taking(self) -> list[tuple[int, int]]:
+        """The rows that take part in what is sent next, with what a ``Flight`` notes of each."""
+        beams, rows = self.handle.beams, self.rows
+        if beams is None:
+            return [(self.row, self.count)]
+        return [(rows[beam], beam) for beam in beams.going]
 
     @property
     def reading(self) -> bool:
@@ -50,9 +64,12 @@ class Slot:
         return self.handle.request.limit - self.count
 
     def rounds(self, most: int) -> int:
-        """How many rounds it takes part in: one that is guided waits for each of its tokens, but
-        for those that are known from before, and one with drafts for all that was sent."""
+        """How many rounds it takes part in: a search, and one that is guided, waits for each of its
+        tokens, the latter but for those that are known from before, and one with drafts for all
+        that was sent."""
         handle, most = self.handle, min(most, self.left)
+        if handle.beams is not None:
+            return 0 if handle.flying else 1
         guided, lookups = handle.request.guide is not None, handle.lookups
         if not guided and (lookups is None or lookups.resting):
             return most

@@ -1,7 +1,7 @@
 """The best of several samples, as OpenAI's ``best_of``: those with the highest mean
 log-probability of their tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
+from kvjax.generation.scores import TokenScore
 from kvjax.generation.streaming import Stream
 
 
@@ -46,15 +47,24 @@ class BestOf(Iterator[Piece]):
         return self._result
 
 
+def best_rows(
+    logprobs: Sequence[Sequence[TokenScore]], samples: int, kept: int
+) -> tuple[np.ndarray, list[float]]:
+    """Of so many samples of each prompt the best: int[prompts, kept], rows, the best one first, of
+    equal ones the first; and each row's mean log-probability, minus infinity without a token.
+
+    ``logprobs``: of each row its tokens'.
+    """
+    means = [float(np.mean([each.logprob for each in row])) if row else -np.inf for row in logprobs]
+    ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
+    return np.arange(len(ranked))[:, None] * samples + ranked[:, :kept], means
+
+
 def _best(every: GenerationResult, request: Request, padding: int) -> GenerationResult:
     """The best rows of each prompt, the best one first; of equal ones the first."""
     search, samples = request.search, request.samples
     assert search is not None
-    means = [
-        float(np.mean([each.logprob for each in row])) if row else -np.inf for row in every.logprobs
-    ]
-    ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
-    rows = np.arange(len(ranked))[:, None] * samples + ranked[:, : search.kept]
+    rows, means = best_rows(every.logprobs, samples, search.kept)
     which = rows.ravel().tolist()
     cache: Any = every.cache
     if cache is not None:

@@ -7,11 +7,13 @@ from contextlib import aclosing
 from typing import Any
 
 from kvjax.core.errors import KvjaxError
+from kvjax.engine.beams import Found
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service, StoppedError
+from kvjax.generation.best_of import best_rows
 from kvjax.serve.asked import Asked
 from kvjax.serve.choices import pieces_of
-from kvjax.serve.form import Form, with_scores
+from kvjax.serve.form import Form, Scored, with_scores
 from kvjax.serve.refused import Refused, to_json
 from kvjax.serve.token_texts import TokenTexts
 
@@ -19,7 +21,7 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Answer:
-    """What a request is answered, by its handles, one a choice."""
+    """What a request is answered, by its handles, one a sample."""
 
     def __init__(
         self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str,
@@ -42,13 +44,26 @@ class Answer:
             async for _ in pieces:
                 pass
         choices = [
-            self._form.choice(
-                at, handle.text, with_scores(handle.tokens, handle.logprobs, handle),
-                self._reason(at),
-            )
-            for at, handle in enumerate(self._handles)
-        ]  # fmt: skip
+            self._form.choice(at, each.text, self._scored(handle, each.tokens, each.logprobs), why)
+            for at, (handle, each, why) in enumerate(self._given())
+        ]
         return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _given(self) -> list[tuple[Handle, Handle | Found, str]]:
+        """The texts that are given back: whose they are, and why they end."""
+        asked, handles, which = self._asked, self._handles, range(len(self._handles))
+        if asked.beams > 1:
+            for at in which:
+                self._reason(at)
+            every = [(handle, found) for handle in handles for found in handle.found]
+            return [(handle, found, _REASONS[found.reason]) for handle, found in every]
+        if asked.samples > asked.n:
+            logprobs = [handle.logprobs or [] for handle in handles]
+            which = best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
+        return [(handles[at], handles[at], self._reason(at)) for at in which]
+
+    def _scored(self, handle: Handle, tokens: list[int], scores: Any) -> Scored | None:
+        return with_scores(tokens, scores, handle) if self._asked.told else None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Piece by piece; an error is the last."""
@@ -72,10 +87,10 @@ class Answer:
     def _parts(self, at: int, piece: Any, starts: list[int]) -> Iterator[dict[str, Any]]:
         form, handle = self._form, self._handles[at]
         if piece is None:
-            scored = None if handle.request.scores is None else []
+            scored = [] if self._asked.told else None
             yield form.piece(at, "", scored, starts[at], self._reason(at))
             return
-        scored = with_scores(piece.tokens, piece.scores, handle)
+        scored = self._scored(handle, piece.tokens, piece.scores)
         if piece.text or scored:
             yield form.piece(at, piece.text, scored, starts[at], None)
         if scored and self._texts is not None:
@@ -112,10 +127,10 @@ class Answer:
         return b"data: " + to_json(found) + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        # A prompt counts once, and as what its first choice has found of it.
-        firsts = self._handles[:: self._asked.n]
+        # A prompt counts once, and as what its first sample has found of it.
+        firsts = self._handles[:: self._asked.samples]
         prompt = sum(len(handle.request.tokens) for handle in firsts)
-        new = sum(len(handle.tokens) for handle in self._handles)
+        new = sum(len(each.tokens) for handle in self._handles for each in handle.found or [handle])
         cached = sum(handle.cached_tokens for handle in firsts)
         return {
             "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,

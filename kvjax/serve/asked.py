@@ -25,49 +25,51 @@ _UNUSED = (
 class Asked:
     """A request that was read.
 
-    ``prompts``: token ids; ``n``: choices of each; ``limit``: new tokens; ``settings``: of all;
-    ``seed``: of the first choice of each prompt, the others go on from it; ``guides``: of each
-    choice; ``stream``, ``usage``: whether it is answered piece by piece, and usage at its end.
+    ``prompts``: token ids; ``n``: choices of each that are given back, the best of ``samples``, or
+    of a search of so many ``beams``, which is one sample; ``limit``: new tokens; ``settings``: of
+    all; ``seed``: of the first sample of each prompt, the others go on from it; ``guides``: of each
+    sample; ``stream``, ``usage``: whether it is answered piece by piece, and usage at its end;
+    ``told``: whether log-probabilities are.
     """
 
     prompts: list[list[int]]
     limit: int
     n: int = 1
+    samples: int = 1
+    beams: int = 1
     seed: int = 0
     settings: Asking = field(default_factory=Asking)
     guides: list[Guide | None] = field(default_factory=list)
     stream: bool = False
     usage: bool = False
+    told: bool = False
 
     @property
-    def choices(self) -> int:
-        """Of all prompts."""
-        return self.n * len(self.prompts)
+    def places(self) -> int:
+        """Samples and beams of all prompts."""
+        return self.samples * self.beams * len(self.prompts)
 
     def each(self, tenant: str | None) -> list[tuple[list[int], Asking]]:
-        """Each choice's prompt and settings; ``tenant``: whose prefixes they share."""
+        """Each sample's prompt and settings; ``tenant``: whose prefixes they share."""
         found = []
-        for at in range(self.choices):
+        for at in range(self.samples * len(self.prompts)):
             mine: Asking = {
                 **self.settings, "max_new_tokens": self.limit,
-                "seed": (self.seed + at % self.n) % _SEEDS, "guide": self.guides[at],
+                "seed": (self.seed + at % self.samples) % _SEEDS, "guide": self.guides[at],
                 "tenant": tenant,
             }  # fmt: skip
-            found.append((self.prompts[at // self.n], mine))
+            found.append((self.prompts[at // self.samples], mine))
         return found
 
 
-def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most: int) -> None:
-    """Take the fields that all endpoints have, and refuse those that none has.
+def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked) -> None:
+    """Take the fields that all endpoints have, and refuse those that none has; how many texts there
+    are is known by now.
 
     Raises:
       Refused: naming the field.
     """
     fields.drop(*_UNUSED)
-    asked.n = fields.whole("n", 1) or 1
-    if asked.choices > most:
-        message = f"n asks for {asked.choices} choices in all: this server takes {most} at once"
-        raise Refused(422, message, param="n")
     seed = fields.whole("seed", -(2**63), _SEEDS - 1)
     asked.seed = secrets.randbits(64) if seed is None else seed % _SEEDS
     asked.stream = fields.flag("stream")
@@ -78,8 +80,12 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
         asked.usage = options.flag("include_usage")
         options.drop("include_obfuscation")
         options.end()
+    asked.told = "logprobs" in asked.settings
+    if asked.samples > asked.n:
+        asked.settings.setdefault("logprobs", 0)
     settings, temperature = asked.settings, fields.number("temperature")
-    settings["temperature"] = 1.0 if temperature is None else temperature
+    default = 1.0 if asked.beams == 1 else 0.0
+    settings["temperature"] = default if temperature is None else temperature
     top_k = fields.whole("top_k", -1)
     settings["top_k"] = top_k if top_k is not None and top_k > 0 else None
     settings["top_p"], settings["min_p"] = fields.number("top_p"), fields.number("min_p")
@@ -100,7 +106,7 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked, most
     if kind is not None and (least or endless):
         raise Refused(400, f"min_tokens and ignore_eos can't stand beside {kind}", param=kind)
     fields.end()
-    asked.guides = [None] * asked.choices
+    asked.guides = [None] * (asked.samples * len(asked.prompts))
     if kind is not None:
         try:
             asked.guides = [grammar(guides()) for _ in asked.guides]

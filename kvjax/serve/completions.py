@@ -25,7 +25,6 @@ class Completions:
     def read(self, fields: Fields) -> Asked:
         fields.neutral("echo", False)
         fields.neutral("suffix", "")
-        fields.neutral("best_of", 1)
         prompts = self._prompts(fields)
         limit = fields.whole("max_tokens", 1)
         asked = Asked(

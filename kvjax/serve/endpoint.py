@@ -16,6 +16,7 @@ from kvjax.serve.fields import Fields, read_object
 from kvjax.serve.form import Form
 from kvjax.serve.leaving import while_there
 from kvjax.serve.refused import Refused, json_response
+from kvjax.serve.several import check_whole, read_several
 from kvjax.serve.shared import Shared
 
 _EVENTS = [
@@ -23,6 +24,9 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+_NAMES = {"num_beams": "beam_width"}
+"""Of settings, where clients have others."""
 
 
 class Endpoint:
@@ -42,7 +46,7 @@ class Endpoint:
         with shared.queue.place() as place:
             # Long prompts take their time.
             asked = await asyncio.to_thread(self._read, body)
-            place.grow(asked.choices)
+            place.grow(asked.places)
             await while_there(receive, self._answer(asked, scope, receive, send))
 
     def _read(self, body: bytes) -> Asked:
@@ -51,7 +55,9 @@ class Endpoint:
             message = f"there is no such model here: this server has {name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
         asked = self._form.read(fields)
-        read_common(fields, self._shared.guides, asked, self._shared.limits.most)
+        read_several(fields, asked, self._shared.limits.most)
+        read_common(fields, self._shared.guides, asked)
+        check_whole(asked)
         return asked
 
     async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,8 +91,9 @@ class Endpoint:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
                 raise Refused(503, "the engine does not run") from None
-            word = str(error).split()[0]
-            raise Refused(400, str(error), param=word if word in asked.settings else None) from None
+            word = str(error).split()[0].rstrip(",")
+            param = _NAMES.get(word, word) if word in asked.settings else None
+            raise Refused(400, str(error), param=param) from None
         self._shared.handles.update(handles)
         return handles
 

@@ -38,12 +38,8 @@ class Form(Protocol):
         ...
 
 
-def with_scores(
-    tokens: list[int], scores: list[TokenScore] | None, handle: Handle
-) -> Scored | None:
+def with_scores(tokens: list[int], scores: list[TokenScore] | None, handle: Handle) -> Scored:
     """Tokens beside their scores, without the one that ends a text and is none of it."""
-    if handle.request.scores is None:
-        return None
     ends = handle.request.eos
     pairs = zip(tokens, scores or [], strict=True)
     return [pair for pair in pairs if pair[0] not in ends]

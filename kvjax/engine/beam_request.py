@@ -1,0 +1,44 @@
+"""What an engine is asked for of a beam search, checked."""
+
+from kvjax.generation.controls import Filters
+from kvjax.generation.scores import MOST_SCORES
+from kvjax.generation.searching import Search, rows_asked
+from kvjax.generation.settings import Options
+from kvjax.prefixes.kinds import Kind
+
+
+def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Search | None:
+    """The search of a request, None for one of a single text; ``ends``: tokens that end a text;
+    ``rows``: of the engine.
+
+    Raises:
+      ValueError: naming what does not go together, or is more than there can be.
+    """
+    beams, search = rows_asked(options)
+    if search is None:
+        if beams > 1:
+            raise ValueError(
+                f"n is {beams}, and num_beams is 1: an engine has several texts of a beam search "
+                "alone; of samples each is a request, see Engine.best_of"
+            )
+        return None
+    if beams > rows:
+        raise ValueError(f"num_beams is {beams}, each a row, and the engine has {rows}")
+    if beams + ends > MOST_SCORES:
+        raise ValueError(
+            f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
+            f"{MOST_SCORES} likeliest tokens, so both may be {MOST_SCORES} together"
+        )
+    if filters.repetition_penalty or filters.counts or filters.ngrams or filters.bias:
+        raise ValueError(
+            "logit_bias, or a penalty, was given together with num_beams: it changes what any "
+            f"token is worth, and an engine's searches see the {MOST_SCORES} likeliest alone"
+        )
+    return search
+
+
+def most_pages(kind: Kind, prompt: int, tokens: int, beams: int) -> int:
+    """Pages that the beams of a text have at once, at most, on their way to so many tokens: those
+    that its prompt fills are the same."""
+    shared = 0 if kind.moves else len(kind.needed(prompt)[0])
+    return shared + beams * (kind.most(tokens) - shared)

@@ -1,0 +1,158 @@
+"""A request's beam search as it goes, on the host: what its rows have told, and what they go on
+with. Its steps are those of ``kvjax.generation.beams``, of the likeliest tokens alone."""
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.core.device import fetch
+from kvjax.engine.request import MOST_ENDS, Request
+from kvjax.generation.beam_history import History
+from kvjax.generation.beam_results import best
+from kvjax.generation.beams import Numbers, begun, extended
+from kvjax.generation.scores import MOST_SCORES, Scores, TokenScore
+from kvjax.generation.text import RowText, Tokenizer
+
+_begun = jax.jit(begun, static_argnames=("beams", "scores"))
+_extended = jax.jit(extended, static_argnames=("beams", "scores"))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A text that a search has found: its ``text`` and ``tokens``; ``score``, what it is worth;
+    ``logprobs``, of its tokens, where they were asked for; ``reason``: ``"eos"`` or ``"length"``.
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    logprobs: list[TokenScore] | None
+    reason: str
+
+
+class BeamRows:
+    """The beams of a request, each a row of the engine from the second token on.
+
+    ``width``: beams; ``running``: whether they have rows; ``going``: the beams that are fed next;
+    ``chosen``: what they begin that with, their newest tokens and the beams that they go on from,
+    int[width] each; None before the first step, and where that has been sent.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        search = request.search
+        assert search is not None and search.beams is not None
+        self._request, self._search, self._beams = request, search, search.beams
+        self._tokenizer, self.width = tokenizer, search.beams.beams
+        self.rest()
+
+    def rest(self) -> None:
+        """Be as if nothing had been sent; what comes of that does not count."""
+        self.running = False
+        self.going, self.chosen = [0], None
+        self._history = History(self.width)
+        self._told: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._steps: list[tuple[np.ndarray, np.ndarray]] = []
+        self._state: Any = None
+
+    def begin(self) -> None:
+        """Begin, with a prompt that is read in the first row."""
+        self.running = True
+        with _on_the_host():
+            since: Any = np.zeros(self.width, np.int32)
+            self._state = fetch(_begun(np.ones(1, bool), since, self._beams, None))
+
+    def take_in(self, scores: Any, at: int, beam: int) -> bool:
+        """What may come next behind a beam: the likeliest tokens of an entry of ``Scores``; whether
+        the search is at its end."""
+        self._told[beam] = scores.ids[at, 0], scores.likeliest[at, 0]
+        if len(self._told) == len(self.going):
+            self._step()
+        return bool(self._state.done.all())
+
+    def found(self) -> list[Found]:
+        """The best texts, the best one first."""
+        request, ended = self._request, self._state.ended
+        if request.scores is not None:
+            ended = replace(ended, told=self._scores(ended.length - 1, ended.beam, ended.token))
+        every, found = best(self._history, ended, self._search.kept, request.scores), []
+        for at, (tokens, score) in enumerate(zip(every.tokens[0], every.scores[0], strict=True)):
+            text = RowText(self._tokenizer, request.tokens)
+            for token in tokens:
+                text.push(token)
+            text.finish("eos" if tokens and tokens[-1] in request.eos else "length")
+            told = None if request.scores is None else every.told[0][at]
+            found.append(Found(text.text, tokens, score, told, str(text.reason)))
+        return found
+
+    def _step(self) -> None:
+        """Choose the next tokens of all beams."""
+        request, step = self._request, len(self._steps)
+        ids = np.zeros((self.width, MOST_SCORES), np.int32)
+        likeliest = np.full(ids.shape, -np.inf, np.float32)
+        for beam, each in self._told.items():
+            ids[beam], likeliest[beam] = each
+        self._told = {}
+        self._steps.append((ids, likeliest))
+        # A vocabulary of all these, in the order of the whole one.
+        names = np.unique(ids)
+        known: Any = np.full((self.width, ids.size), -np.inf, np.float32)
+        rows = np.arange(self.width)[:, None]
+        np.maximum.at(known, (rows, np.searchsorted(names, ids)), likeliest)
+        eos: Any = np.full((1, MOST_ENDS), ids.size, np.int32)
+        ends = np.flatnonzero(np.isin(names, list(request.eos)))
+        eos[0, : len(ends)] = ends
+        if step + 1 <= request.least:
+            known[:, ends] = -np.inf
+        state, chosen = self._extended(known[None], eos)
+        names = np.pad(names, (0, ids.size - len(names)))
+        before = state.ended
+        now = before.length == step + 1
+        ended = replace(before, token=np.where(now, names[before.token % ids.size], before.token))
+        self._state = replace(state, token=names[state.token], ended=ended)
+        token, parent, told = self._state.token[0], chosen.parent[0], None
+        if request.scores is not None:
+            told = self._scores(np.full_like(chosen.parent, step), chosen.parent, token)
+            told = jax.tree.map(lambda x: np.moveaxis(x, 0, 1), told)
+        self._history.add((token[:, None], parent[:, None], told), 1)
+        self.chosen = token, parent
+        self.going = np.flatnonzero(state.score[0] > -np.inf).tolist()
+
+    def _extended(self, known: Any, eos: Any) -> tuple[Any, Any]:
+        search, limit = self._search, self._request.limit
+        numbers: Any = (
+            np.float32(search.length_penalty), np.int32(search.early_stopping),
+            np.float32(search.diversity_penalty),
+        )  # fmt: skip
+        with _on_the_host():
+            found = _extended(
+                self._state, known, known, eos, Numbers(*numbers), np.int32(limit), self._beams,
+                None,
+            )  # fmt: skip
+            return fetch(found)
+
+    def _scores(self, steps: np.ndarray, beams: np.ndarray, tokens: np.ndarray) -> Scores:
+        """Of tokens that were chosen for beams in steps, int[1, n] each."""
+        at = zip(np.maximum(steps, 0).ravel(), beams.ravel(), strict=True)
+        each = [(self._steps[step][0][beam], self._steps[step][1][beam]) for step, beam in at]
+        ids, known = (np.stack(x) for x in zip(*each, strict=True))
+        own = np.max(np.where(ids == tokens.reshape(-1, 1), known, -np.inf), axis=1)
+        found: Any = own, np.zeros_like(own), ids, known
+        return Scores(*(x[None] for x in found))
+
+
+@functools.cache
+def _cpu() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        return None
+
+
+def _on_the_host() -> Any:
+    """Where small programs run that nobody should wait behind."""
+    device = _cpu()
+    return contextlib.nullcontext() if device is None else jax.default_device(device)

@@ -1,0 +1,159 @@
+"""Beam searches in an engine: the texts of ``generate``, whatever goes on beside them; all pages
+come back. The best of several samples."""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.core.errors import NonFiniteError
+from kvjax.generation.statistics import Meter
+from tests.test_beams import one_layer
+from tests.test_engine import engine_of, settings_of, settled, told, until
+from tests.test_prefixes import CHUNK, MOST, POLICIES
+
+PROMPT = np.random.default_rng(1).integers(0, 61, 37).tolist()
+WIDE = {
+    "num_beams": 3, "n": 3, "max_new_tokens": 24, "eos_token_ids": [7, 12, 22], "logprobs": 3,
+    "min_new_tokens": 4,
+}  # fmt: skip
+WAYS = (
+    WIDE,
+    WIDE | {"length_penalty": 0.3, "early_stopping": True, "eos_token_ids": [*range(12)]},
+    WIDE | {"n": 1, "length_penalty": 1.5, "early_stopping": "never"},
+    WIDE | {"max_new_tokens": 1, "min_new_tokens": 1},
+)
+RARE = [
+    pytest.param(name, marks=pytest.mark.rare)
+    for name in ("int8", "4 and 2 bits", "sinks", "sinks of 8 bits", "hybrid of slots", "host")
+]
+
+
+def engine(policy="raw", **more):
+    return engine_of(policy, lm=one_layer(), **more)
+
+
+@pytest.mark.parametrize("policy", ["raw", *RARE])
+def test_texts_and_scores_are_those_of_generate(policy):
+    mine = engine(policy, pages=40)
+    for way in WAYS:
+        given = {"cache": POLICIES[policy], "max_len": MOST, "prefill_chunk": CHUNK}
+        wanted = kvjax.generate(one_layer(), [PROMPT], **given, **way)
+        (handle,) = mine.run([PROMPT], **way)
+        assert [found.tokens for found in handle.found] == wanted.tokens
+        scores = [found.score for found in handle.found]
+        np.testing.assert_allclose(scores, wanted.sequence_scores, atol=1e-4)
+        assert [found.reason for found in handle.found] == list(wanted.stats.stop_reasons)
+        assert handle.tokens == wanted.tokens[0] and handle.reason == handle.found[0].reason
+        for found, row in zip(handle.found, wanted.logprobs, strict=True):
+            for one, other in zip(found.logprobs, row, strict=True):
+                assert [token for token, _ in one.likeliest] == [x for x, _ in other.likeliest]
+                assert abs(one.logprob - other.logprob) < 1e-4
+        assert settled(mine)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("policy", ["raw", "int8", "sinks"])
+def test_it_works_on_a_mesh(policy):
+    mesh, found = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2]), []
+    for lm in (one_layer(), one_layer().on(mesh)):
+        mine = engine_of(policy, lm=lm, pages=40)
+        found.append(mine.run([PROMPT], **WIDE)[0].found)
+        assert settled(mine)
+    assert [x.tokens for x in found[0]] == [x.tokens for x in found[1]]
+
+
+@functools.cache
+def ordinary():
+    rng = np.random.default_rng(2)
+    some = [(rng.integers(0, 61, int(rng.integers(20, 90))).tolist(), n) for n in range(12)]
+    return [(prompt, settings_of(n, rng) | {"stop": None}) for prompt, n in some]
+
+
+def test_searches_and_others_are_what_they_are_alone():
+    searches = [WIDE, WIDE | {"num_beams": 2, "n": 2, "max_new_tokens": 40}]
+    quiet = engine()
+    alone = [told(quiet.run([prompt], **settings)[0]) for prompt, settings in ordinary()]
+    found = [quiet.run([PROMPT], **search)[0].found for search in searches]
+    with (meter := Meter()).running():
+        mine, rng = engine(), random.Random(0)
+        handles, beams, left = [], [], list(range(12))
+        while left or mine.busy:
+            if left and rng.random() < 0.6:
+                prompt, settings = ordinary()[number := left.pop()]
+                handles.append((number, mine.submit(prompt, **settings)))
+                which = number % 2
+                beams.append((which, mine.submit(PROMPT, priority=1, **searches[which])))
+                if number % 5 == 4:
+                    mine.cancel(beams[-2][1])
+            mine.step()
+        assert settled(mine)
+    assert meter.compilations == 0
+    assert all(told(handle) == alone[number] for number, handle in handles)
+    reasons = [handle.reason for _, handle in beams]
+    assert 0 < reasons.count("cancelled") < 5
+    for which, handle in beams:
+        assert handle.found == ([] if handle.reason == "cancelled" else found[which])
+
+
+def test_a_search_that_gives_its_pages_away_begins_again():
+    mine, (prompt, settings) = engine(), ordinary()[2]
+    wanted = mine.run([PROMPT], **WIDE)[0].found
+    other = mine.run([prompt], **settings | {"max_new_tokens": 192 - len(prompt)})[0]
+    search = mine.submit(PROMPT, priority=1, **WIDE)
+    until(mine, lambda: mine.stats().used[0] > 5)
+    handle = mine.submit(prompt, **settings | {"max_new_tokens": 192 - len(prompt)})
+    until(mine, lambda: search.done and handle.done)
+    assert search.preemptions and not handle.preemptions
+    assert search.found == wanted and told(handle) == told(other)
+    assert settled(mine)
+
+
+def test_a_search_ends_in_its_middle():
+    mine = engine()
+    search = mine.submit(PROMPT, **WIDE)
+    until(mine, lambda: mine.stats().used[0] > 5)
+    mine.cancel(search)
+    late = mine.submit(PROMPT, deadline=1e-9, **WIDE)
+    mine.step()
+    assert search.reason == "cancelled" and late.reason == "deadline" and settled(mine)
+    search = mine.submit(PROMPT, **WIDE)
+    until(mine, lambda: mine.stats().used[0] > 5)
+    mine.update(jax.tree.map(lambda x: x * jnp.nan, one_layer().params))
+    until(mine, lambda: search.done)
+    assert search.found == [] and search.reason == "error" and settled(mine)
+    with pytest.raises(NonFiniteError, match=r"after [1-9]"):
+        list(mine.stream(search))
+
+
+def test_the_best_of_several_samples_are_those_of_generate():
+    settings = {"n": 2, "seed": 3, "temperature": 0.8, "max_new_tokens": 8, "eos_token_ids": []}
+    wanted = kvjax.generate(one_layer(), [PROMPT], best_of=4, **settings)
+    found = engine().best_of(PROMPT, 4, **settings)
+    assert [handle.tokens for handle in found] == wanted.tokens
+
+
+BAD = {
+    "several": ({"n": 2}, "n is 2, and num_beams is 1"),
+    "rows": ({"num_beams": 5}, "num_beams is 5, each a row, and the engine has 4"),
+    "ends": ({"num_beams": 5, "eos_token_ids": range(16)}, "both may be 20 together"),
+    "penalty": ({"num_beams": 2, "presence_penalty": 1}, "a penalty, was given"),
+    "temperature": ({"num_beams": 2, "temperature": 1}, "temperature is 1"),
+    "stop": ({"num_beams": 2, "stop": "A"}, "stop strings"),
+    "early": ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
+    "pages": ({"num_beams": 4, "max_new_tokens": 99}, "may need 30 pages of pool 0, which has 14"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_is_refused(name):
+    settings, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        engine_of(rows=5 if name == "ends" else 4, lm=one_layer()).submit(PROMPT, **settings)
+    for given in ({"n": 3}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=r"at least 3|best_of is of samples"):
+            engine().best_of(PROMPT, 2, **given)
