@@ -41,9 +41,7 @@ class Rows:
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
     that can be sent at once; ``exact``: no row's numbers depend on the others; ``drafted``: tokens
-    of a draft that can be. ``pages``: of the
-    rows; ``board``: what each asks for.
-    """
+    of a draft that can be. ``pages``: of the rows; ``board``: what each asks for."""
 
     def __init__(
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
@@ -113,9 +111,7 @@ class Rows:
         # What fills some rows up to their number takes part in no round.
         there = np.minimum(rows, self.count - 1)
         asked = self.board.all() if size == self.count else self.board.of(there)
-        call = Rounds(
-            rows, lengths, number, self._tables(there), forced, allowed, asked
-        )  # fmt: skip
+        call = Rounds(rows, lengths, number, self._tables(there), forced, allowed, asked)
         report = self._run(
             programs.decode, self.lm.architecture, self.params, call, exact=self.exact
         )
