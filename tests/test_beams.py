@@ -377,6 +377,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", some(POLICIES, "dense"))
 def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
+    """Nor does a guided step."""
     model, _ = tiny_model(num_hidden_layers=1, windows=(None,), head_dim=16)
     beams, temporary = Beams(4), []
     filters, settings = make_settings(seeds=[0] * 4, eos_token_ids=[3])
@@ -391,12 +392,20 @@ def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
             model.abstract_params(), Cached(cache), shapes(start), None, shapes(settings),
             shapes(numbers), jnp.int32(9), jnp.int32(9),
         )  # fmt: skip
-        program = beam_programs.search.lower(model, filters, beams, *given).compile()
-        assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
-        temporary.append(program.memory_analysis().temp_size_in_bytes)
+        vocab = model.config.vocab_size
+        logits = jax.ShapeDtypeStruct((4, vocab), jnp.float32)
+        masks = jax.ShapeDtypeStruct((4, -(-vocab // 32)), jnp.uint32)
+        programs = (
+            beam_programs.search.lower(model, filters, beams, *given).compile(),
+            beam_programs.choose.lower(logits, filters, beams, *given[1:-1], masks).compile(),
+        )
+        for program in programs:
+            assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
+        temporary.append([x.memory_analysis().temp_size_in_bytes for x in programs])
     # Of pages, tables and counts are made anew.
     tables = tree_bytes(cache.pools)
-    assert 0 <= temporary[1] - temporary[0] <= 4 * tables
+    for least, most in zip(*temporary, strict=True):
+        assert 0 <= most - least <= 4 * tables
 
 
 def test_other_numbers_compile_nothing(lm):
