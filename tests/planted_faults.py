@@ -721,6 +721,11 @@ FAULTS = (
         "beam == rows[:, None], free[:, None] == moved)", ("beams",),
     ),
     Fault(
+        "beams that go on from one go along the same guide", "generation/guided_beams.py",
+        "guide.copy() if at in taken else guide",
+        "guide", ("beams",),
+    ),
+    Fault(
         "a beam's row keeps the tokens that it had", "operations/branching.py",
         "first, last = units(since), units(length)",
         "first, last = units(length), units(length)", ("beams",),

@@ -51,9 +51,9 @@ def log_probabilities(text):
     return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 
 
-def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversity=0.0):
-    """The best texts and their scores, by lists: every continuation of every text is looked at; and
-    after how many tokens each group is at its end."""
+def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversity=0.0, form=None):
+    """The best texts and their scores, by lists: every continuation of every text is looked at, or
+    each that a ``form`` allows; and after how many tokens each group is at its end."""
     width, over = beams // groups, [False] * groups
     live: Any = [[((), 0.0)] for _ in range(groups)]
     ended: Any = [[] for _ in range(groups)]
@@ -66,7 +66,8 @@ def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversit
             every = []
             for text, score in live[group]:
                 total = log_probabilities((*prompt, *text)) - diversity * chosen + score
-                every += [((*text, token), total[token]) for token in range(61)]
+                allowed = range(61) if form is None else form((*prompt, *text))
+                every += [((*text, token), total[token]) for token in allowed]
             every.sort(key=lambda each: -each[1])
             for text, score in every[:width]:
                 if text[-1] in ENDS or length == NEW:
@@ -75,10 +76,13 @@ def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversit
             live[group] = [each for each in every if each[0][-1] not in ENDS][:width]
             for text, _ in live[group]:
                 chosen[text[-1]] += 1
+            steps[group], full = length, len(ended[group]) == width
+            if not live[group]:
+                over[group] = True
+                continue
             to = NEW if early == "never" and penalty > 0 else length
-            hoped, full = live[group][0][1] / to**penalty, len(ended[group]) == width
+            hoped = live[group][0][1] / to**penalty
             over[group] = full and (early is True or hoped <= ended[group][-1][1])
-            steps[group] = length
     return sorted(itertools.chain(*ended), key=lambda each: -each[1])[:n], steps
 
 
@@ -121,6 +125,105 @@ def test_the_texts_are_those_of_lists(lm, name):
             likeliest = [[value for _, value in each.likeliest] for each in told]
             np.testing.assert_allclose(likeliest, best, atol=1e-5)
             assert all(each.drawn == 0 for each in told)
+
+
+def form(text):
+    """Tokens that may stand behind a text, by what all of it comes to: seldom none but ends, or
+    fewer than there are beams."""
+    state = sum(text) % 7
+    return ([30, 57], [3, 44])[state] if state < 2 else [x for x in range(61) if (x + state) % 3]
+
+
+class Form:
+    """What keeps to ``form``, of a text so far."""
+
+    def __init__(self, text):
+        self.text = list(text)
+
+    def allowed(self):
+        words = np.zeros(2, np.uint32)
+        for token in form(self.text):
+            words[token // 32] |= np.uint32(1 << token % 32)
+        return words
+
+    def accept(self, token):
+        assert token in form(self.text)
+        self.text.append(token)
+
+    def copy(self):
+        return Form(self.text)
+
+
+@pytest.mark.parametrize("name", some(CASES, "plain", "groups"))
+def test_beams_keep_to_guides(lm, name):
+    """The texts are those of lists, and their guides behind them; those given stay as they were."""
+    given = {NAMES[key]: value for key, value in CASES[name].items()}
+    guides = [Form(prompt) for prompt in PROMPTS]
+    found = kvjax.generate(lm, PROMPTS, n=4, guide=guides, **GIVEN, **given)
+    none = [((), -np.inf)] * 4
+    wanted = [(searched(x, n=4, form=form, **CASES[name])[0] + none)[:4] for x in PROMPTS]
+    texts, scores = zip(*itertools.chain(*wanted), strict=True)
+    np.testing.assert_allclose(found.sequence_scores, scores, atol=1e-5)
+    assert found.tokens == [list(text) for text in texts]
+    assert [guide.text for guide in guides] == PROMPTS
+    for row, (guide, ids) in enumerate(zip(found.guides, found.tokens, strict=True)):
+        assert guide.text == [*PROMPTS[row // 4], *ids]
+
+
+GUIDED = {
+    "static": "static", "paged": kvjax.policy("paged", page_size=16),
+    "8 bits": kvjax.policy(bits=8, block=8), "dynamic": kvjax.CachePolicy(kvjax.Growing(start=8)),
+    "ring": kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=15)),
+    "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8), "none": None, "mesh": "static",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(GUIDED, "paged", "8 bits", "none"))
+def test_guides_forbid_what_a_hook_forbids(lm, name):
+    """In any cache, piece by piece; and the cache has their texts. Nothing is compiled again."""
+
+    def hook(logits, tokens, length):
+        there = jnp.arange(tokens.shape[1]) < length[:, None]
+        state = jnp.sum(jnp.where(there, tokens, 0), axis=1)[:, None] % 7
+        at = jnp.arange(logits.shape[1])
+        few = jnp.where(state == 0, (at == 30) | (at == 57), (at == 3) | (at == 44))
+        return jnp.where(jnp.where(state < 2, few, (at + state) % 3 != 0), logits, -jnp.inf)
+
+    model = lm.on(kvjax.make_mesh(data=2, tensor=2)) if name == "mesh" else lm
+    more = {"use_cache": False} if name == "none" else {"cache": GUIDED[name]}
+    given = {**GIVEN, **more, "n": 3, "logprobs": 1, "repetition_penalty": 1.2}
+    prompts = [*PROMPTS, PROMPTS[0]]  # as many as data does not divide
+    wanted = kvjax.generate(model, prompts, logits_hook=hook, **given)
+    running = kvjax.stream(model, prompts, guide=[*map(Form, prompts)], **given)
+    pieces = list(running)
+    found = running.result
+    assert found.tokens == wanted.tokens and found.unfed == wanted.unfed
+    np.testing.assert_allclose(found.sequence_scores, wanted.sequence_scores, atol=1e-5)
+    told = [[[x.logprob for x in row] for row in each.logprobs] for each in (found, wanted)]
+    for row, other in zip(*told, strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
+    for row, tokens in enumerate(found.tokens):
+        assert [*itertools.chain(*(piece.tokens[row] for piece in pieces))] == tokens
+    assert len(pieces) == running._state.count.max()  # each step waits for the one before
+    with (meter := Meter()).running():
+        kvjax.generate(model, prompts[::-1], guide=[*map(Form, prompts[::-1])], **given)
+    assert meter.compilations == 0
+    if wanted.cache is not None:
+        plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
+        both = (kvjax.generate(model, x.unfed, cache=x.cache, **plain) for x in (found, wanted))
+        assert len({str(each.tokens) for each in both}) == 1
+
+
+def test_a_free_prompt_is_what_it_is_alone(lm):
+    guide = Form(PROMPTS[0])
+    found = kvjax.generate(lm, PROMPTS, n=3, guide=[guide, None], **GIVEN)
+    alone = kvjax.generate(lm, PROMPTS, n=3, **GIVEN)
+    guided = kvjax.generate(lm, PROMPTS, n=3, guide=[guide, Form(PROMPTS[1])], **GIVEN)
+    assert found.tokens == guided.tokens[:3] + alone.tokens[3:]
+    np.testing.assert_allclose(
+        found.sequence_scores, guided.sequence_scores[:3] + alone.sequence_scores[3:], atol=1e-5
+    )
+    assert found.guides[3:] == (None,) * 3 and guided.tokens[3:] != alone.tokens[3:]
 
 
 @pytest.mark.rare
@@ -274,6 +377,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", some(POLICIES, "dense"))
 def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
+    """Nor does a guided step."""
     model, _ = tiny_model(num_hidden_layers=1, windows=(None,), head_dim=16)
     beams, temporary = Beams(4), []
     filters, settings = make_settings(seeds=[0] * 4, eos_token_ids=[3])
@@ -288,12 +392,20 @@ def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
             model.abstract_params(), Cached(cache), shapes(start), None, shapes(settings),
             shapes(numbers), jnp.int32(9), jnp.int32(9),
         )  # fmt: skip
-        program = beam_programs.search.lower(model, filters, beams, *given).compile()
-        assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
-        temporary.append(program.memory_analysis().temp_size_in_bytes)
+        vocab = model.config.vocab_size
+        logits = jax.ShapeDtypeStruct((4, vocab), jnp.float32)
+        masks = jax.ShapeDtypeStruct((4, -(-vocab // 32)), jnp.uint32)
+        programs = (
+            beam_programs.search.lower(model, filters, beams, *given).compile(),
+            beam_programs.choose.lower(logits, filters, beams, *given[1:-1], masks).compile(),
+        )
+        for program in programs:
+            assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
+        temporary.append([x.memory_analysis().temp_size_in_bytes for x in programs])
     # Of pages, tables and counts are made anew.
     tables = tree_bytes(cache.pools)
-    assert 0 <= temporary[1] - temporary[0] <= 4 * tables
+    for least, most in zip(*temporary, strict=True):
+        assert 0 <= most - least <= 4 * tables
 
 
 def test_other_numbers_compile_nothing(lm):

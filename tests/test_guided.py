@@ -300,6 +300,24 @@ def test_a_guide_that_cannot_go_on_ends_its_text(tiny_llama):
     assert (handle.text, handle.reason) == ("", "eos") and lost.error
 
 
+def test_beams_keep_to_a_schema(embedded):
+    """All that ended are of it; those that can't go on end there, and say why."""
+    made = kvjax.Guides(embedded)
+    schema = {"type": "array", "items": {"enum": [1, "two", None]}, "maxItems": 2}
+    lost = made.choices(["ab"])
+    lost.accept(embedded.tokenizer.encode("x")[0])
+    found = kvjax.generate(
+        embedded, ["The value: ", "a"], guide=[made.json_schema(schema), lost], num_beams=3, n=3,
+        max_new_tokens=16, max_len=64, prefill_chunk=16,
+    )  # fmt: skip
+    assert found.stats.stop_reasons[:3] == ("eos",) * 3
+    for text in found.text[:3]:
+        jsonschema.validate(json.loads(text), schema)
+    assert len({tuple(ids) for ids in found.tokens[:3]}) == 3
+    assert [guide.error for guide in found.guides[:3]] == [None] * 3
+    assert found.text[3:] == [""] * 3 and found.guides[3].error
+
+
 class Mute(Anything):
     def allowed(self):
         return np.zeros(2, np.uint32)
@@ -327,8 +345,9 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
     assert kvjax.stream(lm, [[1]], guide=[None], min_new_tokens=1) is not None
     with pytest.raises(ValueError, match="a guide ends its text with token 257"):
         kvjax.generate(tiny_llama, ["a"], guide=guide, eos_token_ids=[3])
-    with pytest.raises(RuntimeError, match="a user's"):
-        kvjax.generate(lm, [[1]], guide=Failing(), max_new_tokens=3)
+    for beams in (1, 2):
+        with pytest.raises(RuntimeError, match="a user's"):
+            kvjax.generate(lm, [[1]], guide=Failing(), max_new_tokens=3, num_beams=beams)
     with pytest.raises(ValueError, match="tokenizer"):
         kvjax.Guides(replace(tiny_llama, tokenizer=None))
     assert words_for(tiny_llama.config) == guide.allowed().size

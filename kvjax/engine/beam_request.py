@@ -29,6 +29,11 @@ def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Searc
             f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
             f"{MOST_SCORES} likeliest tokens, so both may be {MOST_SCORES} together"
         )
+    if options.guide is not None:
+        raise ValueError(
+            "a guide was given together with num_beams, which an engine's rows have no copies of: "
+            "kvjax.generate keeps beams to guides"
+        )
     if filters.repetition_penalty or filters.counts or filters.ngrams or filters.bias:
         raise ValueError(
             "logit_bias, or a penalty, was given together with num_beams: it changes what any "

@@ -1,4 +1,4 @@
-"""The programs of a beam search: the first tokens, the loop, and the rows that are given back."""
+"""The programs of a beam search: the first tokens, the loop, a guided step, the rows given back."""
 
 import functools
 from dataclasses import replace
@@ -39,13 +39,14 @@ its prompt's, and its scores."""
 def begin(
     logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
     limit: Array, past: Past | None, asked: Array, since: Rows, scores: int | None,
-    spread: Spread | None,
+    spread: Spread | None, allowed: Any = None,
 ) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
-    of the prompts, those that are any; ``since``: tokens that rows have."""
+    of the prompts, those that are any; ``since``: tokens that rows have; ``allowed``: see
+    ``sample``."""
     before = begun(asked, since, beams, scores)
     after, past, chosen = _chosen(
-        before, past, logits, filters, beams, settings, numbers, limit, scores
+        before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
     )
     # As long as all rows are the same they go on from themselves.
     columns = jax.tree.map(lambda x: x[:, None], _of_rows((after.token, *chosen)))
@@ -74,17 +75,13 @@ def search(
 
     def one(carry: Any) -> Any:
         step, context, search, past, out = carry
-        done = jnp.repeat(search.done, beams.width, axis=1)
-        logits, context = context.feed(
-            model, params, search.token.reshape(-1, 1), jnp.where(done.ravel(), 0, 1)
+        context, logits = _fed(model, params, context, search)
+        context, search, past, new = _step(
+            context, search, past, logits, filters, beams, settings, numbers, limit, scores
         )
-        search, past, chosen = _chosen(
-            search, past, whole(logits, context), filters, beams, settings, numbers, limit, scores
-        )
-        context = _branched(context, search, chosen.parent)
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            out, _of_rows((search.token, *chosen)),
+            out, new,
         )  # fmt: skip
         return step + 1, context, search, past, out
 
@@ -94,9 +91,55 @@ def search(
     return context, after, past, out
 
 
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
+def feed(model: Model, params: Any, context: Context, before: Searched) -> tuple[Context, Logits]:
+    """Feed the newest token of the beams that go on; the logits behind it."""
+    return _fed(model, params, context, before)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("filters", "beams", "scores"), donate_argnames=("context", "past")
+)
+def choose(
+    logits: Logits, filters: Filters, beams: Beams, context: Context, before: Searched,
+    past: Past | None, settings: Sampling, numbers: Numbers, limit: Array, allowed: Any,
+    scores: int | None = None,
+) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
+    """The next token of the beams that go on, among those allowed, and rows that go on from
+    others: behind ``feed``, a step of ``search``."""
+    spread = None if context.cache is None else context.cache.spread
+    context, after, past, new = _step(
+        context, before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
+    )
+    columns = jax.tree.map(lambda x: x[:, None], new)
+    return context, *_placed((after, past, columns), spread)
+
+
+def _fed(model: Model, params: Any, context: Context, search: Searched) -> tuple[Context, Logits]:
+    """``feed``."""
+    width = search.token.shape[1] // search.done.shape[1]
+    done = jnp.repeat(search.done, width, axis=1)
+    lengths = jnp.where(done.ravel(), 0, 1)
+    logits, context = context.feed(model, params, search.token.reshape(-1, 1), lengths)
+    return context, whole(logits, context)
+
+
+def _step(
+    context: Context, before: Searched, past: Past | None, logits: Logits, filters: Filters,
+    beams: Beams, settings: Sampling, numbers: Numbers, limit: Array, scores: int | None,
+    allowed: Any = None,
+) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
+    """Choose, and have rows go on from others; columns of [rows]."""
+    after, past, chosen = _chosen(
+        before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
+    )
+    context = _branched(context, after, chosen.parent)
+    return context, after, past, _of_rows((after.token, *chosen))
+
+
 def _chosen(
     before: Searched, past: Past | None, logits: Logits, filters: Filters, beams: Beams,
-    settings: Sampling, numbers: Numbers, limit: Array, scores: int | None,
+    settings: Sampling, numbers: Numbers, limit: Array, scores: int | None, allowed: Any,
 ) -> tuple[Searched, Past | None, Chosen]:  # fmt: skip
     """The next tokens of all beams, and their rows' pasts with them."""
     batch = len(before.token)
@@ -108,7 +151,7 @@ def _chosen(
     seen = None if past is None else past.seen
     known = own if past is None else past.hooked(own, filters.hook)
     count = jnp.repeat(before.count, beams.width, axis=1).ravel()
-    known = filter_logits(known, filters, settings, count=count, past=past)
+    known = filter_logits(known, filters, settings, count=count, past=past, allowed=allowed)
     fine = jnp.all(jnp.isfinite(own), axis=-1) & jnp.all(known < jnp.inf, axis=-1)
     real = (before.score > -jnp.inf) & ~jnp.repeat(before.done, beams.width, axis=1)
     broken = before.broken | jnp.any(real & ~apart(fine), axis=1)

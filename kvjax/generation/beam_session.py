@@ -43,7 +43,7 @@ class BeamSession:
         since = context.length if context.cache is None else context.cache.length
         self._state, self._past, columns = programs.begin(
             session.logits, request.filters, self._beams, self._settings, self._numbers,
-            self._limit, past, asked, since, request.scores, request.spread,
+            self._limit, past, asked, since, request.scores, request.spread, self._allowed(),
         )  # fmt: skip
         del session.logits
         return columns, self._state
@@ -57,6 +57,10 @@ class BeamSession:
     def lowered(self) -> Lowered:
         """The program of ``search``, to be compiled."""
         return programs.search.lower(*self._searching(np.int32(0)))
+
+    def _allowed(self) -> np.ndarray | None:
+        """uint32[rows, words]: what may come next; None for anything."""
+        return None
 
     def _searching(self, steps: np.int32) -> tuple[Any, ...]:
         request, lm = self._request, self._session.lm

@@ -13,7 +13,8 @@ from kvjax.core.progress import tell
 from kvjax.generation.beam_history import History, in_common
 from kvjax.generation.beam_programs import rows_kept
 from kvjax.generation.beam_results import Best, ancestors, best, live_texts
-from kvjax.generation.beam_session import BeamSession, Report
+from kvjax.generation.beam_session import Report
+from kvjax.generation.guided_beams import guides_along, search_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pieces import Pieces
 from kvjax.generation.programs import CHUNK
@@ -46,7 +47,7 @@ class BeamStream(Pieces):
         assert search is not None and search.beams is not None
         self._request, self._chunks, self._watched = request, chunks, watched
         self._session = Session(lm, request)
-        self._search = BeamSession(request, self._session)
+        self._search = search_of(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
         self._kept, self._beams = search.kept, search.beams
@@ -72,12 +73,14 @@ class BeamStream(Pieces):
             self._absorb(self._search.begin())
         dispatched, longest = 1, request.need - request.limit
         flying: deque[Report] = deque()
-        most = _WATCHED_STEPS if self._watched else CHUNK
+        most, ahead = _WATCHED_STEPS if self._watched else CHUNK, 2
+        if request.guides is not None:  # each token waits for the one before
+            most, ahead = 1, 1
         while not self._state.done.all():
             yield self._piece()
             with self._decode_meter.running():
                 # One dispatch ahead: its loop ends at once if all is done by then.
-                while len(flying) < 2 and dispatched < request.limit:
+                while len(flying) < ahead and dispatched < request.limit:
                     steps = min(most, request.limit - dispatched)
                     self._session.make_room(longest + dispatched + steps)
                     dispatched += steps
@@ -137,6 +140,7 @@ class BeamStream(Pieces):
         result = GenerationResult(
             words, [row.tokens for row in self._rows], self._stats(), cache, unfed,
             None if request.scores is None else self._scores,
+            guides=guides_along(self._session.lm, request, [row.tokens for row in self._rows]),
             sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
         )  # fmt: skip
         if request.padded:

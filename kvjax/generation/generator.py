@@ -71,7 +71,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         those of so many of the likeliest tokens, 0 to 20; True is 0 (``result.logprobs``).
       guide: what new texts keep to, a product of ``Guides``, or a list of one for each prompt, None
         where it is free. Each row goes along a copy of its own (``result.guides``), so it can be
-        given again. A row that has one ends with it, or at ``max_new_tokens``.
+        given again. A row that has one ends with it, or at ``max_new_tokens``. Each beam goes
+        along a copy of the one that it goes on from.
       padded: give ``result.tokens`` and its log-probabilities as arrays of ``max_new_tokens`` a
         row, and ``result.lengths``.
       logits_hook: ``hook(logits, tokens, length) -> logits``, a pure function of jax.numpy, traced

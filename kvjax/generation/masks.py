@@ -23,9 +23,9 @@ class Guide(Protocol):
 
 
 class FormOfText(Guide, Protocol):
-    """A guide that several rows can begin with: each goes along a copy."""
+    """A guide that several rows can begin with: each goes along a copy, or a copy of that."""
 
-    def copy(self) -> Guide:
+    def copy(self) -> "FormOfText":
         """The same, of which nothing is known to this one."""
         ...
 
@@ -70,7 +70,7 @@ def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray) -> None:
 def guides_of(
     config: ModelConfig, given: RowGuides | None, prompts: int, samples: int, rows: int,
     eos: Sequence[int], least: int,
-) -> tuple[Guide | None, ...] | None:  # fmt: skip
+) -> tuple[FormOfText | None, ...] | None:  # fmt: skip
     """A guide for each of so many ``rows``, copies of those that are given, where any is: of each
     prompt for each of its ``samples``, and none for the rows behind them.
 
@@ -91,7 +91,7 @@ def guides_of(
         raise ValueError(
             f"min_new_tokens is {least}, but a guide may leave none but tokens that end a text"
         )
-    found: list[Guide | None] = []
+    found: list[FormOfText | None] = []
     for guide in each:
         ends = set(getattr(guide, "ends", ())) - set(eos)
         if ends:

@@ -15,7 +15,7 @@ from kvjax.generation.drafts import Draft, check_length, draft_of
 from kvjax.generation.drawing import make_settings
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import Guide, guides_of
+from kvjax.generation.masks import FormOfText, guides_of
 from kvjax.generation.model import check_model
 from kvjax.generation.searching import Search, rows_asked
 from kvjax.generation.settings import Options
@@ -82,7 +82,7 @@ class Request:
     to_read: list[list[int]] | None = None
     draft: Draft | None = None
     before: list[list[int]] | None = None
-    guides: tuple[Guide | None, ...] | None = None
+    guides: tuple[FormOfText | None, ...] | None = None
     search: Search | None = None
 
     @property

@@ -29,7 +29,8 @@ class GenerationResult:
     max_new_tokens], ``lengths`` int32[rows], how many of these are real, and ``logprobs`` are
     ``Scores`` of [rows, max_new_tokens], 0 behind the last one, all of them NumPy's.
     ``guides``: of each row the guide that went along it, or None, where any was given, else None;
-    the ``error`` of one of ``Guides`` says why it could not go on to the end of its grammar.
+    the ``error`` of one of ``Guides`` says why it could not go on to the end of its grammar. Of a
+    beam search it has taken in all of the row's tokens.
     ``sequence_scores``: of a beam search, the sum of each row's log-probabilities, with what
     penalties made of them, over its length to the power of ``length_penalty``; of ``best_of``, the
     mean of its log-probabilities by the model's own distribution; else None.

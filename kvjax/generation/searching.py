@@ -76,12 +76,11 @@ def _search(options: Options, n: int) -> Search:
             f"temperature is {options.temperature}: a beam search takes the likeliest texts, and "
             "draws nothing; leave it out, or num_beams"
         )
-    for name in ("draft", "guide"):
-        if getattr(options, name) is not None:
-            raise ValueError(
-                f"a {name} was given together with num_beams: it goes along one text, and beams go "
-                "on from one another"
-            )
+    if options.draft is not None:
+        raise ValueError(
+            "a draft was given together with num_beams: it goes along one text, and beams go on "
+            "from one another"
+        )
     if options.stop:
         raise ValueError(
             "stop strings are looked for in texts, on the host, and beams are chosen on the "

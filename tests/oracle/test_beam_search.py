@@ -104,6 +104,42 @@ def test_texts_and_scores(name: str, pair: Any, torch: Any) -> None:
     same(ours(pair, settings), theirs(pair, torch, settings), settings["n"])
 
 
+@pytest.mark.parametrize("early", [False, "never"])
+def test_a_guide_allows_what_a_function_of_theirs_does(early: Any, pair: Any, torch: Any) -> None:
+    """Beams go by their whole texts; padding counts for nothing."""
+    settings = CASES["four"] | {"early_stopping": early}
+    vocab, prompts = pair[1].config.vocab_size, pair[2]
+
+    def form(total: int) -> list[int]:
+        return [token for token in range(vocab) if (token + total) % 5 < 2]
+
+    wanted = expected(
+        pair, torch, **settings,
+        prefix_allowed_tokens_fn=lambda _, ids: form(int(ids.sum())),
+    )  # fmt: skip
+    found = ours(pair, settings, guide=[Sums(form, vocab, sum(ids)) for ids in prompts])
+    same(found, wanted, settings["n"])
+    assert found.tokens != ours(pair, settings).tokens
+
+
+class Sums:
+    """A guide that goes by the sum of a text's tokens."""
+
+    def __init__(self, form: Callable[[int], list[int]], vocab: int, total: int) -> None:
+        self.form, self.vocab, self.total = form, vocab, total
+
+    def allowed(self) -> np.ndarray:
+        bits = np.zeros(-(-self.vocab // 32) * 32, np.uint8)
+        bits[self.form(self.total)] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.total += token
+
+    def copy(self) -> "Sums":
+        return Sums(self.form, self.vocab, self.total)
+
+
 LAYOUTS = {
     "dynamic": "dynamic",
     "paged": kvjax.CachePolicy(kvjax.Paged(16)),

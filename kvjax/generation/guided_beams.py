@@ -1,0 +1,120 @@
+"""A beam search some of whose beams have guides: each goes on from a copy of its parent's.
+
+A step is two programs, as of rows that have guides (``guided``).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.device import fetch
+from kvjax.generation import beam_programs as programs
+from kvjax.generation.beam_session import BeamSession, Report
+from kvjax.generation.filters import EVERY
+from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.masks import FormOfText, Guide, bits_of, words_for
+from kvjax.generation.request import Request
+from kvjax.generation.searching import Beams
+from kvjax.generation.session import Session
+
+
+class GuidedBeamSession(BeamSession):
+    """A ``BeamSession`` whose beams keep to guides. ``search`` takes one step, and waits for the
+    one before it."""
+
+    def __init__(self, request: Request, session: Session) -> None:
+        super().__init__(request, session)
+        assert request.guides is not None
+        self._guides = BeamGuides(request.guides, self._beams, words_for(session.lm.config))
+
+    def begin(self) -> Report:
+        """Choose the first tokens, under the masks of the prompts."""
+        self._columns, state = super().begin()
+        return self._columns, state
+
+    def search(self, steps: np.int32) -> Report:
+        """Choose one token more of each beam."""
+        session, request, lm = self._session, self._request, self._session.lm
+        session.context, logits = programs.feed(
+            lm.architecture, lm.params, session.context, self._state
+        )
+        # That runs; its report had these on the host before.
+        token, parent, _ = self._columns
+        token, parent, score, done = fetch((token, parent, self._state.score, self._state.done))
+        going = (score > -np.inf) & ~np.repeat(done, self._beams.width, axis=1)
+        self._guides.go_on(token[:, 0], parent[:, 0], going.ravel())
+        session.context, self._state, self._past, self._columns = programs.choose(
+            logits, request.filters, self._beams, session.context, self._state, self._past,
+            self._settings, self._numbers, self._limit, self._allowed(), request.scores,
+        )  # fmt: skip
+        return self._columns, self._state
+
+    def _allowed(self) -> np.ndarray:
+        return self._guides.bits()
+
+
+class BeamGuides:
+    """The guides of beams, as they go along their texts. ``guides``: one a row, or None."""
+
+    def __init__(self, guides: Sequence[FormOfText | None], beams: Beams, words: int) -> None:
+        self._beams, self._words = beams, words
+        # At first one beam of each group is there. The given ones stay at the beginning.
+        self._guides = [
+            guide.copy() if guide is not None and row % beams.width == 0 else None
+            for row, guide in enumerate(guides)
+        ]
+
+    def go_on(self, tokens: np.ndarray, parents: np.ndarray, going: np.ndarray) -> None:
+        """Let rows go on from others, and take in their tokens: int32[rows], the parents counted
+        within a prompt; of rows that are not ``going`` on, bool[rows], none."""
+        after: list[FormOfText | None] = [None] * len(self._guides)
+        taken: set[int] = set()
+        rows = np.flatnonzero(going).tolist()
+        for row in rows:
+            at = row - row % self._beams.beams + int(parents[row])
+            guide = self._guides[at]
+            if guide is not None:
+                after[row] = guide.copy() if at in taken else guide
+                taken.add(at)
+        for row in rows:
+            guide = after[row]
+            if guide is not None:
+                guide.accept(int(tokens[row]))
+        self._guides = after
+
+    def bits(self) -> np.ndarray:
+        """uint32[rows, words]: what may come next; of rows without a guide anything."""
+        bits = np.full((len(self._guides), self._words), EVERY, np.uint32)
+        for row, guide in enumerate(self._guides):
+            if guide is not None:
+                bits[row] = bits_of(guide, self._words)
+        return bits
+
+
+def search_of(request: Request, session: Session) -> BeamSession:
+    """The search of a request, with guides or without."""
+    if request.guides is None:
+        return BeamSession(request, session)
+    return GuidedBeamSession(request, session)
+
+
+def guides_along(
+    lm: LanguageModel, request: Request, texts: Sequence[Sequence[int]]
+) -> tuple[Guide | None, ...] | None:
+    """The guides of the request, behind all tokens of the texts that are given back, as many of
+    each prompt; None where it has none."""
+    if request.guides is None or request.search is None:
+        return None
+    found: list[Guide | None] = []
+    for number, tokens in enumerate(texts):
+        prompt, at = divmod(number, request.search.kept)
+        guide = request.guides[prompt * request.samples + at]
+        found.append(guide)
+        if guide is None:
+            continue
+        for place, token in enumerate(tokens, 1):
+            if place == len(tokens):
+                # That it can't go on a guide knows where it is asked, and such a text ends there.
+                bits_of(guide, words_for(lm.config))
+            guide.accept(token)
+    return tuple(found)
