@@ -722,8 +722,8 @@ FAULTS = (
     ),
     Fault(
         "beams that go on from one go along the same guide", "generation/guided_beams.py",
-        "guide.copy() if at in taken else guide",
-        "guide", ("beams",),
+        "after[row] = guide.copy() if at in taken else guide",
+        "after[row] = guide if at in taken else guide", ("guided", "beams"),
     ),
     Fault(
         "a beam's row keeps the tokens that it had", "operations/branching.py",
