@@ -29,9 +29,9 @@ from benchmarks.bandwidth import cpu_name
 from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
-from kvjax.generation.filters import EVERY
-from kvjax.generation.masks import words_for
+from kvjax.generation.guides.masks import words_for
 from kvjax.models import load
+from kvjax.sampling.filters import EVERY
 
 LIMIT = 0.10
 """Of a guided step, the share that masks may have."""

@@ -41,9 +41,9 @@ from kvjax.engine.service import Service
 from kvjax.engine.stats import EngineStats
 from kvjax.generation.ahead import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
-from kvjax.generation.drafts import DraftModel, PromptLookup
+from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.guides import Guides
+from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.results import GenerationResult

@@ -12,16 +12,16 @@ import pytest
 
 import kvjax
 from kvjax.core.trees import tree_bytes
-from kvjax.generation import beam_programs
-from kvjax.generation.beam_streaming import BeamStream
-from kvjax.generation.beams import Numbers, begun
+from kvjax.generation.beams import programs as beam_programs
+from kvjax.generation.beams.searching import Beams, Search
+from kvjax.generation.beams.steps import Numbers, begun
+from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.contexts import Cached
-from kvjax.generation.drawing import make_settings
 from kvjax.generation.request import prepare
-from kvjax.generation.searching import Beams, Search
 from kvjax.generation.settings import Options
 from kvjax.generation.statistics import Meter
 from kvjax.operations.branching import branched
+from kvjax.sampling.settings import make_settings
 from tests import laws, matrix, naive
 from tests.copies import assert_no_copy
 from tests.matrix import some, tiny_model
@@ -432,7 +432,7 @@ def test_a_search_is_compiled_ahead(lm, growing):
 
 
 def test_a_stream_gives_what_all_texts_have_in_common(lm, monkeypatch):
-    monkeypatch.setattr("kvjax.generation.beam_streaming._WATCHED_STEPS", 2)
+    monkeypatch.setattr("kvjax.generation.beams.streaming._WATCHED_STEPS", 2)
     early = []
     for ends in (ENDS, ()):
         given = {**GIVEN, "max_new_tokens": 24, "eos_token_ids": ends, "n": 2, "logprobs": 2}

@@ -38,8 +38,6 @@ from kvjax.core.errors import MissingCompilerError
 from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
 from kvjax.generation.choosing import Progress
-from kvjax.generation.drawing import make_settings
-from kvjax.generation.past import Past
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from kvjax.memory.traffic import large_results
@@ -47,6 +45,8 @@ from kvjax.models import GenerationDefaults
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints
 from kvjax.prefixes.kinds import Kind
+from kvjax.sampling.past import Past
+from kvjax.sampling.settings import make_settings
 from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model

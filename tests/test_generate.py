@@ -14,10 +14,10 @@ import tokenizers
 import kvjax
 from kvjax.generation import choosing, programs, settings
 from kvjax.generation.capacities import capacity_bucket
-from kvjax.generation.drawing import make_settings
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.request import chunk_bucket
 from kvjax.models.text import Tokenizer
+from kvjax.sampling.settings import make_settings
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config
 from tests.scripted import scripted

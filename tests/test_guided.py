@@ -14,8 +14,8 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.generation.filters import EVERY
-from kvjax.generation.masks import words_for
+from kvjax.generation.guides.masks import words_for
+from kvjax.sampling.filters import EVERY
 from tests.checkpoints import write_llama
 from tests.matrix import some
 from tests.schemas import random_schema

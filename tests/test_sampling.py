@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax.generation.filters as ways
-from kvjax.generation import sampling
-from kvjax.generation.controls import Filters
-from kvjax.generation.drawing import make_settings
-from kvjax.generation.past import Past
+import kvjax.sampling.filters as ways
+from kvjax.sampling import sampler as sampling
+from kvjax.sampling.controls import Filters
+from kvjax.sampling.past import Past
+from kvjax.sampling.settings import make_settings
 
 VOCAB = 500
 

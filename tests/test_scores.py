@@ -290,7 +290,7 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
 
 
 def test_filters_that_leave_one_token_leave_it_for_certain():
-    from kvjax.generation.drawing import make_settings
+    from kvjax.sampling.settings import make_settings
 
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     filters, settings = make_settings(seeds=[0], temperature=0.0)

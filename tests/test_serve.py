@@ -25,7 +25,7 @@ import pytest
 import kvjax
 from kvjax import cli
 from kvjax.cli.batch_lines import asked_for, object_of
-from kvjax.generation.guides import Guides
+from kvjax.generation.guides.grammars import Guides
 from kvjax.models.chat import ChatTemplates
 from kvjax.serve.needed import check_installed
 from kvjax.serve.server import Server, address_of, bound

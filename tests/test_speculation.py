@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.engine.lookups import Lookups
-from kvjax.generation.acceptance import Acceptance, price_of
+from kvjax.generation.drafts.acceptance import Acceptance, price_of
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some

@@ -14,9 +14,9 @@ from kvjax.adapters.any_model import language_model
 from kvjax.adapters.nnx import as_function
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array
-from kvjax.generation.scores import of_tokens
 from kvjax.policies.presets import PolicyChoice
 from kvjax.rollouts.rolling import rollout
+from kvjax.sampling.scores import of_tokens
 
 __all__ = ["KvjaxRollout"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.core.sizes import readable_bytes
-from kvjax.generation.scores import TokenScore
+from kvjax.sampling.scores import TokenScore
 
 
 def beyond(tokens: int) -> str:

@@ -52,7 +52,7 @@ def guide_of(lm: Any, form: Form | None) -> Any:
     """A guide, where one was asked for."""
     if form is None:
         return None
-    from kvjax.generation.guides import Guides
+    from kvjax.generation.guides.grammars import Guides
 
     name, value = form
     return getattr(Guides(lm), name)(value)

@@ -5,7 +5,7 @@ from typing import Any
 from kvjax.core.errors import NonFiniteError
 from kvjax.engine.beams import BeamRows
 from kvjax.engine.handle import Handle
-from kvjax.generation.scores import token_scores
+from kvjax.sampling.scores import token_scores
 
 
 def taken_in(report: Any, at: int, handle: Handle, before: int) -> tuple[int, str | None]:

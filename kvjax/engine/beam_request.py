@@ -1,10 +1,10 @@
 """What an engine is asked for of a beam search, checked."""
 
-from kvjax.generation.controls import Filters
-from kvjax.generation.scores import MOST_SCORES
-from kvjax.generation.searching import Search, rows_asked
+from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.settings import Options
 from kvjax.prefixes.kinds import Kind
+from kvjax.sampling.controls import Filters
+from kvjax.sampling.scores import MOST_SCORES
 
 
 def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Search | None:

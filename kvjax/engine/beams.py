@@ -1,5 +1,5 @@
 """A request's beam search as it goes, on the host: what its rows have told, and what they go on
-with. Its steps are those of ``kvjax.generation.beams``, of the likeliest tokens alone."""
+with. Its steps are those of ``kvjax.generation.beams.steps``, of the likeliest tokens alone."""
 
 import contextlib
 import functools
@@ -11,11 +11,11 @@ import numpy as np
 
 from kvjax.core.device import fetch
 from kvjax.engine.request import MOST_ENDS, Request
-from kvjax.generation.beam_history import History
-from kvjax.generation.beam_results import best
-from kvjax.generation.beams import Numbers, begun, extended
-from kvjax.generation.scores import MOST_SCORES, Scores, TokenScore
+from kvjax.generation.beams.history import History
+from kvjax.generation.beams.results import best
+from kvjax.generation.beams.steps import Numbers, begun, extended
 from kvjax.generation.text import RowText, Tokenizer
+from kvjax.sampling.scores import MOST_SCORES, Scores, TokenScore
 
 _begun = jax.jit(begun, static_argnames=("beams", "scores"))
 _extended = jax.jit(extended, static_argnames=("beams", "scores"))

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvjax.engine.calls import Asked
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
-from kvjax.generation.controls import NO_TOKEN, Sampling
-from kvjax.generation.drawing import make_settings
-from kvjax.generation.scores import MOST_SCORES
 from kvjax.placement.device import Device
+from kvjax.sampling.controls import NO_TOKEN, Sampling
+from kvjax.sampling.scores import MOST_SCORES
+from kvjax.sampling.settings import make_settings
 
 
 class Board:

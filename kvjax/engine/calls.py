@@ -6,10 +6,10 @@ from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.choosing import Progress
-from kvjax.generation.controls import Sampling
-from kvjax.generation.filters import Allowed
-from kvjax.generation.past import Past
-from kvjax.generation.scores import Scores
+from kvjax.sampling.controls import Sampling
+from kvjax.sampling.filters import Allowed
+from kvjax.sampling.past import Past
+from kvjax.sampling.scores import Scores
 
 
 @state

@@ -1,4 +1,4 @@
-"""A request's draft, checked in one pass: see ``kvjax.generation.speculation``."""
+"""A request's draft, checked in one pass: see ``kvjax.generation.drafts.speculation``."""
 
 import functools
 from dataclasses import replace
@@ -14,7 +14,7 @@ from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.engine.calls import Asked, Held, Report
 from kvjax.engine.programs import choose_next, context_of, report_of, some_of, with_some, written_to
 from kvjax.generation.model import Model
-from kvjax.generation.scores import MOST_SCORES, Scores
+from kvjax.sampling.scores import MOST_SCORES, Scores
 
 
 @state

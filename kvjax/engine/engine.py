@@ -134,7 +134,8 @@ class Engine(Runs):
             stop, eos_token_ids: as of ``generate``.
           seed: of its draws.
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
-          guide: which tokens may come next, of ``Guides`` or ``kvjax.generation.masks.Guide``.
+          guide: which tokens may come next: of ``Guides``, or any
+            ``kvjax.generation.guides.masks.Guide``.
           draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most.
           tenant: whose prefixes it shares; by default everybody's who names none.
           priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.

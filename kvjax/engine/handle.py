@@ -10,9 +10,9 @@ import numpy as np
 from kvjax.engine.beams import BeamRows, Found
 from kvjax.engine.lookups import Lookups
 from kvjax.engine.request import Request
-from kvjax.generation.masks import bits_along, bits_of
-from kvjax.generation.scores import TokenScore
+from kvjax.generation.guides.masks import bits_along, bits_of
 from kvjax.generation.text import RowText, Tokenizer
+from kvjax.sampling.scores import TokenScore
 
 
 @dataclass

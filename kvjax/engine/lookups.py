@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvjax.generation.drafts import PromptLookup
+from kvjax.generation.drafts.asked import PromptLookup
 
 CHECKED = 7
 """Tokens of a draft that a program checks, at most."""

@@ -20,14 +20,14 @@ from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.choosing import Progress, choose, whole
 from kvjax.generation.contexts import Cached, Context
-from kvjax.generation.filters import EVERY, Allowed, Logits
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
-from kvjax.generation.sampling import filter_logits
-from kvjax.generation.scores import MOST_SCORES, Scores, scores_of
 from kvjax.paging.given import GivenPages
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
+from kvjax.sampling.filters import EVERY, Allowed, Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.sampler import filter_logits
+from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")

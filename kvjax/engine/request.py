@@ -7,16 +7,16 @@ from typing import Any, Literal, TypedDict
 
 from kvjax.core.checks import whole_number
 from kvjax.engine.beam_request import most_pages, search_of
-from kvjax.generation.controls import Sampling
-from kvjax.generation.drafts import DraftModel, PromptLookup, draft_of
-from kvjax.generation.drawing import make_settings
+from kvjax.generation.beams.searching import Search
+from kvjax.generation.drafts.asked import DraftModel, PromptLookup, draft_of
+from kvjax.generation.guides.masks import Guide
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import Guide
-from kvjax.generation.searching import Search
 from kvjax.generation.settings import Options
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
+from kvjax.sampling.controls import Sampling
+from kvjax.sampling.settings import make_settings
 
 MOST_ENDS = 16
 """End-of-text tokens that a request can have."""

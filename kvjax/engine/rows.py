@@ -18,13 +18,13 @@ from kvjax.engine.lookups import CHECKED
 from kvjax.engine.pages import RowPages
 from kvjax.engine.slots import Slot
 from kvjax.generation.choosing import Progress
-from kvjax.generation.filters import EVERY
+from kvjax.generation.guides.masks import words_for
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import words_for
-from kvjax.generation.past import past_of
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts
+from kvjax.sampling.filters import EVERY
+from kvjax.sampling.past import past_of
 
 LEAST_WIDTH = 16
 """Tokens of the narrowest chunk of a prompt, at least."""

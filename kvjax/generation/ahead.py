@@ -11,8 +11,8 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
-from kvjax.generation.beam_programs import rows_kept
-from kvjax.generation.beam_session import BeamSession
+from kvjax.generation.beams.programs import rows_kept
+from kvjax.generation.beams.session import BeamSession
 from kvjax.generation.elsewhere import compiled_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks

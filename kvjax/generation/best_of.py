@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.beam_programs import kept, rows_kept
+from kvjax.generation.beams.programs import kept, rows_kept
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
-from kvjax.generation.scores import TokenScore
 from kvjax.generation.streaming import Stream
+from kvjax.sampling.scores import TokenScore
 
 
 class BestOf(Iterator[Piece]):

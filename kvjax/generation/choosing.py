@@ -6,11 +6,11 @@ from jax import lax
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.contexts import Context
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.filters import Allowed, Logits
-from kvjax.generation.past import Past
-from kvjax.generation.sampling import filter_logits, sample
-from kvjax.generation.scores import Scores, scores_of
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Allowed, Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.sampler import filter_logits, sample
+from kvjax.sampling.scores import Scores, scores_of
 
 
 @state

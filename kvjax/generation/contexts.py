@@ -8,9 +8,9 @@ from jaxtyping import Float
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
-from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
 from kvjax.operations.rewinding import rewind
+from kvjax.sampling.filters import Logits
 
 
 @state

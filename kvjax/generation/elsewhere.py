@@ -16,19 +16,19 @@ from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.generation import programs
-from kvjax.generation.beams_elsewhere import search_programs
+from kvjax.generation.beams.elsewhere import search_programs
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
-from kvjax.generation.drafted import Drafts
-from kvjax.generation.past import past_of
+from kvjax.generation.drafts.held import Drafts
+from kvjax.generation.drafts.speculation import speculate
 from kvjax.generation.request import Request, prepare
-from kvjax.generation.scores import Scores
 from kvjax.generation.settings import Options
 from kvjax.generation.shapes import Shapes
-from kvjax.generation.speculation import speculate
 from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.layouts import Growing
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
+from kvjax.sampling.past import past_of
+from kvjax.sampling.scores import Scores
 
 """There are none without a checkpoint."""
 

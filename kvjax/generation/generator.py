@@ -33,7 +33,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty, presence_penalty,
-        no_repeat_ngram_size: see ``kvjax.generation.drawing.make_settings``; of a text in a given
+        no_repeat_ngram_size: see ``kvjax.sampling.settings.make_settings``; of a text in a given
         cache they know nothing: the repetition penalty and n-grams go by these prompts and the new
         text, the other two penalties by the new text.
       logit_bias: numbers, by token id, that are added to these tokens' logits.

@@ -4,7 +4,6 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.context import outside
-from kvjax.generation.filters import Logits
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
@@ -13,6 +12,7 @@ from kvjax.generation.settings import CacheChoice, Options
 from kvjax.generation.sources import check_read
 from kvjax.generation.words import Prompts
 from kvjax.memory.planning import PREFILL
+from kvjax.sampling.filters import Logits
 
 
 @outside

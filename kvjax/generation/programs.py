@@ -17,12 +17,12 @@ from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached, Context
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
-from kvjax.generation.scores import Scores
 from kvjax.operations.rows import repeat
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.scores import Scores
 
 _T = TypeVar("_T")
 

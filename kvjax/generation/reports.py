@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 
-from kvjax.generation.acceptance import Acceptance
 from kvjax.generation.choosing import Progress
-from kvjax.generation.scores import Scores
+from kvjax.generation.drafts.acceptance import Acceptance
+from kvjax.sampling.scores import Scores
 
 
 class Report(NamedTuple):

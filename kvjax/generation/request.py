@@ -9,15 +9,13 @@ from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.device import fetch
+from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.drafts import Draft, check_length, draft_of
-from kvjax.generation.drawing import make_settings
+from kvjax.generation.drafts.asked import Draft, check_length, draft_of
 from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
+from kvjax.generation.guides.masks import FormOfText, guides_of
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import FormOfText, guides_of
 from kvjax.generation.model import check_model
-from kvjax.generation.searching import Search, rows_asked
 from kvjax.generation.settings import Options
 from kvjax.generation.sharing import for_samples, known_prefixes
 from kvjax.generation.sources import bytes_of_source
@@ -37,6 +35,8 @@ from kvjax.policies.model_config import common_heads
 from kvjax.policies.positions import same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.settings import make_settings
 
 _SMALLEST_CHUNK = 16
 

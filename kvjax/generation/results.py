@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.state import KVCache
-from kvjax.generation.scores import Scores, TokenScore
 from kvjax.generation.statistics import GenerationStats
+from kvjax.sampling.scores import Scores, TokenScore
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which way a request runs: each row by itself, as beams, or the best of samples."""
 
-from kvjax.generation.beam_streaming import BeamStream
+from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.best_of import BestOf
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk

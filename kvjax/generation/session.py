@@ -16,10 +16,9 @@ from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
 from kvjax.generation.contexts import Cached, Context, Uncached
-from kvjax.generation.drafted import Drafts
-from kvjax.generation.drafting import Drafter
+from kvjax.generation.drafts.held import Drafts
+from kvjax.generation.drafts.proposals import Drafter
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.past import Past, past_of
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
@@ -28,6 +27,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
+from kvjax.sampling.past import Past, past_of
 
 
 class Session:

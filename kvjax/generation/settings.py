@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value
-from kvjax.generation.drafts import DraftChoice
-from kvjax.generation.masks import RowGuides
-from kvjax.generation.past import LogitsHook
+from kvjax.generation.drafts.asked import DraftChoice
+from kvjax.generation.guides.masks import RowGuides
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
+from kvjax.sampling.past import LogitsHook
 
 CacheChoice = PolicyChoice | KVCache
 

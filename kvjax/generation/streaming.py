@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.guided_drafts import session_of
+from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pacing import Pace
 from kvjax.generation.pieces import Pieces
@@ -18,10 +18,10 @@ from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
-from kvjax.generation.scores import TokenScore, token_scores
 from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
+from kvjax.sampling.scores import TokenScore, token_scores
 
 
 class Stream(Pieces):

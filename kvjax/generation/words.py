@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.core.checks import whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import ModelConfig
-from kvjax.generation.scores import MOST_SCORES
+from kvjax.sampling.scores import MOST_SCORES
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 

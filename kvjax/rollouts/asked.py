@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.checks import UNLIMITED, is_traced, whole_number
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.drawing import make_settings
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Drawing
 from kvjax.generation.words import biases, check_ids, token_ids
 from kvjax.policies.positions import position_limit, same_rotary
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.settings import make_settings
 
 
 class RolloutSettings(Drawing, total=False):

@@ -17,11 +17,9 @@ from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.controls import Filters, Sampling
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.parameters import check_like
-from kvjax.generation.past import Past
 from kvjax.generation.programs import begin, decoded
 from kvjax.generation.settings import spelled_out
 from kvjax.generation.sharing import for_samples
@@ -39,6 +37,8 @@ from kvjax.policies.positions import position_limit, rotary_length
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.past import Past
 
 
 @spelled_out(RolloutSettings)

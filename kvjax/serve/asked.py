@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.engine.request import Asking
-from kvjax.generation.guides import Guides
-from kvjax.generation.masks import Guide
+from kvjax.generation.guides.grammars import Guides
+from kvjax.generation.guides.masks import Guide
 from kvjax.serve.fields import Fields, is_number
 from kvjax.serve.refused import Refused
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax.core.errors import CheckpointError
-from kvjax.generation.scores import MOST_SCORES
+from kvjax.sampling.scores import MOST_SCORES
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.generation.scores import MOST_SCORES, TokenScore
+from kvjax.sampling.scores import MOST_SCORES, TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json

@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from kvjax.engine.handle import Handle
-from kvjax.generation.scores import TokenScore
+from kvjax.sampling.scores import TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 

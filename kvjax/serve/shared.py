@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service
-from kvjax.generation.guides import Guides
+from kvjax.generation.guides.grammars import Guides
 from kvjax.serve.figures import Figures
 from kvjax.serve.keys import Keys
 from kvjax.serve.limits import Limits

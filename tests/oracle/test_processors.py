@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.generation.drawing import make_settings
-from kvjax.generation.past import Past
-from kvjax.generation.sampling import filter_logits, sample
+from kvjax.sampling.past import Past
+from kvjax.sampling.sampler import filter_logits, sample
+from kvjax.sampling.settings import make_settings
 from tests.oracle.test_logits import SMALL
 
 ROWS, VOCAB, ROOM = 4, 400, 48

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.draws import drawn, either, narrowed, where
-from kvjax.generation.filters import (
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.draws import drawn, either, narrowed, where
+from kvjax.sampling.filters import (
     EVERY,
     Allowed,
     Logits,
@@ -22,7 +22,7 @@ from kvjax.generation.filters import (
     likeliest,
     penalize,
 )
-from kvjax.generation.past import Past
+from kvjax.sampling.past import Past
 
 
 def sample(

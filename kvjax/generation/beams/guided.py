@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.core.device import fetch
-from kvjax.generation import beam_programs as programs
-from kvjax.generation.beam_session import BeamSession, Report
-from kvjax.generation.filters import EVERY
+from kvjax.generation.beams import programs
+from kvjax.generation.beams.searching import Beams
+from kvjax.generation.beams.session import BeamSession, Report
+from kvjax.generation.guides.masks import FormOfText, Guide, bits_of, words_for
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import FormOfText, Guide, bits_of, words_for
 from kvjax.generation.request import Request
-from kvjax.generation.searching import Beams
 from kvjax.generation.session import Session
+from kvjax.sampling.filters import EVERY
 
 
 class GuidedBeamSession(BeamSession):

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.generation.beam_history import History
-from kvjax.generation.scores import TokenScore, token_scores
-from kvjax.generation.searching import Beams
+from kvjax.generation.beams.history import History
+from kvjax.generation.beams.searching import Beams
+from kvjax.sampling.scores import TokenScore, token_scores
 
 
 class Best(NamedTuple):

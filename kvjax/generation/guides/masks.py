@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvjax.generation.filters import EVERY
 from kvjax.generation.model import ModelConfig
+from kvjax.sampling.filters import EVERY
 
 
 class Guide(Protocol):

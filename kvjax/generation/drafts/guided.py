@@ -15,22 +15,22 @@ from jaxtyping import Int
 
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.generation import speculation
-from kvjax.generation.acceptance import USUAL, Acceptance
-from kvjax.generation.checking import EveryLogits, checked
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.drafting import Drafted, Drafter
-from kvjax.generation.filters import Logits
-from kvjax.generation.guided import GuidedSession
+from kvjax.generation.drafts import speculation
+from kvjax.generation.drafts.acceptance import USUAL, Acceptance
+from kvjax.generation.drafts.checking import EveryLogits, checked
+from kvjax.generation.drafts.proposals import Drafted, Drafter
+from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
 from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
-from kvjax.generation.scores import Scores
 from kvjax.generation.session import Session
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.scores import Scores
 
 
 class DraftedGuidedSession(GuidedSession):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.controls import NO_TOKEN, Filters, Sampling
-from kvjax.generation.past import LogitsHook
+from kvjax.sampling.controls import NO_TOKEN, Filters, Sampling
+from kvjax.sampling.past import LogitsHook
 
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES = {
@@ -65,7 +65,7 @@ def make_settings(
         no limit.
       min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
       logit_bias: numbers that are added to the logits of tokens.
-      logits_hook: a function that changes the logits first, see ``kvjax.generation.past``.
+      logits_hook: a function that changes the logits first, see ``kvjax.sampling.past``.
 
     Raises:
       ValueError: naming the value that is out of its range, and the range.

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows
-from kvjax.generation.filters import Logits
+from kvjax.sampling.filters import Logits
 
 MOST_SCORES = 20
 """The likeliest tokens that are told with one, at most."""

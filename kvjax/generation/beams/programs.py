@@ -11,22 +11,22 @@ from jax import lax
 
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Rows
-from kvjax.generation.beams import Chosen, Numbers, Searched, begun, extended
+from kvjax.generation.beams.searching import Beams
+from kvjax.generation.beams.steps import Chosen, Numbers, Searched, begun, extended
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached, Context, Uncached
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.filters import Logits
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.request import Request
-from kvjax.generation.sampling import filter_logits
-from kvjax.generation.scores import Scores
-from kvjax.generation.searching import Beams
 from kvjax.operations.branching import branched
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import select
 from kvjax.placement.spread import Spread
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.sampler import filter_logits
+from kvjax.sampling.scores import Scores
 
 Columns = tuple[Array, Array, Scores | None]
 """Of each step and row, [batch, steps] each: the token chosen, the beam that it was chosen for, of

@@ -12,8 +12,8 @@ from jaxtyping import Float, UInt
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.drafting import Drafted
-from kvjax.generation.past import Past
+from kvjax.generation.drafts.proposals import Drafted
+from kvjax.sampling.past import Past
 
 Chosen = tuple[Progress, Past, Any]
 """As ``choosing.chosen`` gives it."""

@@ -11,8 +11,8 @@ from jaxtyping import Array, UInt
 
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Rows, SomeRows
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.filters import (
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import (
     Logits,
     Ranking,
     keep_min_p,

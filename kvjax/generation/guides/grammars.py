@@ -102,8 +102,8 @@ class Guides:
 
 
 class GrammarGuide:
-    """A ``Guide`` (see ``kvjax.generation.masks``) along a grammar; ``ends``: tokens that may end
-    its text; ``error``: why it could not go on, in which case only these are allowed."""
+    """A ``Guide`` (see ``kvjax.generation.guides.masks``) along a grammar; ``ends``: tokens that
+    may end its text; ``error``: why it could not go on, in which case only these are allowed."""
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocabulary: int) -> None:
         self.error: str | None = None
@@ -114,7 +114,7 @@ class GrammarGuide:
         self._only_ends, self._beyond = words, -vocabulary % 32
 
     def allowed(self) -> np.ndarray:
-        """uint32[words]: see ``kvjax.generation.masks.Guide``."""
+        """uint32[words]: see ``kvjax.generation.guides.masks.Guide``."""
         if self._ended or self.error:
             return self._only_ends
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)

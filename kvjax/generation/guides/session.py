@@ -16,16 +16,16 @@ from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Context
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.filters import Logits
+from kvjax.generation.guides.masks import Masks, words_for
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.masks import Masks, words_for
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
 from kvjax.generation.reports import Report
 from kvjax.generation.request import Request
-from kvjax.generation.scores import Scores
 from kvjax.generation.session import Session
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.scores import Scores
 
 
 class GuidedSession(Session):

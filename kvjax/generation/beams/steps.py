@@ -17,8 +17,8 @@ from jax import lax
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array
-from kvjax.generation.scores import Scores
-from kvjax.generation.searching import Beams
+from kvjax.generation.beams.searching import Beams
+from kvjax.sampling.scores import Scores
 
 
 @state

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.generation.filters import Logits, Seen
+from kvjax.sampling.filters import Logits, Seen
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], Rows], Logits]
 """A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,

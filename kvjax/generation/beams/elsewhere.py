@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.generation import beam_programs as programs
-from kvjax.generation.beams import Numbers, begun
+from kvjax.generation.beams import programs
+from kvjax.generation.beams.steps import Numbers, begun
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.request import Request
-from kvjax.generation.scores import Scores
+from kvjax.sampling.scores import Scores
 
 Compile = Callable[[Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any]
 """Compiles a call with arguments, of which those of these numbers are donated, and its results:

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array
-from kvjax.generation.past import LogitsHook
+from kvjax.sampling.past import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
 

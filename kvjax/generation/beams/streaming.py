@@ -10,22 +10,22 @@ import numpy as np
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
-from kvjax.generation.beam_history import History, in_common
-from kvjax.generation.beam_programs import rows_kept
-from kvjax.generation.beam_results import Best, ancestors, best, live_texts
-from kvjax.generation.beam_session import Report
-from kvjax.generation.guided_beams import guides_along, search_of
+from kvjax.generation.beams.guided import guides_along, search_of
+from kvjax.generation.beams.history import History, in_common
+from kvjax.generation.beams.programs import rows_kept
+from kvjax.generation.beams.results import Best, ancestors, best, live_texts
+from kvjax.generation.beams.session import Report
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.pieces import Pieces
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Request
 from kvjax.generation.results import GenerationResult, Piece, padded
-from kvjax.generation.scores import TokenScore
 from kvjax.generation.session import Session
 from kvjax.generation.statistics import GenerationStats, Meter
 from kvjax.generation.text import RowText
 from kvjax.policies.positions import beyond_context
+from kvjax.sampling.scores import TokenScore
 
 _WATCHED_STEPS = 8
 """Steps of a dispatch where somebody waits for its text."""

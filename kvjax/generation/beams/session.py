@@ -6,11 +6,11 @@ import numpy as np
 from jax.stages import Lowered
 
 from kvjax.core.device import fetch
-from kvjax.generation import beam_programs as programs
-from kvjax.generation.beams import Numbers, Searched
+from kvjax.generation.beams import programs
+from kvjax.generation.beams.searching import Beams, Search
+from kvjax.generation.beams.steps import Numbers, Searched
 from kvjax.generation.contexts import Cached
 from kvjax.generation.request import Request
-from kvjax.generation.searching import Beams, Search
 from kvjax.generation.session import Session
 
 Report = tuple[programs.Columns, Searched]

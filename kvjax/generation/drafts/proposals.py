@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.core.typing import Array, Rows, Tokens
-from kvjax.generation.acceptance import Price
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.filters import Logits
+from kvjax.generation.drafts.acceptance import Price
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
 
 Choose = Callable[[Progress, Past, Logits, Rows], tuple[Progress, Past]]
 """How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;

@@ -17,17 +17,17 @@ from jaxtyping import Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.generation.acceptance import Acceptance
-from kvjax.generation.checking import EveryLogits, checked, told
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
-from kvjax.generation.controls import Filters, Sampling
-from kvjax.generation.drafting import Drafted, Drafter
-from kvjax.generation.filters import Logits
+from kvjax.generation.drafts.acceptance import Acceptance
+from kvjax.generation.drafts.checking import EveryLogits, checked, told
+from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.model import Model
-from kvjax.generation.past import Past
 from kvjax.generation.programs import CHUNK
-from kvjax.generation.scores import Scores
+from kvjax.sampling.controls import Filters, Sampling
+from kvjax.sampling.filters import Logits
+from kvjax.sampling.past import Past
+from kvjax.sampling.scores import Scores
 
 
 @state

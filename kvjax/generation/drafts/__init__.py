@@ -1,0 +1,1 @@
+"""Tokens that are proposed, and checked several a pass."""

@@ -1,0 +1,1 @@
+"""Texts that keep to a grammar."""

@@ -1,0 +1,1 @@
+"""Logits to tokens: what may be drawn, and how."""
