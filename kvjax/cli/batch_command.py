@@ -130,7 +130,9 @@ def batch(
             engine = Engine(
                 lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk
             )
-            asked(lm, engine.terms, [0], **settings)  # what is wrong for all is told before them
+            asked(
+                lm, engine.terms, max_batch_size, [0], **settings
+            )  # what is wrong for all is told before them
             ends = lm.generation.eos_token_ids
             key = json.dumps([settings, chat, repr(policy), fingerprint(lm), ends])
         with shown("reading the lines") as say:
