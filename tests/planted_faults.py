@@ -687,7 +687,7 @@ FAULTS = (
     ),
     Fault(
         "what is drawn is not looked up among what is kept", "sampling/draws.py",
-        "return lax.cond(jnp.all(jnp.stack(kept)), lambda x: token, searched, logits)",
+        "return lax.cond(fine, lambda x: token, searched, logits)",
         "return lax.cond(True, lambda x: token, searched, logits)", ("sampling",),
     ),
     Fault(

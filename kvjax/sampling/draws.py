@@ -34,29 +34,32 @@ def drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> 
     def searched(logits: Logits) -> Rows:
         return likeliest(narrowed(logits, filters, settings) + noise)
 
-    def looked(logits: Logits) -> Rows:
-        warm = _warmed(logits, settings)
-        # The other's sums are those of what top-k has left.
-        sums = filters.top_p | filters.typical_p
-        warm = where(filters.top_k & sums, lambda x: keep_top_k(x, settings.top_k), warm)
-        likely = where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), warm)
-        token = likeliest(likely + noise)
-        kept: list[Array] = []
-        for needed, ranked, among, limit in (
-            (filters.top_k, ranked_by_k, warm, settings.top_k),
-            (filters.top_p, ranked_by_p, warm, settings.top_p),
-            (filters.typical_p, ranked_by_typicality, likely, settings.typical_p),
-        ):
-            if is_traced(needed) or needed:
-                keeps = functools.partial(_keeps, ranked, among, limit)
-                kept.append(either(needed, keeps, lambda x: x >= 0, token))
-        if not kept:
-            return token
-        return lax.cond(jnp.all(jnp.stack(kept)), lambda x: token, searched, logits)
-
-    # Typical-p sums what top-p has left; and of a mesh, devices would have to ask each other.
-    search = True if filters.mesh else filters.top_p & filters.typical_p
-    return either(search, searched, looked, logits)
+    if filters.mesh:  # whether all rows are fine, its devices would have to ask each other
+        return searched(logits)
+    warm = _warmed(logits, settings)
+    # The one's sums are those of what the other has left: only top-k is compiled in before them.
+    sums, unknown = filters.top_p | filters.typical_p, filters.top_p & filters.typical_p
+    if is_traced(sums):
+        unknown |= filters.top_k & sums
+    elif filters.top_k and sums:
+        warm = keep_top_k(warm, settings.top_k)
+    likely = where(filters.min_p, lambda x: keep_min_p(x, settings.min_p), warm)
+    token = likeliest(likely + noise)
+    kept: list[Any] = []
+    for needed, ranked, among, limit in (
+        (filters.top_k, ranked_by_k, warm, settings.top_k),
+        (filters.top_p, ranked_by_p, warm, settings.top_p),
+        (filters.typical_p, ranked_by_typicality, likely, settings.typical_p),
+    ):
+        if is_traced(needed) or needed:
+            keeps = functools.partial(_keeps, ranked, among, limit)
+            kept.append(either(needed, keeps, lambda x: x >= 0, token))
+    if not kept:
+        return token
+    if not is_traced(unknown) and unknown:
+        return searched(logits)
+    fine = jnp.all(jnp.stack(kept)) & ~jnp.asarray(unknown)
+    return lax.cond(fine, lambda x: token, searched, logits)
 
 
 def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: Rows) -> SomeRows:
