@@ -712,8 +712,8 @@ FAULTS = (
     ),
     Fault(
         "a guide is not told the tokens of a text", "generation/guides/masks.py",
-        "self._counts = counts",
-        "self._counts = counts + 1", ("guided",),
+        "self._counts[row] += 1",
+        "self._counts[row] += 2", ("guided",),
     ),
     Fault(
         "a beam that moves is put where another one stays", "generation/beams/steps.py",

@@ -74,6 +74,7 @@ def ordinary():
     return [(prompt, settings_of(n, rng) | {"stop": None}) for prompt, n in some]
 
 
+@pytest.mark.rare
 def test_searches_and_others_are_what_they_are_alone():
     searches = [WIDE, WIDE | {"num_beams": 2, "n": 2, "max_new_tokens": 40}]
     quiet = engine()
@@ -141,7 +142,7 @@ BAD = {
     "several": ({"n": 2}, "n is 2, and num_beams is 1"),
     "rows": ({"num_beams": 5}, "num_beams is 5, each a row, and the engine has 4"),
     "ends": ({"num_beams": 5, "eos_token_ids": range(16)}, "both may be 20 together"),
-    "penalty": ({"num_beams": 2, "presence_penalty": 1}, "a penalty, was given"),
+    "penalty": ({"num_beams": 2, "presence_penalty": 1}, "presence_penalty was given"),
     "temperature": ({"num_beams": 2, "temperature": 1}, "temperature is 1"),
     "stop": ({"num_beams": 2, "stop": "A"}, "stop strings"),
     "early": ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),

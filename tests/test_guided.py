@@ -143,7 +143,7 @@ class Even(Anything):
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
-@pytest.mark.parametrize("way", some(WAYS[1:], "static"))
+@pytest.mark.parametrize("way", some(WAYS[1:], "paged"))
 def test_drafts_of_rows_with_guides(way, kind):
     """Texts, guides and caches are those without drafts, whether rows agree with them or not."""
     lm, prompts = shallow(), [[2, 4, 6] * 6, [9], [30, 31, 32, 33], [8, 8, 8]]
@@ -179,6 +179,40 @@ def test_drafts_of_rows_with_guides(way, kind):
         assert np.array_equal(drafted.cache.length, plain.cache.length)
     running = kvjax.stream(shallow(), prompts[3:], guide=guides[3:], draft=draft, max_new_tokens=8)
     assert [token for piece in running for token in piece.tokens[0]] == guides[3].left
+
+
+def test_a_draft_that_ends_a_text_asks_for_nothing_behind_it():
+    """In a generation, and in an engine."""
+    lm, text = shallow(), [3, 9, 1, 5, 8]
+    settings: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": (8,)}
+    draft = kvjax.PromptLookup(4, shortest=1, adaptive=False)
+    prompt = [*text, 2, 2, 3, 9, 1, 5, 8, 4]
+    found = kvjax.generate(lm, [prompt], guide=Text(text), draft=draft, **settings)
+    assert found.tokens == [text] and found.stats.speculation.accepted == 3
+    engine = engine_of(lm)
+    guide = Text(text)
+    first, second = engine.run([prompt, prompt], guide=guide, draft=draft, **settings)
+    assert first.tokens == second.tokens == text and guide.tokens == []
+    assert (first.reason, second.reason) == ("eos", "eos")
+
+
+def test_the_best_samples_have_their_own_guides():
+    found = kvjax.generate(
+        shallow(), [[2], [3]], best_of=4, n=2, guide=Anything(), temperature=1.0, max_new_tokens=6
+    )
+    assert [guide.tokens for guide in found.guides] == found.tokens
+
+
+def test_a_guide_that_fails_for_ever_keeps_no_pages():
+    class Broken(Anything):
+        def accept(self, token):
+            raise RuntimeError("a user's")
+
+    lm = shallow()
+    tree = kvjax.PrefixTree(lm, pages=40, max_len=64, prefill_chunk=16)
+    with pytest.raises(RuntimeError, match="a user's"):
+        kvjax.generate(lm, [[1, 2]], guide=Broken(), prefix_cache=tree, max_new_tokens=4)
+    assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=4).tokens
 
 
 # Grammars.

@@ -414,7 +414,7 @@ WRONG = [
     ({"prompt": "a", "min_p": 2}, "min_p"),
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"9999": 1}}, None),
+    ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
     ({"prompt": "a", "seed": 2**64}, "seed"),
     ({"prompt": "a", "stop": [""]}, "stop"),

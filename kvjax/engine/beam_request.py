@@ -31,14 +31,19 @@ def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Searc
         )
     if options.guide is not None:
         raise ValueError(
-            "a guide was given together with num_beams, which an engine's rows have no copies of: "
+            "guide: an engine's searches have none, for a copy must go along each beam; "
             "kvjax.generate keeps beams to guides"
         )
-    if filters.repetition_penalty or filters.counts or filters.ngrams or filters.bias:
-        raise ValueError(
-            "logit_bias, or a penalty, was given together with num_beams: it changes what any "
-            f"token is worth, and an engine's searches see the {MOST_SCORES} likeliest alone"
-        )
+    for name, given in (
+        ("logit_bias", filters.bias), ("repetition_penalty", filters.repetition_penalty),
+        ("frequency_penalty", options.frequency_penalty),
+        ("presence_penalty", options.presence_penalty), ("no_repeat_ngram_size", filters.ngrams),
+    ):  # fmt: skip
+        if given:
+            raise ValueError(
+                f"{name} was given together with num_beams: it changes what any token is worth, "
+                f"and an engine's searches see the {MOST_SCORES} likeliest alone"
+            )
     return search
 
 

@@ -111,7 +111,8 @@ class Engine(Runs):
 
     @outside
     def compile(self) -> Compiled:
-        """Compile all that it will ever run; else that is done when it is first needed."""
+        """Compile all that its rows will ever run; else that is done when it is first needed, as
+        is what chooses in a beam search of a width."""
         start, meter = time.perf_counter(), Meter()
         with meter.running():
             programs = self._rows.compile()

@@ -123,7 +123,9 @@ class Handle:
                 return
 
     def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
-        """Take in what was chosen."""
+        """Take in what was chosen, while its guide says what may be."""
+        if self.error is not None:
+            return
         self._scores += scores
         for token in tokens:
             self.drawn.append(token)
@@ -170,7 +172,7 @@ class Handle:
         bits = self.allowed(found.shape[1])
         if bits is not None:
             found[0] = bits
-            self._tried(bits_along, self.request.guide, draft, found)
+            self._tried(bits_along, self.request.guide, draft, found, self.request.eos)
 
     def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a user's function gives; one that raises ends its own request, and no other."""

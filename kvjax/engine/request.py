@@ -148,6 +148,7 @@ def asked(
     options: Any = Options(
         n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         temperature=temperature, stop=stop, guide=guide, draft=draft,  # type: ignore[arg-type]
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     )  # fmt: skip
     filters, sampling = make_settings(
         seeds=[seed], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

@@ -24,10 +24,16 @@ class Runs(Protocol):
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[Asking]
     ) -> list[Handle]:
         """Submit requests with the same settings, each with a seed one higher than the one before,
-        and step until all have ended."""
-        first, handles = settings.get("seed", 0), []
+        and a copy of the guide, and step until all have ended."""
+        first, handles, guide = settings.get("seed", 0), [], settings.get("guide")
+        if guide is not None and len(prompts) > 1 and not hasattr(guide, "copy"):
+            raise ValueError(
+                "a guide of several requests has copy(): each goes along one of its own"
+            )
         for number, prompt in enumerate(prompts):
             settings["seed"] = first + number
+            if guide is not None and len(prompts) > 1:
+                settings["guide"] = guide.copy()  # type: ignore[attr-defined]
             handles.append(self.submit(prompt, **settings))
         while not all(handle.done for handle in handles):
             self.step()
@@ -43,6 +49,7 @@ class Runs(Protocol):
         Raises:
           ValueError: as of ``submit``; if there are fewer samples than are to be the best, or a
             search.
+          NonFiniteError: if logits are not finite numbers.
         """
         n = whole_number("n", settings.pop("n", 1), 1)
         samples = whole_number("samples", samples, n)
@@ -51,6 +58,9 @@ class Runs(Protocol):
         if settings.get("logprobs") is None:
             settings["logprobs"] = 0
         handles = self.run([prompt] * samples, **settings)
+        for handle in handles:
+            if handle.error is not None:
+                raise handle.error
         (rows,), _ = best_rows([handle.logprobs or [] for handle in handles], samples, n)
         return [handles[row] for row in rows.tolist()]
 

@@ -77,6 +77,7 @@ def _best(every: GenerationResult, request: Request, padding: int) -> Generation
     result = replace(
         every, text=of(every.text), tokens=of(every.tokens), unfed=of(every.unfed), cache=cache,
         logprobs=None if request.scores is None else of(every.logprobs),
-        sequence_scores=of(means), stats=replace(every.stats, stop_reasons=reasons),
+        sequence_scores=of(means), guides=every.guides and tuple(of(every.guides)),
+        stats=replace(every.stats, stop_reasons=reasons),
     )  # fmt: skip
     return padded(result, request.limit, padding, request.scores) if request.padded else result

@@ -27,8 +27,9 @@ from kvjax.sampling.filters import (
 
 
 def drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> Rows:
-    """Drawn of what ``narrowed`` keeps. What is drawn of more tokens, and is among those, is what
-    would be drawn of them: they are looked for only where it is not."""
+    """Drawn of what ``narrowed`` keeps: the largest of logits and noise. Where the largest of more
+    tokens is one that is kept, it is the largest of these too: they are searched for only where
+    it is not."""
     noise = _noise(settings.seeds, count, logits.shape[1])
 
     def searched(logits: Logits) -> Rows:

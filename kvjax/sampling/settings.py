@@ -1,6 +1,5 @@
 """How tokens are drawn: the numbers of sampling, as a user gives them."""
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from kvjax.sampling.past import LogitsHook
 
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES = {
-    "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
+    # Beyond this its inverse is no number of float32.
+    "temperature": ("from 0 to 1e30", lambda x: 0 <= x <= 1e30),
     "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),

@@ -25,7 +25,7 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-_NAMES = {"num_beams": "beam_width"}
+_NAMES = {"num_beams": "beam_width", "guide": "response_format"}
 """Of settings, where clients have others."""
 
 
@@ -91,8 +91,8 @@ class Endpoint:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
                 raise Refused(503, "the engine does not run") from None
-            word = str(error).split()[0].rstrip(",")
-            param = _NAMES.get(word, word) if word in asked.settings else None
+            word = str(error).split()[0].rstrip(",:")
+            param = _NAMES.get(word, word if word in asked.settings else None)
             raise Refused(400, str(error), param=param) from None
         self._shared.handles.update(handles)
         return handles

@@ -19,28 +19,33 @@ def read_several(fields: Fields, asked: Asked, most: int) -> None:
         message = f"best_of is {best}, and n is {asked.n}: no more than all can be the best"
         raise Refused(400, message, param="best_of")
     name, several = ("n", asked.n) if best in (None, asked.n) else ("best_of", best)
+    width, penalty = fields.whole("beam_width", 1), fields.number("length_penalty")
+    early: Any = fields.raw("early_stopping")
     if fields.flag("use_beam_search"):
-        width = fields.whole("beam_width", 2)
         name, asked.beams = (name, several) if width is None else ("beam_width", width)
-        _read_search(fields, asked)
+        _read_search(asked, penalty, early)
     else:
+        for its, value, usual in (
+            ("beam_width", width, 1), ("length_penalty", penalty, 1), ("early_stopping", early, 0),
+        ):  # fmt: skip
+            if value not in (None, usual):
+                raise Refused(400, f"{its} is of a beam search: use_beam_search", param=its)
         asked.samples = several
     if asked.places > most:
         message = f"{name} asks for {asked.places} choices in all: this server takes {most} at once"
         raise Refused(422, message, param=name)
 
 
-def _read_search(fields: Fields, asked: Asked) -> None:
+def _read_search(asked: Asked, penalty: float | None, early: Any) -> None:
     if asked.beams < max(asked.n, 2):
         least = max(asked.n, 2)
         message = (
             f"a search for {asked.n} texts needs a beam_width, or best_of, of {least} at least"
         )
         raise Refused(400, message, param="beam_width")
-    settings, penalty = asked.settings, fields.number("length_penalty")
+    settings = asked.settings
     settings["num_beams"], settings["n"] = asked.beams, asked.n
     settings["length_penalty"] = 1.0 if penalty is None else penalty
-    early: Any = fields.raw("early_stopping")
     settings["early_stopping"] = False if early is None else early
 
 

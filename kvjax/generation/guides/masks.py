@@ -1,6 +1,6 @@
 """Which tokens may come next in each row, as its guide says."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,12 +55,13 @@ def bits_of(guide: Guide, words: int) -> np.ndarray:
     return bits
 
 
-def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray) -> None:
+def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray, eos: Collection[int]) -> None:
     """Of a guide, and a draft behind its text, what may come behind each token, as far as the
-    one before may: ``found``, uint32[1 + n, words], is given with the first, and filled in."""
+    one before may and is none that ends a text: ``found``, uint32[1 + n, words], is given with the
+    first, and filled in."""
     ahead = None
     for place, token in enumerate(draft):
-        if not found[place, token // 32] >> np.uint32(token % 32) & 1:
+        if token in eos or not found[place, token // 32] >> np.uint32(token % 32) & 1:
             break
         ahead = guide.copy() if ahead is None else ahead
         ahead.accept(token)
@@ -106,10 +107,11 @@ def guides_of(
 
 
 class Masks:
-    """The guides of rows, as they go along their texts. ``guides``: one a row, or None."""
+    """The guides of rows, as they go along their texts. ``guides``: one a row, or None; ``eos``:
+    tokens that end a text."""
 
-    def __init__(self, guides: Sequence[Guide | None], words: int) -> None:
-        self._guides = guides
+    def __init__(self, guides: Sequence[Guide | None], words: int, eos: Collection[int]) -> None:
+        self._guides, self._eos = guides, eos
         self._counts = np.zeros(len(guides), np.int32)
         self._bits: Any = np.full((len(guides), words), EVERY, np.uint32)
 
@@ -118,9 +120,9 @@ class Masks:
         in where it was not."""
         for row, guide in enumerate(self._guides):
             for token in tokens[row, : counts[row] - self._counts[row]].tolist():
+                self._counts[row] += 1
                 if guide is not None:
                     guide.accept(token)
-        self._counts = counts
 
     def bits(self, ended: np.ndarray) -> np.ndarray:
         """uint32[rows, words]: what may come next; of rows that have ``ended``, bool[rows],
@@ -139,5 +141,5 @@ class Masks:
         for row, guide in enumerate(self._guides):
             if guide is None or ended[row]:
                 continue
-            bits_along(guide, tokens[row, : counts[row]].tolist(), found[row])
+            bits_along(guide, tokens[row, : counts[row]].tolist(), found[row], self._eos)
         return found

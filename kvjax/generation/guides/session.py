@@ -35,7 +35,7 @@ class GuidedSession(Session):
     def __init__(self, lm: LanguageModel, request: Request) -> None:
         super().__init__(lm, request)
         assert request.guides is not None
-        self._masks = Masks(request.guides, words_for(lm.config))
+        self._masks = Masks(request.guides, words_for(lm.config), request.eos)
         self._out: Array | None = None
 
     @property
@@ -61,9 +61,11 @@ class GuidedSession(Session):
 
     def end(self, texts: list[list[int]] | None) -> None:
         """Give back what was lent; guides have taken in all that was chosen."""
-        if self._out is not None:
-            self._caught_up(np.zeros(self._rows, bool))
-        super().end(texts)
+        try:
+            if texts is not None and self._out is not None:
+                self._caught_up(np.zeros(self._rows, bool))
+        finally:
+            super().end(texts)
 
     def _caught_up(self, halt: Any) -> np.ndarray:
         """Let guides take in what was chosen; bool[batch], the rows that have ended."""
