@@ -201,7 +201,8 @@ def test_many_layers_are_one_program():
     for layers in (2, 30):
         args = weights(layers), TEXT[:, :1], empty("int8", layers=layers)
         text = jax.jit(scanned).lower(*args).compile().as_text()
-        sizes.append(len(text.splitlines()))
+        # Instructions; of where they come from, tables say more or less, by what was traced before.
+        sizes.append(sum(" = " in line for line in text.splitlines()))
     assert sizes[0] <= sizes[1] <= 1.05 * sizes[0]
 
 
