@@ -155,7 +155,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         'policy("static", dtype="float32")',
         "another model's": "ValueError: layer 0 of the cache has kv_heads=2, head_dim=8, the "
         "model 2 and 16: make it with init_cache(lm.config, ...)",
-        "temperature": "ValueError: temperature must be from 0 to 1e30, got None",
+        "temperature": "ValueError: temperature must be a finite number, at least 0, got None",
         "top_p": "ValueError: top_p must be above 0 and at most 1, got '0.5'",
         "no stop is fine": "accepted",
         "advance back": "ValueError: new must be a whole number, at least 0, got -3",

@@ -367,9 +367,9 @@ def test_nothing_is_sorted(settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must be from 0 to 1e30, got -0\.1"),
-        ({"temperature": float("nan")}, "temperature must be from 0 to 1e30, got"),
-        ({"temperature": float("inf")}, "temperature must be from 0 to 1e30, got"),
+        ({"temperature": -0.1}, r"temperature must be .* at least 0, got -0\.1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
         ({"top_k": float("inf")}, "top_k must be a whole number"),
         ({"seeds": [10**400]}, "seed must be a whole number"),
         ({"top_k": 0}, "top_k must be a whole number, at least 1, got 0"),

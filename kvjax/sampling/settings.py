@@ -1,5 +1,6 @@
 """How tokens are drawn: the numbers of sampling, as a user gives them."""
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from kvjax.sampling.controls import NO_TOKEN, Filters, Sampling
 from kvjax.sampling.past import LogitsHook
 
 _TINY = float(np.finfo(np.float32).tiny)
+_HOT = 1e30
+"""A temperature at which all tokens are alike; the inverse of a higher one is no float32, and would
+let what is forbidden be drawn."""
 _RANGES = {
-    # Beyond this its inverse is no number of float32.
-    "temperature": ("from 0 to 1e30", lambda x: 0 <= x <= 1e30),
+    "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
     "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
@@ -106,7 +109,7 @@ def make_settings(
     )
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
     numbers: dict[str, Any] = {
-        "temperature": np.float32(0 if greedy else temperature),
+        "temperature": np.float32(0 if greedy else min(temperature, _HOT)),
         "top_k": np.int32(min(top_k or NO_TOKEN, int(NO_TOKEN))),
         # Sums of probabilities may come to more than 1.
         "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
