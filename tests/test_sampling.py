@@ -322,7 +322,7 @@ def test_greedy_is_the_largest_whatever_else_is_asked():
     assert make_settings(seeds=[0], temperature=1e-60)[0] == Filters()
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 2e-38, 1e-10, 1e30])
+@pytest.mark.parametrize("temperature", [1e-38, 2e-38, 1e-10, 1e30, 3e38, 1e39])
 def test_extreme_temperatures_neither_overflow_nor_draw_what_is_masked(temperature):
     logits = some_logits(scale=1e6)
     tokens, finite = chosen(logits, temperature=temperature, top_k=3)
