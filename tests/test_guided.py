@@ -143,7 +143,7 @@ class Even(Anything):
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
-@pytest.mark.parametrize("way", some(WAYS[1:], "paged"))
+@pytest.mark.parametrize("way", some(WAYS[1:], "static"))
 def test_drafts_of_rows_with_guides(way, kind):
     """Texts, guides and caches are those without drafts, whether rows agree with them or not."""
     lm, prompts = shallow(), [[2, 4, 6] * 6, [9], [30, 31, 32, 33], [8, 8, 8]]
