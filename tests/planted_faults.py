@@ -775,8 +775,8 @@ FAULTS = (
     ),
     Fault(
         "a request forgets how much of its draft was taken", "engine/slots.py",
-        "self.checking, self.filled, self.count = False, self.filled + taken, self.count + taken",
-        "self.checking, self.filled, self.count = False, self.filled + 1, self.count + taken",
+        "self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken",
+        "self.checking, self.filled, self.count = 0, self.filled + 1, self.count + taken",
         ("speculation",),
     ),
 )  # fmt: skip

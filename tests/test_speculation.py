@@ -257,60 +257,6 @@ def test_the_loop_copies_no_cache(kind, bits, long):
     assert result.stats.compilations == 0
 
 
-# In an engine
-
-
-def test_requests_with_drafts():
-    """Beside others, their texts are what they are without drafts, and fewer programs are sent."""
-    lm, rng = small(), np.random.default_rng(3)
-    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=128)
-    engine = kvjax.Engine(lm, POLICIES["int8"], limits, prefill_chunk=16, pages=24, decode_rounds=4)
-    texts = [*prompts(), [7, 3, 9, 1] * 5 + rng.integers(0, 61, 3).tolist()]
-    settings = [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.3}, {}, {"logprobs": 2}]
-
-    def ask(draft):
-        handles = [
-            engine.submit(text, max_new_tokens=NEW, seed=n, draft=draft if n != 3 else None, **each)
-            for n, (text, each) in enumerate(zip(texts, settings, strict=True))
-        ]
-        while engine.step():
-            pass
-        assert [handle.reason for handle in handles] == ["length"] * len(texts)
-        return handles
-
-    plain = ask(None)
-    before = engine.stats()
-    drafted = ask(kvjax.PromptLookup(shortest=1))
-    after = engine.stats()
-    assert [handle.tokens for handle in drafted] == [handle.tokens for handle in plain]
-    for own, other in zip(drafted[-1].logprobs, plain[-1].logprobs, strict=True):
-        assert abs(own.logprob - other.logprob) < 2e-4
-    assert before.drafted_tokens == before.accepted_tokens == 0
-    assert 20 < after.accepted_tokens < after.drafted_tokens
-    assert after.used == (0,) * len(after.used)
-
-
-@pytest.mark.rare
-@pytest.mark.parametrize("name", POLICIES)
-def test_requests_with_drafts_that_give_their_memory_away(name):
-    lm = small()
-    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=128)
-    engine = kvjax.Engine(lm, POLICIES[name], limits, prefill_chunk=16, pages=14, decode_rounds=4)
-    given = {"max_new_tokens": NEW, "temperature": 0.2}
-    plain = engine.run(prompts(), **given)
-    drafted = engine.run(prompts(), draft=kvjax.PromptLookup(shortest=1), **given)
-    assert [handle.tokens for handle in drafted] == [handle.tokens for handle in plain]
-    assert engine.stats().accepted_tokens > 0
-
-
-def test_what_an_engine_does_not_draft_with():
-    limits = kvjax.InferenceLimits(max_seq_len=128)
-    engine = kvjax.Engine(small(), POLICIES["int8"], limits, prefill_chunk=16, pages=24)
-    for draft, words in ((small(), "an engine's drafts are 'lookup'"), ("all", "draft is 'all'")):
-        with pytest.raises(ValueError, match=words):
-            engine.submit([1, 2], draft=draft)
-
-
 def test_lookups_of_the_host_are_those_of_the_device():
     rng = np.random.default_rng(5)
     for _ in range(20):
@@ -318,8 +264,3 @@ def test_lookups_of_the_host_are_those_of_the_device():
         lookups = Lookups(kvjax.PromptLookup(shortest=1), text[:1])
         lookups.push(text[1:])
         assert lookups.found(7) == looked_up(text, 7)
-    assert not lookups.resting
-    lookups.checked(0)
-    assert lookups.resting and lookups.found(7) == []
-    lookups.push([1, 2] * 4)
-    assert lookups.found(3) == [1, 2, 1]

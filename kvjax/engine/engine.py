@@ -9,6 +9,8 @@ from typing import Any, Unpack
 from kvjax.core.checks import truth_value, whole_number
 from kvjax.core.context import outside
 from kvjax.engine.arrays import alike
+from kvjax.engine.checks import Checks
+from kvjax.engine.draft_request import Proposers
 from kvjax.engine.flights import Flight, Flights
 from kvjax.engine.handle import Handle
 from kvjax.engine.memory import Memory
@@ -16,9 +18,11 @@ from kvjax.engine.request import Asking, asked
 from kvjax.engine.rows import Rows
 from kvjax.engine.runs import Runs
 from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.second import SecondRows
 from kvjax.engine.stats import Counters, EngineStats, counted
-from kvjax.engine.terms import DEFAULT_ROWS, engine_terms
+from kvjax.engine.terms import DEFAULT_ROWS, engine_terms, longest
 from kvjax.generation.ahead import Compiled
+from kvjax.generation.drafts.asked import DraftChoice, DraftModel, draft_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.statistics import Meter
@@ -66,9 +70,13 @@ class Engine(Runs):
         pool where it lies, and what others may share is not rounded down to whole chunks.
       prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
+      draft: what drafts for requests that name nothing else, as of ``generate``: a model has a row
+        beside each of the engine's, in pages of its own, and keeps its parameters. On a CPU each
+        row's draft is checked alone, which is for few rows.
 
     Raises:
-      ValueError: as of ``PrefixTree``; if a limit is too small for a request of one token.
+      ValueError: as of ``PrefixTree``; if a limit is too small for a request of one token; for a
+        draft of another tokenizer, or of fewer positions.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class Engine(Runs):
         prefix_cache: bool = True,
         checkpoint_every: int = 16,
         host_memory: int | str = "1GiB",
+        draft: DraftChoice | None = None,
     ) -> None:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
@@ -93,9 +102,13 @@ class Engine(Runs):
         rounds = whole_number("decode_rounds", decode_rounds, 1)
         truth_value("exact", exact)
         truth_value("prefix_cache", prefix_cache)
+        own, second, longest_text = draft_of(lm, draft), None, longest(lm, limits)
+        if isinstance(own, DraftModel):
+            second = SecondRows(lm, own, count, longest_text, prefill_chunk)
         self.terms = engine_terms(
-            lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every
-        )
+            lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
+            0 if second is None else second.nbytes,
+        )  # fmt: skip
         least = prefill_chunk + count
         tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)
         host = in_bytes("host_memory", host_memory)
@@ -103,7 +116,9 @@ class Engine(Runs):
         self._rows = Rows(lm, self.terms, self._texts, count, rounds, exact)
         self._memory = Memory(self._rows, host, prefix_cache)
         self._counters = Counters()
-        self._scheduler = Scheduler(self._rows, self._memory, tokens, self._counters)
+        self._checks = Checks(self._rows, second)
+        self._scheduler = Scheduler(self._rows, self._memory, self._checks, tokens, self._counters)
+        self._proposers = Proposers(lm, own, self._rows.platform, self._checks.together)
         self._ahead = limits.prefetch_steps
         self._flights = Flights(self._counters, self._memory.land, self._end)
         self._inbox: deque[Callable[[], Any]] = deque()
@@ -115,7 +130,7 @@ class Engine(Runs):
         is what chooses in a beam search of a width."""
         start, meter = time.perf_counter(), Meter()
         with meter.running():
-            programs = self._rows.compile()
+            programs = self._rows.compile() + self._checks.compile()
         return Compiled(time.perf_counter() - start, programs, meter.compilations, None)
 
     def submit(
@@ -137,7 +152,8 @@ class Engine(Runs):
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
           guide: which tokens may come next: of ``Guides``, or any
             ``kvjax.generation.guides.masks.Guide``.
-          draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most.
+          draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most; None
+            for none. By default ``"engine"``, what the engine drafts with, if that can be.
           tenant: whose prefixes it shares; by default everybody's who names none.
           priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.
           num_beams, n, length_penalty, early_stopping: a beam search, as of ``generate``: each beam
@@ -148,7 +164,9 @@ class Engine(Runs):
         Raises:
           ValueError: naming what can't be, and its limit.
         """
-        request = asked(self._rows.lm, self.terms, self._rows.count, prompt, **settings)
+        request = asked(
+            self._rows.lm, self.terms, self._rows.count, self._proposers, prompt, **settings
+        )
         handle = Handle(request, next(self._numbers), self._rows.lm.tokenizer, listener)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.engine.beams import BeamRows, Found
-from kvjax.engine.lookups import Lookups
+from kvjax.engine.drafts import Drafts
 from kvjax.engine.request import Request
 from kvjax.generation.guides.masks import bits_along, bits_of
 from kvjax.generation.text import RowText, Tokenizer
@@ -64,8 +64,8 @@ class Handle:
         self.drawn: list[int] = []
         self.flying = 0
         self.parked: Any = None
-        drafts = request.draft
-        self.lookups = None if drafts is None else Lookups(drafts, request.tokens)
+        drafting = request.drafting
+        self.drafts = None if drafting is None else Drafts(drafting, request.tokens)
         self.beams = None if request.search is None else BeamRows(request, tokenizer)
 
     def __repr__(self) -> str:
@@ -132,8 +132,8 @@ class Handle:
             self._text.push(token)
             if self.request.guide is not None and self.error is None:
                 self._tried(self.request.guide.accept, token)
-        if self.lookups is not None:
-            self.lookups.push(tokens)
+        if self.drafts is not None:
+            self.drafts.push(tokens)
         if tokens:
             now = time.monotonic()
             self.times.first_token = self.times.first_token or now

@@ -126,7 +126,7 @@ class Memory:
     def park(self, slot: Slot) -> bool:
         """Have all that a request has on the host, if it fits; it keeps its row."""
         # One with drafts may have pages beyond its text; a search has texts that may yet be none.
-        if slot.handle.lookups is not None or slot.handle.beams is not None:
+        if slot.handle.drafts is not None or slot.handle.beams is not None:
             return False
         pages = self._pages.of(slot.row)
         sizes = zip(pages, self._terms.kinds, strict=True)

@@ -7,8 +7,10 @@ from typing import Any, Literal, TypedDict
 
 from kvjax.core.checks import whole_number
 from kvjax.engine.beam_request import most_pages, search_of
+from kvjax.engine.draft_request import ENGINES, Proposers
+from kvjax.engine.drafts import Drafting
 from kvjax.generation.beams.searching import Search
-from kvjax.generation.drafts.asked import DraftModel, PromptLookup, draft_of
+from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Options
@@ -62,10 +64,10 @@ class Request:
     it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
-    after which it ends as it is, None for never; ``by_text``: whether its filters go by its text;
-    ``guide``: which tokens may come next, None for all; ``draft``: what proposes them, None for
-    nothing; ``search``: of several beams, None for a text alone, whose texts are not to end before
-    they have the ``least`` tokens.
+    after which it ends as it is, None for never; ``by_text``: whether its filters, or a draft's
+    model, go by its text; ``guide``: which tokens may come next, None for all; ``drafting``: what
+    proposes them, None for nothing; ``search``: of several beams, None for a text alone, whose
+    texts are not to end before they have the ``least`` tokens.
     """
 
     tokens: list[int]
@@ -79,7 +81,7 @@ class Request:
     deadline: float | None
     by_text: bool
     guide: Guide | None
-    draft: PromptLookup | None
+    drafting: Drafting | None
     search: Search | None
     least: int
 
@@ -88,6 +90,7 @@ def asked(
     lm: LanguageModel,
     terms: Terms,
     rows: int,
+    proposers: Proposers,
     prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 64,
@@ -107,7 +110,7 @@ def asked(
     eos_token_ids: int | Sequence[int] | None = None,
     logprobs: int | None = None,
     guide: Guide | None = None,
-    draft: PromptLookup | str | None = None,
+    draft: PromptLookup | str | None = ENGINES,
     tenant: Hashable = None,
     priority: int = 0,
     deadline: float | None = None,
@@ -116,7 +119,8 @@ def asked(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
 ) -> Request:
-    """A request, from what a user gives; see ``Engine.submit``. ``rows``: of the engine.
+    """A request, from what a user gives; see ``Engine.submit``. ``rows``, ``proposers``: of the
+    engine.
 
     Raises:
       ValueError: naming what can't be, and its limit.
@@ -147,7 +151,8 @@ def asked(
         raise ValueError(f"priority is {priority!r}: give a whole number, lower goes first")
     options: Any = Options(
         n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
-        temperature=temperature, stop=stop, guide=guide, draft=draft,  # type: ignore[arg-type]
+        temperature=temperature, stop=stop, guide=guide,  # type: ignore[arg-type]
+        draft=None if draft == ENGINES else draft,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     )  # fmt: skip
     filters, sampling = make_settings(
@@ -167,21 +172,12 @@ def asked(
                 f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
                 f"{pool}"
             )
+    drafting = proposers.asked(draft, guide, num_beams)
+    by_model = drafting is not None and isinstance(drafting.draft, DraftModel)
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=told_scores(lm.config, logprobs),
         tenant=named("tenant", tenant), priority=priority, deadline=deadline,
-        by_text=filters.marks or filters.whole, guide=guide,
-        draft=_lookup(lm, draft, guide), search=search, least=least,
+        by_text=filters.marks or filters.whole or by_model, guide=guide, drafting=drafting,
+        search=search, least=least,
     )  # fmt: skip
-
-
-def _lookup(lm: LanguageModel, draft: Any, guide: Guide | None) -> PromptLookup | None:
-    found = draft_of(lm, draft)
-    if isinstance(found, DraftModel):
-        raise ValueError(
-            "an engine's drafts are 'lookup' or PromptLookup: its cache is of one model"
-        )
-    if found is not None and guide is not None and not hasattr(guide, "copy"):
-        raise ValueError("a guide beside a draft has copy(), and goes along it with that")
-    return found

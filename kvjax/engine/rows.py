@@ -13,8 +13,6 @@ from kvjax.engine.arrays import committed, flag, ints
 from kvjax.engine.board import Board
 from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
-from kvjax.engine.checking import Drafted, check
-from kvjax.engine.lookups import CHECKED
 from kvjax.engine.pages import RowPages
 from kvjax.engine.slots import Slot
 from kvjax.generation.choosing import Progress
@@ -40,8 +38,9 @@ class Rows:
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
-    that can be sent at once; ``exact``: no row's numbers depend on the others; ``drafted``: tokens
-    of a draft that can be. ``pages``: of the rows; ``board``: what each asks for."""
+    that can be sent at once; ``exact``: no row's numbers depend on the others; ``revocable``: how
+    many of its newest tokens a row can forget, None for all; ``platform``: that they are on.
+    ``pages``: of the rows; ``board``: what each asks for."""
 
     def __init__(
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
@@ -58,7 +57,7 @@ class Rows:
             lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
         )
         placement = cache.layers[0].policy.placement
-        self.drafted = min(CHECKED, *(x.policy.revocable or CHECKED for x in cache.layers))
+        self.revocable, self.platform = cache.revocable, placement.platform()
         zeros = np.zeros(count, np.int32)
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
@@ -74,17 +73,32 @@ class Rows:
         """Send the next tokens of a prompt; their pages are the row's already."""
         row, start = slot.row, slot.filled
         one, end = slice(row, row + 1), start + length
-        tokens: Any = np.zeros((1, self.width(length)), np.int32)
-        tokens[0, :length] = slot.prompt[start:end]
         ends = end == len(slot.prompt)
-        allowed = self._every(1)
+        allowed = self.every(1)
         if ends and (words := slot.handle.allowed(allowed.shape[1])) is not None:
             allowed[0] = words
         piece = Piece(
-            ints(row), tokens, ints(length), ints(start), self._tables(one),
-            flag(slot.fresh), flag(ends), ints(*slot.forced(1)), allowed, self.board.of(one),
+            ints(row), self._padded(slot.prompt[start:end]), ints(length), ints(start),
+            self.tables(one), flag(slot.fresh), flag(ends), ints(*slot.forced(1)), allowed,
+            self.board.of(one),
         )  # fmt: skip
-        return self._run(programs.feed, self.lm.architecture, self.params, piece)
+        return self.run(programs.feed, self.lm.architecture, self.params, piece)
+
+    def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
+        """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
+        none; their pages are the row's already."""
+        one = slice(row, row + 1)
+        piece = Piece(
+            ints(row), self._padded(tokens, width), ints(len(tokens)), ints(start),
+            self.tables(one), flag(len(tokens) > 0 == start), flag(False), ints(-1), self.every(1),
+            self.board.of(one),
+        )  # fmt: skip
+        self.run(programs.feed, self.lm.architecture, self.params, piece)
+
+    def _padded(self, tokens: Sequence[int], width: int = 1) -> Any:
+        found: Any = np.zeros((1, self.width(max(len(tokens), width))), np.int32)
+        found[0, : len(tokens)] = tokens
+        return found
 
     def decode(
         self, taking: Sequence[tuple[Slot, int]], least: int = 0
@@ -93,45 +107,52 @@ class Rows:
         ``least`` rows at least; and where each of them stands in the report."""
         each = [(row, slot, rounds) for slot, rounds in taking for row, _ in slot.taking]
         size = next(n for n in self.sizes if n >= max(len(each), least))
-        own = [row for row, _, _ in each]
-        places = own if size == self.count else list(range(len(each)))
-        rows: Any = np.arange(size, dtype=np.int32)
-        if size < self.count:
-            rows[:] = self.count
-            rows[places] = own
+        rows, places = self.some([row for row, _, _ in each], size)
         lengths: Any = np.zeros(size, np.int32)
         number: Any = np.zeros(size, np.int32)
         forced: Any = np.full((size, self.rounds), -1, np.int32)
-        allowed = self._every(size)
+        allowed = self.every(size)
         for at, (_, slot, rounds) in zip(places, each, strict=True):
             lengths[at], number[at] = slot.filled, rounds
             forced[at, :rounds] = slot.forced(rounds)
             if forced[at, 0] < 0 and (words := slot.handle.allowed(allowed.shape[1])) is not None:
                 allowed[at] = words
-        # What fills some rows up to their number takes part in no round.
-        there = np.minimum(rows, self.count - 1)
-        asked = self.board.all() if size == self.count else self.board.of(there)
-        call = Rounds(rows, lengths, number, self._tables(there), forced, allowed, asked)
-        report = self._run(
+        tables, asked = self.tables(rows), self.asked(rows)
+        call = Rounds(rows, lengths, number, tables, forced, allowed, asked)
+        report = self.run(
             programs.decode, self.lm.architecture, self.params, call, exact=self.exact
         )
         return report, places
 
-    def check(self, slot: Slot, draft: Sequence[int]) -> Report:
-        """Send a draft of a row, whose pages are the row's already."""
-        tokens: Any = np.zeros((1, 1 + self.drafted), np.int32)
-        tokens[0, : 1 + len(draft)] = slot.handle.drawn[-1], *draft
-        allowed = self._every(1 + self.drafted)
-        slot.handle.allow_along(draft, allowed)
-        return self._check(slot.row, tokens, len(draft), slot.filled, allowed)
+    @property
+    def past(self) -> Any:
+        """The texts of all rows, where their filters go by them."""
+        return self._held.past
 
-    def _check(self, row: int, tokens: Any, count: int, filled: int, allowed: Any) -> Report:
-        one = slice(row, row + 1)
-        drafted = Drafted(
-            ints(row), tokens, ints(count), ints(filled), self._tables(one), allowed[None],
-            self.board.of(one),
-        )  # fmt: skip
-        return self._run(check, self.lm.architecture, self.params, drafted)
+    def some(self, own: list[int], size: int) -> tuple[Any, list[int]]:
+        """Some rows, for a program of so many: int32[size], of what fills them up none's; and where
+        each of them stands in it."""
+        places = own if size == self.count else list(range(len(own)))
+        rows: Any = np.arange(size, dtype=np.int32)
+        if size < self.count:
+            rows[:] = self.count
+            rows[places] = own
+        return rows, places
+
+    def tables(self, rows: Any) -> Any:
+        """Of some rows; copies, for what is sent may be read later."""
+        there = rows if isinstance(rows, slice) else np.minimum(rows, self.count - 1)
+        return tuple(table[there].copy() for table in self.pages.tables)
+
+    def asked(self, rows: Any) -> Any:
+        """What some rows, or all, are asked for."""
+        if len(rows) == self.count:
+            return self.board.all()
+        return self.board.of(np.minimum(rows, self.count - 1))
+
+    def every(self, rows: int) -> Any:
+        """What allows all tokens."""
+        return np.full((rows, words_for(self.lm.config)), EVERY, np.uint32)
 
     def take(self, row: int, tokens: int) -> Any:
         """What a row of so many tokens has beside full pages, and where it stands: see
@@ -149,7 +170,7 @@ class Rows:
 
     def put(self, row: int, rows: Any, stands: Any) -> None:
         """Let a row have what ``take`` gave, and stand there."""
-        self._run(programs.put, np.int32(row), rows, stands)
+        self.run(programs.put, np.int32(row), rows, stands)
 
     def put_state(self, row: int, state: Sequence[Any], fresh: Sequence[int]) -> None:
         """Let a row begin with what a text had beside full pages; ``fresh``: of each kind of
@@ -177,45 +198,29 @@ class Rows:
         kinds = self.terms.kinds
         copied = [[each[number] for each in pages] for number in range(len(kinds))]
         branches = branches_of(self.count, pairs, copied, newest)
-        self._run(branch, branches, kinds=tuple(kind.entries for kind in kinds))
+        self.run(branch, branches, kinds=tuple(kind.entries for kind in kinds))
 
     def mark(self, row: int, tokens: Sequence[int]) -> None:
         """Let these be the tokens that a row's filters go by."""
         ids = np.full(self.terms.max_len, self.lm.config.vocab_size, np.int32)
         ids[: len(tokens)] = tokens
-        self._run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
+        self.run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
 
     def compile(self) -> int:
         """Run every program once, without tokens; how many there are of the model. Rows may be in
         use."""
         (rows, _), stands = jax.device_get(self.take(0, 0))
         for width in self.widths:
-            self._feed_nothing(width)
+            self.read(0, [], 0, width)
         for size in self.sizes:
             self.decode([], size)
-        if self.drafted:
-            nothing = np.zeros((1, 1 + self.drafted), np.int32)
-            self._check(0, nothing, 0, 0, self._every(1 + self.drafted))
         self.mark(0, [])
         self.branch([], [], [])
         self.put(0, rows, stands)
         for number in range(len(self.terms.kinds)):
             self.texts.pool.warm(number)
         jax.block_until_ready(self._with_pages())
-        return len(self.widths) + len(self.sizes) + (self.drafted > 0)
-
-    def _feed_nothing(self, width: int) -> None:
-        tokens: Any = np.zeros((1, width), np.int32)
-        one = slice(0, 1)
-        piece = Piece(
-            ints(0), tokens, ints(0), ints(0), self._tables(one), flag(True), flag(False),
-            ints(-1), self._every(1), self.board.of(one),
-        )  # fmt: skip
-        self._run(programs.feed, self.lm.architecture, self.params, piece)
-
-    def _tables(self, rows: Any) -> Any:
-        """Copies: what is sent may be read later."""
-        return tuple(table[rows].copy() for table in self.pages.tables)
+        return len(self.widths) + len(self.sizes)
 
     def _nowhere(self) -> Any:
         """Where a row stands that has no new tokens."""
@@ -229,11 +234,7 @@ class Rows:
             whole=True,
         )  # fmt: skip
 
-    def _every(self, rows: int) -> Any:
-        """What allows all tokens."""
-        return np.full((rows, words_for(self.lm.config)), EVERY, np.uint32)
-
-    def _run(self, program: Any, *args: Any, **settings: Any) -> Any:
+    def run(self, program: Any, *args: Any, **settings: Any) -> Any:
         """Send a program that uses up what the device has, and gives it back first."""
         self._held, report = program(self._with_pages(), *args, **settings)
         self.texts.pool.take_up(self._held.cache.layers)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from kvjax.engine.checks import Checks, Draft
 from kvjax.engine.flights import Flight
 from kvjax.engine.handle import Handle
 from kvjax.engine.memory import Memory
@@ -21,9 +22,11 @@ class Scheduler:
     ``end`` is told. Whoever has asked for all that its request may have gives its row back at once.
     """
 
-    def __init__(self, rows: Rows, memory: Memory, step_tokens: int, counters: Counters) -> None:
+    def __init__(
+        self, rows: Rows, memory: Memory, checks: Checks, step_tokens: int, counters: Counters
+    ) -> None:
         self._rows, self._memory, self._tokens = rows, memory, step_tokens
-        self._counters = counters
+        self._checks, self._counters = checks, counters
         self._slots: list[Slot | None] = [None] * rows.count
         self.waiting = Waiting()
 
@@ -185,35 +188,39 @@ class Scheduler:
         if not slot.left:
             self._leave(slot)
 
-    def _drafted(self, slot: Slot) -> list[int]:
-        """What a row's draft proposes next, when all is known of the one before."""
-        self._settle(slot)
-        return slot.draft(self._rows.drafted)
-
     def _settle(self, slot: Slot) -> None:
         self._counters.accepted_tokens += slot.settled()
 
-    def _check(self, flight: Flight, slot: Slot, draft: list[int]) -> None:
-        """Send a draft; what comes of it the row is told when it is back."""
-        self._counters.drafted_tokens += len(draft)
-        flight.add(self._rows.check(slot, draft), [(0, slot.handle, slot.count)], [])
-        slot.checking = True
+    def _check(self, flight: Flight, drafts: list[Draft]) -> None:
+        """Send drafts; what comes of them the rows are told when it is back."""
+        report, places = self._checks.send(drafts)
+        entries = [
+            (at, slot.handle, slot.count) for at, (slot, _, _) in zip(places, drafts, strict=True)
+        ]
+        flight.add(report, entries, [])
+        for slot, count, _ in drafts:
+            slot.checking = count
+            self._counters.drafted_tokens += count
 
     def _decode(self, flight: Flight, tokens: int) -> None:
         """Send rounds of decoding of all rows that have read their prompts."""
         some = [slot for slot in self.running if not slot.reading]
         rounds = min(self._rows.rounds, max(tokens // max(len(some), 1), 1))
         taking: list[tuple[Slot, int]] = []
+        drafts: list[Draft] = []
         for slot in sorted(some, key=lambda slot: rank(slot.handle)):
-            draft = self._drafted(slot)
-            if draft and self._slots[slot.row] is slot and self._room_for(slot, 1 + len(draft)):
-                self._check(flight, slot, draft)
+            self._settle(slot)
+            count, known = slot.draft(self._checks.most)
+            if count and self._slots[slot.row] is slot and self._room_for(slot, 1 + count):
+                drafts.append((slot, count, known))
                 continue
             mine = slot.rounds(rounds)
             # One that comes later may have lost its row to another of these.
             there = mine and self._slots[slot.row] is slot and self._branched(slot)
             if there and self._room_for(slot, mine):
                 taking.append((slot, mine))
+        for first in range(0, len(drafts), together := self._checks.together):
+            self._check(flight, drafts[first : first + together])
         taking = [each for each in taking if self._slots[each[0].row] is each[0]]
         if not taking:
             return

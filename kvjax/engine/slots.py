@@ -20,9 +20,10 @@ class Slot:
 
     ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
     ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
-    ``stops``: where its state is to be kept; ``key``: among whose texts; ``checking``: whether a
-    draft of it was sent, of which nobody knows how much is taken: until that is back, ``filled``
-    and ``count`` are those before it; ``others``: rows of further beams, all as long as the first.
+    ``stops``: where its state is to be kept; ``key``: among whose texts; ``checking``: tokens
+    of a draft that were sent, of which nobody knows how many are taken: until that is back,
+    ``filled`` and ``count`` are those before it; ``read``: tokens of its text that the engine's
+    draft has in its cache; ``others``: rows of further beams, all as long as the first.
     """
 
     handle: Handle
@@ -32,7 +33,8 @@ class Slot:
     filled: int = 0
     count: int = 0
     fresh: bool = True
-    checking: bool = False
+    checking: int = 0
+    read: int = 0
     others: tuple[int, ...] = ()
 
     @property
@@ -70,30 +72,33 @@ class Slot:
         handle, most = self.handle, min(most, self.left)
         if handle.beams is not None:
             return 0 if handle.flying else 1
-        guided, lookups = handle.request.guide is not None, handle.lookups
-        if not guided and (lookups is None or lookups.resting):
+        guided, drafts = handle.request.guide is not None, handle.drafts
+        if not guided and (drafts is None or drafts.resting):
             return most
         known = len(handle.drawn) - self.count
         if known > 0 or handle.flying:
             return min(most, max(known, 0))
         return min(most, 1) if guided else most
 
-    def draft(self, most: int) -> list[int]:
-        """The tokens to check next, at most so many: none where they are known, or under way."""
+    def draft(self, most: int) -> tuple[int, list[int]]:
+        """How many drafted tokens to check next, at most so many, and which, where that is known:
+        none where the text's own are known, or under way."""
         handle = self.handle
-        if handle.lookups is None or handle.flying or len(handle.drawn) > self.count:
-            return []
-        return handle.lookups.found(min(most, self.left - 1))
+        if handle.drafts is None or handle.flying or len(handle.drawn) > self.count:
+            return 0, []
+        return handle.drafts.next(min(most, self.left - 1))
 
     def settled(self) -> int:
         """Take in how much of a draft was taken, if that is back: of its tokens so many."""
         if not self.checking or self.handle.flying:
             return 0
-        taken = len(self.handle.drawn) - self.count
-        self.checking, self.filled, self.count = False, self.filled + taken, self.count + taken
+        taken, sent = len(self.handle.drawn) - self.count, self.checking
+        self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken
         accepted = max(taken - 1, 0)
-        if self.handle.lookups is not None:
-            self.handle.lookups.checked(accepted)
+        # What it proposed last it has not read.
+        self.read += min(accepted, sent - 1)
+        if self.handle.drafts is not None:
+            self.handle.drafts.checked(sent, accepted)
         return accepted
 
     def forced(self, rounds: int) -> list[int]:

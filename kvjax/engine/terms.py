@@ -22,16 +22,16 @@ DEFAULT_RATIO = 0.9
 def engine_terms(
     lm: LanguageModel, policy: PolicyChoice, limits: InferenceLimits, pages: int | None,
     memory: int | str | None, prefill_chunk: int, rounds: int, exact: bool, checkpoint_every: int,
+    beside: int,
 ) -> Terms:  # fmt: skip
-    """The terms of an engine, by its arguments; see ``Engine``.
+    """The terms of an engine, by its arguments; see ``Engine``. ``beside``: bytes of the device
+    that a draft takes.
 
     Raises:
       ValueError: as it says.
     """
     chunk = whole_number("prefill_chunk", prefill_chunk, 1)
-    if limits.max_seq_len is None and position_limit(lm.config) is None:
-        raise ValueError("this model's positions have no end: give max_seq_len of limits=")
-    policies = _with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
+    policies = with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:
         return terms_for(
@@ -47,13 +47,13 @@ def engine_terms(
         needed = terms(rows * max(kind.paging.layout.columns for kind in least.kinds), None)
         limits = replace(limits, cache_memory_ratio=DEFAULT_RATIO)
         try:
-            allowed = limits.allowed(lm, batch=rows, capacity=least.max_len)
+            allowed = _allowed(lm, limits, rows, least.max_len, beside)
         except ValueError:  # the device does not say how much it has
             return needed
         taken = device_bytes(lm.config, list(needed.policies), rows, needed.max_len, lm.mesh)
         if allowed is None or taken <= allowed:
             return needed
-    allowed = limits.allowed(lm, batch=rows, capacity=least.max_len)
+    allowed = _allowed(lm, limits, rows, least.max_len, beside)
     own = rows * least.state_bytes
     if allowed is None or allowed <= own:
         raise ValueError(
@@ -63,7 +63,26 @@ def engine_terms(
     return terms(None, allowed - own)
 
 
-def _with_slack(policies: Sequence[Any], slack: int) -> list[Any]:
+def longest(lm: LanguageModel, limits: InferenceLimits) -> int:
+    """Tokens of an engine's texts.
+
+    Raises:
+      ValueError: if nothing says how many.
+    """
+    most = limits.max_seq_len or position_limit(lm.config)
+    if most is None:
+        raise ValueError("this model's positions have no end: give max_seq_len of limits=")
+    return most
+
+
+def _allowed(
+    lm: LanguageModel, limits: InferenceLimits, rows: int, max_len: int, beside: int
+) -> int | None:
+    found = limits.allowed(lm, batch=rows, capacity=max_len)
+    return None if found is None else max(found - beside, 0)
+
+
+def with_slack(policies: Sequence[Any], slack: int) -> list[Any]:
     """With windows in pages that a whole chunk may be written behind."""
     found = []
     for each in policies:

@@ -1,11 +1,12 @@
-"""How many tokens are drafted: by what was accepted of those before."""
+"""How many tokens are drafted: by what was accepted of those before. On the device, or on the
+host."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core.numbers import xp
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 
@@ -72,19 +73,21 @@ class Acceptance:
     def wanted(self, found: Rows, price: Price | None, active: SomeRows) -> Rows:
         """How many tokens of each row are to be drafted, of as many as could be ``found``: none
         where it would take longer than without. Without a price, all."""
-        found = jnp.where(active, found, 0)
+        lib = xp(self.right, found)
+        found = lib.where(active, found, 0)
         if price is None:
             return found
         count, gain = self._best(found, price)
-        cost = price.check * jnp.sum(active)
-        return jnp.where((self.rest <= 0) & (jnp.sum(gain) > cost), count, 0)
+        cost = price.check * lib.sum(active)
+        return lib.where((self.rest <= 0) & (lib.sum(gain) > cost), count, 0)
 
     def after(
         self, count: Rows, accepted: Rows, length: int, price: Price | None, active: SomeRows
     ) -> "Acceptance":
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
-        kept = jnp.where(count > 0, _KEPT, 1)
+        lib = xp(self.right, count)
+        kept = lib.where(count > 0, _KEPT, 1)
         # Behind the first that was wrong none is looked at.
         new = replace(
             self,
@@ -95,28 +98,30 @@ class Acceptance:
         )  # fmt: skip
         if price is None:
             return new
-        gain = new._best(jnp.where(active, length, 0), price)[1]
-        poor = jnp.sum(gain) <= price.check * jnp.sum(active)
-        wait = jnp.where(jnp.any((count > 0) & (accepted == count)), _REST, self.wait)
+        gain = new._best(lib.where(active, length, 0), price)[1]
+        poor = lib.sum(gain) <= price.check * lib.sum(active)
+        wait = lib.where(lib.any((count > 0) & (accepted == count)), _REST, self.wait)
         return replace(
             new,
-            right=jnp.where(poor, _HOPE * _AGAIN, new.right),
-            judged=jnp.where(poor, _AGAIN, new.judged),
-            rest=jnp.where(poor, wait, 0),
-            wait=jnp.where(poor, jnp.minimum(2 * wait, _LONGEST_REST), wait),
+            right=lib.where(poor, _HOPE * _AGAIN, new.right),
+            judged=lib.where(poor, _AGAIN, new.judged),
+            rest=lib.where(poor, wait, 0),
+            wait=lib.where(poor, lib.minimum(2 * wait, _LONGEST_REST), wait),
         )
 
-    def rested(self) -> "Acceptance":
-        """Behind a pass over one token a row."""
-        return replace(self, rest=jnp.maximum(self.rest - 1, 0), passes=self.passes + 1)
+    def rested(self, passes: int = 1) -> "Acceptance":
+        """Behind so many passes over one token a row."""
+        rest = xp(self.rest).maximum(self.rest - passes, 0)
+        return replace(self, rest=rest, passes=self.passes + passes)
 
     def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
         """How many tokens of each row, at most so many, are worth drafting, and what they save, in
         passes: each is accepted where all before it are."""
-        share = jnp.clip(self.right / self.judged, 0.0, 0.99)
+        lib = xp(self.right, most)
+        share = lib.clip(self.right / self.judged, 0.0, 0.99)
         # As long as the next is likelier accepted than it costs.
         dear = max(price.token, 1e-6)
-        count = jnp.floor(jnp.log(dear) / jnp.log(jnp.maximum(share, 1e-6))).astype(jnp.int32)
-        count = jnp.minimum(jnp.maximum(count, 1), most)
+        count = lib.floor(lib.log(dear) / lib.log(lib.maximum(share, 1e-6))).astype(np.int32)
+        count = lib.minimum(lib.maximum(count, 1), most)
         expected = share * (1 - share**count) / (1 - share)
         return count, expected - price.token * count
