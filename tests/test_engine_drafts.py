@@ -9,9 +9,11 @@ import pytest
 
 import kvjax
 from kvjax.core.trees import tree_bytes
+from kvjax.engine import second
 from kvjax.engine.drafts import Drafting, Drafts
 from kvjax.generation.drafts.acceptance import price_of
 from kvjax.generation.statistics import Meter
+from kvjax.memory.limits import memory_left
 from tests.copies import assert_no_copy
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settled, told, until
@@ -19,7 +21,7 @@ from tests.test_guided import Text
 from tests.test_prefixes import MOST, POLICIES
 
 ROWS, NEW = 3, 40
-LOOKUP = kvjax.PromptLookup(shortest=1)
+LOOKUP = kvjax.PromptLookup(shortest=1, adaptive=False)
 SETTINGS = (
     {"logprobs": 2}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.3},
     {"repetition_penalty": 1.3}, {"logprobs": 2, "temperature": 0.2},
@@ -79,9 +81,13 @@ RARE = [
 def test_texts_are_what_they_are_without_drafts(policy, by, together):
     """Beside others, drawn and greedy, in rows that others had before; pages are few, so requests
     give them away. Nothing is compiled on the way."""
-    draft = kvjax.DraftModel(alike(), cache=POLICIES[policy]) if by == "model" else LOOKUP
+    draft = (
+        kvjax.DraftModel(alike(), cache=POLICIES[policy], adaptive=False)
+        if by == "model"
+        else LOOKUP
+    )
     mine = engine(policy, draft, together)
-    assert mine.compile().programs == 5 + 2 * (by == "model")
+    assert mine.compile().programs == 4 + 3 * (by == "model")
     meter = Meter()
     with meter.running():
         plain, before = asked(mine, None), mine.stats()
@@ -95,3 +101,156 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
     assert before.drafted_tokens == before.accepted_tokens == 0
     after = mine.stats()
     assert 20 < after.accepted_tokens < after.drafted_tokens
+
+
+def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
+    """It is the model itself, so all that it says is right: behind prompts of several chunks, and
+    what it missed while it rested."""
+    mine = engine(draft=kvjax.DraftModel(lm(), adaptive=False), pages=40)
+    text = np.random.default_rng(4).integers(0, 61, 75).tolist()
+    given = {"max_new_tokens": 50, "temperature": 0.8, "eos_token_ids": ()}
+    (plain,) = mine.run([text], draft=None, **given)
+    handle = mine.submit(text, **given)
+    until(mine, lambda: len(handle.tokens) > 3)
+    handle.drafts._fared = replace(handle.drafts._fared, rest=25)
+    assert settled(mine) and handle.tokens == plain.tokens
+    stats = mine.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 10
+
+
+def test_each_is_what_it_is_alone_bit_for_bit():
+    draft = kvjax.DraftModel(alike(), adaptive=False)
+    mine, quiet = engine(draft=draft, together=ROWS, pages=40), engine(draft=draft, together=ROWS)
+    handles = asked(mine, "engine")
+    for number in (0, 4):
+        (alone,) = quiet.run(
+            [prompts()[number]], seed=number, max_new_tokens=NEW, **SETTINGS[number]
+        )
+        assert told(alone) == told(handles[number])
+
+
+@pytest.mark.parametrize("together", [1, pytest.param(ROWS, marks=pytest.mark.rare)])
+def test_with_guides(together):
+    """Masks go along what a model has proposed, which is fetched for that."""
+    mine = engine(draft=kvjax.DraftModel(lm(), 3, adaptive=False), together=together)
+    texts = [[3, 9, 1, 5, 8], [2, 4, 6, 8]]
+    handles = [
+        mine.submit(prompts()[n], guide=Text(text), eos_token_ids=(8,), max_new_tokens=12)
+        for n, text in enumerate(texts)
+    ]
+    free = mine.submit(prompts()[2], max_new_tokens=12)
+    assert settled(mine) and [handle.tokens for handle in handles] == texts
+    assert free.tokens == mine.run(prompts()[2:3], draft=None, max_new_tokens=12)[0].tokens
+    assert mine.stats().drafted_tokens > mine.stats().accepted_tokens > 0
+
+
+@pytest.mark.rare
+def test_it_works_on_a_mesh():
+    mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
+    draft = kvjax.DraftModel(alike(), adaptive=False)
+    mine = engine_of(lm=lm().on(mesh), rows=ROWS, draft=draft)
+    drafted = asked(mine, "engine")
+    assert [x.tokens for x in drafted] == [x.tokens for x in asked(mine, None)]
+    assert mine.stats().accepted_tokens > 20
+
+
+@pytest.mark.parametrize("together", [1, pytest.param(ROWS, marks=pytest.mark.rare)])
+def test_programs_leave_pools_where_they_are(together, monkeypatch):
+    """Those of the model, and those of the draft, of pools that are larger than all texts."""
+    fewer = second._terms
+    monkeypatch.setattr(
+        second, "_terms", lambda lm, draft, count, *more: fewer(lm, draft, 99, *more)
+    )
+    mine = engine(draft=kvjax.DraftModel(alike()), together=together, pages=400)
+    its, sent = mine._checks._second._rows, {}
+
+    def noting(rows):
+        run = rows.run
+
+        def noted(program, *args, **static):
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x,
+                (rows._with_pages(), *args),
+            )
+            sent[rows, program.__name__] = program, shapes, static
+            return run(program, *args, **static)
+
+        rows.run = noted
+
+    noting(mine._rows)
+    noting(its)
+    mine.compile()
+    assert (its, "propose") in sent and (mine._rows, "check") in sent
+    for (rows, name), (program, shapes, static) in sent.items():
+        if name in ("propose", "check") or rows is its:
+            sizes = [sum(x.nbytes for x in jax.tree.leaves(b)) for b in rows.texts.pool.bodies]
+            assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
+
+
+def test_drafts_rest_by_what_they_save():
+    price = price_of("cpu", 1, 7, 0.0)
+    text = [1, 2, 3] * 3
+    drafts = Drafts(Drafting(kvjax.PromptLookup(shortest=1), price), text)
+    assert drafts.next(7) == (7, [1, 2, 3, 1, 2, 3, 1]) and drafts.next(0) == (0, [])
+    for new in ([5, 1], [2], [3]):
+        assert not drafts.resting
+        drafts.push(new)
+        drafts.checked(7, 0)
+    assert drafts.resting and drafts.next(7) == (0, [])
+    drafts.push([3, 1] * 8)
+    assert not drafts.resting and drafts.next(3) == (3, [3, 1, 3])
+    dear = Drafts(Drafting(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
+    assert dear.by_model and dear.next(7) == (0, [])
+    free = Drafts(Drafting(kvjax.DraftModel(lm(), 3), None), text)
+    free.checked(3, 0)
+    assert free.next(7) == (3, [])
+
+
+def test_what_requests_are_drafted_by():
+    draft = kvjax.DraftModel(alike(), adaptive=False)
+    mine, other = engine(draft=draft), engine(draft="lookup")
+    by = lambda engine, **more: engine.submit([1, 2], max_new_tokens=4, **more).request.drafting  # noqa: E731
+    assert by(mine).draft is draft and by(other).draft == kvjax.PromptLookup()
+    assert by(mine, draft=draft).draft is draft and by(mine, draft=LOOKUP).draft is LOOKUP
+    assert by(mine, draft=None) is by(engine()) is None
+    assert by(mine, num_beams=2) is by(mine, guide=object()) is None
+    for more, words in (
+        ({"draft": lm()}, "an engine drafts with the model that it was made with"),
+        ({"draft": "all"}, "draft is 'all'"),
+        ({"draft": "lookup", "num_beams": 2}, "draft"),
+        ({"draft": draft, "guide": object()}, r"a guide beside a draft has copy\(\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mine.submit([1, 2], max_new_tokens=4, **more)
+    assert settled(mine) and settled(other)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (kvjax.DraftModel(one_layer(), cache=kvjax.policy("paged", pages=8)), "names the pages"),
+        (kvjax.DraftModel(one_layer(), cache="auto"), r"policy\('auto'\)"),
+        ("all", "draft is 'all'"),
+    ],
+)
+def test_drafts_that_an_engine_can_not_have(draft, words):
+    with pytest.raises(ValueError, match=words):
+        engine(draft=draft)
+
+
+def test_a_draft_takes_its_part_of_the_device():
+    """Its pages, and parameters that are not the model's; the model's pages are so many fewer."""
+    own, shared = (engine(draft=draft)._checks._second for draft in (alike(), lm()))
+    cache = tree_bytes(shared._rows.texts.pool.bodies)
+    assert shared.nbytes == cache and own.nbytes == cache + tree_bytes(lm().params)
+    page = sum(kind.page_bytes for kind in engine().terms.kinds)
+    found = []
+    for draft, pages in ((None, 10), (lm(), 10 + cache // page)):
+        free = 2**30 - memory_left(lm(), batch=ROWS, capacity=MOST, memory=2**30)
+        limits = kvjax.InferenceLimits(
+            max_batch_size=ROWS, max_seq_len=MOST, cache_memory_ratio=1.0,
+            device_memory=free + pages * page + 12,  # a few numbers of each row
+        )  # fmt: skip
+        mine = kvjax.Engine(lm(), POLICIES["raw"], limits, prefill_chunk=32, draft=draft)
+        found += mine.stats().pages
+    assert found == [10, 10]

@@ -15,7 +15,7 @@ from kvjax.generation.drafts.acceptance import Acceptance, price_of
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
-from tests.test_prefixes import POLICIES, small
+from tests.test_prefixes import small
 
 KINDS = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 NEW = 40
