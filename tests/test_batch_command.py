@@ -384,12 +384,14 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     # Stopped behind its second line, in the middle of the third, with other rows and from a pipe.
     data = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
-    code, printed, _ = run(prompts, "--out", out, *common, "--max-batch-size", 3, "--json")
+    more = "--max-batch-size", 3, "--json", "--draft-layers", 1
+    code, printed, _ = run(prompts, "--out", out, *common, *more)
     assert code == 0 and whole(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
     figures = json.loads(printed)
     assert (figures["there"], figures["done"] + figures["bad"]) == (2, len(data) - 2)
+    assert figures["drafted_tokens"] >= figures["accepted_tokens"]
     before = out.read_bytes()
     refused = run("-", "--out", out, *common, stdin=prompts.read_bytes())
     assert refused[0] == 2 and "only lines of a file can be gone on with" in refused[2]

@@ -594,7 +594,7 @@ def test_it_works_on_a_mesh(policy):
 def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""
     engine, sent = engine_of(policy, pages=400, exact=exact), {}
-    run, rows = engine._rows._run, engine._rows
+    run, rows = engine._rows.run, engine._rows
 
     def noted(program, *args, **static):
         shapes = jax.tree.map(
@@ -604,7 +604,7 @@ def test_programs_leave_the_pools_where_they_are(policy, exact):
         sent[program] = shapes, static
         return run(program, *args, **static)
 
-    rows._run = noted
+    rows.run = noted
     engine.compile()
     bodies = [jax.tree.leaves(body) for body in engine._texts.pool.bodies]
     sizes = [sum(x.nbytes for x in body) for body in bodies]

@@ -308,6 +308,15 @@ def test_bytes_of_tokens_make_the_text(running):
     assert texts.of(257) == ("</s>", list(b"</s>"))
 
 
+def test_drafts_change_no_text(running):
+    body, texts, drafted = {"prompt": "abc" * 6, "max_tokens": 16, "temperature": 0}, [], []
+    for more in ({}, {"lookup": True}, {"draft": False}, {"lookup": False, "draft": True}):
+        texts.append(running.post(**body, **more).json()["choices"][0]["text"])
+        drafted.append(running.engine.stats().drafted_tokens)
+    assert len(set(texts)) == 1
+    assert drafted[0] < drafted[1] == drafted[3]
+
+
 def test_usage_counts_what_was_cached(running):
     prompt = list(range(1, 81))
     body = {"prompt": prompt, "max_tokens": 2}
@@ -923,7 +932,10 @@ def asked(url, seed, body):
 @pytest.mark.rare
 def test_a_signal_under_load_loses_nothing(tiny_llama_dir):
     body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
-    with Process(tiny_llama_dir) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with (
+        Process(tiny_llama_dir, "--draft-layers", 1) as server,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
         some = [pool.submit(asked, server.url, n, body) for n in range(8)]
         while not httpx.get(f"{server.url}/stats").json()["running"]:
             pass
@@ -939,7 +951,10 @@ def test_a_signal_under_load_loses_nothing(tiny_llama_dir):
 def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for options, word in ((["--port", port], port), (["--api-key", "a b"], "API key")):
+        for options, word in (
+            (["--port", port], port), (["--api-key", "a b"], "API key"),
+            (["--lookup", "--draft-layers", "1"], "one of them drafts"),
+        ):  # fmt: skip
             monkeypatch.setattr(sys, "argv", ["kvjax", "serve", *options])
             with pytest.raises(SystemExit) as leaving:
                 cli.main()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import options
+from kvjax.cli import drafting, options
 from kvjax.cli.batch_lines import numbered
 from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import Batch, Counts
@@ -89,10 +89,15 @@ def batch(
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prompt read together.")] = 256,
     mesh: options.Mesh = "auto",
+    draft: drafting.DraftFrom = None,
+    draft_layers: drafting.DraftLayers = None,
+    lookup: drafting.Lookup = False,
     as_json: options.Json = False,
 ) -> None:
     """Continue the prompts of a file. What was stopped goes on where it was: the same command, and
     no line is done twice."""
+    drafts = draft, draft_layers, lookup
+    drafting.check_draft(*drafts)
     standard = str(prompts) == "-"
     if not standard and out.exists() and prompts.exists() and prompts.samefile(out):
         raise ValueError(f"{prompts} is to be read, and can't be --out too")
@@ -119,7 +124,6 @@ def batch(
         use_compilation_cache()
         from kvjax import models
         from kvjax.engine.engine import Engine
-        from kvjax.engine.request import asked
         from kvjax.memory.limits import InferenceLimits
         from kvjax.operations.fingerprints import fingerprint
 
@@ -128,11 +132,10 @@ def batch(
             length = _length(lm) if max_seq_len is None else max_seq_len
             limits = InferenceLimits(max_batch_size=max_batch_size, max_seq_len=length)
             engine = Engine(
-                lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk
-            )
-            asked(
-                lm, engine.terms, max_batch_size, [0], **settings
-            )  # what is wrong for all is told before them
+                lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
+                draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
+            )  # fmt: skip
+            engine.check([0], **settings)  # what is wrong for all is told before them
             ends = lm.generation.eos_token_ids
             key = json.dumps([settings, chat, repr(policy), fingerprint(lm), ends])
         with shown("reading the lines") as say:
@@ -166,6 +169,7 @@ def _length(lm: Any) -> int:
 def _figures(counts: Counts, stats: Any, seconds: float) -> dict[str, Any]:
     return {
         **asdict(counts), "cached_tokens": stats.cached_tokens, "preemptions": stats.preemptions,
+        "drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens,
         "seconds": seconds, "tokens_per_second": counts.new_tokens / max(seconds, 1e-9),
     }  # fmt: skip
 
@@ -180,6 +184,8 @@ def _summary(found: dict[str, Any], out: Path) -> str:
         f"{found['prompt_tokens']:,} prompt ({found['cached_tokens']:,} cached) + "
         f"{found['new_tokens']:,} new tokens"
     )
+    if found["drafted_tokens"]:
+        parts.append(f"{found['accepted_tokens']:,} of {found['drafted_tokens']:,} drafted")
     parts.append(f"{found['seconds']:.1f} s, {found['tokens_per_second']:.1f} tokens/s")
     return " · ".join(parts)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import options
+from kvjax.cli import drafting, options
 from kvjax.cli.common import given_mesh, use_compilation_cache
 from kvjax.cli.waiting import INTERRUPTED, leave, shown
 from kvjax.core.sizes import parse_bytes
@@ -52,6 +52,9 @@ def serve(
     prefill_chunk: Annotated[
         int, typer.Option(help="Tokens of a prompt that are computed together.", min=1)
     ] = 256,
+    draft: drafting.DraftFrom = None,
+    draft_layers: drafting.DraftLayers = None,
+    lookup: drafting.Lookup = False,
     api_key: Annotated[
         list[str] | None,
         typer.Option(envvar="KVJAX_API_KEY", help="A key that clients must send; may be repeated."),
@@ -79,6 +82,8 @@ def serve(
     from kvjax.serve.needed import check_installed
 
     check_installed()
+    drafts = draft, draft_layers, lookup
+    drafting.check_draft(*drafts)
     from kvjax.serve.gate import loopback
     from kvjax.serve.server import Server, address_of, bound
     from kvjax.serve.settings import Settings
@@ -105,6 +110,7 @@ def serve(
                 max_batch_size=max_batch_size, max_seq_len=max_seq_len or _positions(lm)
             ),
             pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk, host_memory=host_memory,
+            draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
         )  # fmt: skip
         with shown("compiling"):
             engine.compile()

@@ -14,7 +14,7 @@ from kvjax.engine.draft_request import Proposers
 from kvjax.engine.flights import Flight, Flights
 from kvjax.engine.handle import Handle
 from kvjax.engine.memory import Memory
-from kvjax.engine.request import Asking, asked
+from kvjax.engine.request import Asking, Request, asked
 from kvjax.engine.rows import Rows
 from kvjax.engine.runs import Runs
 from kvjax.engine.scheduler import Scheduler
@@ -164,12 +164,19 @@ class Engine(Runs):
         Raises:
           ValueError: naming what can't be, and its limit.
         """
-        request = asked(
-            self._rows.lm, self.terms, self._rows.count, self._proposers, prompt, **settings
-        )
+        request = self.check(prompt, **settings)
         handle = Handle(request, next(self._numbers), self._rows.lm.tokenizer, listener)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
+
+    def check(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Request:
+        """What ``submit`` would have it do.
+
+        Raises:
+          ValueError: as of ``submit``.
+        """
+        lm, rows = self._rows.lm, self._rows.count
+        return asked(lm, self.terms, rows, self._proposers, prompt, **settings)
 
     def cancel(self, handle: Handle) -> None:
         """End a request as it is, from any thread; its pages are free with the next step."""

@@ -95,7 +95,8 @@ def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked) -> N
     settings["presence_penalty"] = fields.number("presence_penalty")
     settings["no_repeat_ngram_size"] = fields.whole("no_repeat_ngram_size", 0)
     settings["logit_bias"] = _bias(fields)
-    settings["draft"] = "lookup" if fields.flag("lookup") else None
+    drafted = fields.flag("draft", True)
+    settings["draft"] = "lookup" if fields.flag("lookup") else "engine" if drafted else None
     settings["stop"] = _stops(fields)
     least = fields.whole("min_tokens", 0, asked.limit) or 0
     endless = fields.flag("ignore_eos")
