@@ -14,6 +14,7 @@ from kvjax.core.errors import NonFiniteError
 from kvjax.generation.statistics import Meter
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settings_of, settled, told, until
+from tests.test_guided import Anything
 from tests.test_prefixes import CHUNK, MOST, POLICIES
 
 PROMPT = np.random.default_rng(1).integers(0, 61, 37).tolist()
@@ -158,3 +159,50 @@ def test_what_can_not_be_is_refused(name):
     for given in ({"n": 3}, {"num_beams": 2}):
         with pytest.raises(ValueError, match=r"at least 3|best_of is of samples"):
             engine().best_of(PROMPT, 2, **given)
+
+
+class Thirds(Anything):
+    """What allows a token in three, by the one before, or a few; and what ends a text."""
+
+    def allowed(self):
+        last = self.tokens[-1] if self.tokens else 0
+        every = np.arange(32 * self.words) % 3 == last % 3
+        every[10 + last % 5 :] &= last % 4 > 0  # fewer than are told
+        every[7] = len(self.tokens) > 3
+        return np.packbits(every, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize("policy", ["raw", *RARE])
+def test_beams_keep_to_guides(policy):
+    """As of ``generate``, beside others; the given guide goes along the best text."""
+    mine = engine(policy, pages=40)
+    given = {"cache": POLICIES[policy], "max_len": MOST, "prefill_chunk": CHUNK}
+    some = {"eos_token_ids": [7], "max_new_tokens": 16}
+    for way in ({"num_beams": 3, "n": 3}, {"num_beams": 2, "length_penalty": 0.2}):
+        wanted = kvjax.generate(one_layer(), [PROMPT], guide=Thirds(), **given, **some, **way)
+        guide = Thirds()
+        handle = mine.submit(PROMPT, guide=guide, **some, **way)
+        (other,) = mine.run([PROMPT], guide=Thirds(), **some)
+        assert settled(mine)
+        assert [found.tokens for found in handle.found] == wanted.tokens
+        scores = [found.score for found in handle.found]
+        np.testing.assert_allclose(scores, wanted.sequence_scores, atol=1e-4)
+        assert guide.tokens == handle.tokens
+        plain = kvjax.generate(one_layer(), [PROMPT], guide=Thirds(), **given, **some)
+        assert other.tokens == plain.tokens[0]
+
+
+def test_a_guide_that_fails_ends_its_own_search():
+    class Failing(Thirds):
+        def accept(self, token):
+            super().accept(token)
+            if len(self.tokens) == 3:
+                raise RuntimeError("no further")
+
+    mine = engine(pages=40)
+    handle = mine.submit(PROMPT, guide=Failing(), num_beams=2, max_new_tokens=16)
+    (other,) = mine.run([PROMPT], max_new_tokens=16)
+    assert settled(mine) and handle.reason == "error" and str(handle.error) == "no further"
+    assert len(other.tokens) == 16
+    with pytest.raises(ValueError, match=r"a guide beside num_beams has copy\(\)"):
+        mine.submit(PROMPT, guide=object(), num_beams=2)

@@ -29,11 +29,8 @@ def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Searc
             f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
             f"{MOST_SCORES} likeliest tokens, so both may be {MOST_SCORES} together"
         )
-    if options.guide is not None:
-        raise ValueError(
-            "guide: an engine's searches have none, for a copy must go along each beam; "
-            "kvjax.generate keeps beams to guides"
-        )
+    if options.guide is not None and not hasattr(options.guide, "copy"):
+        raise ValueError("a guide beside num_beams has copy(): a copy goes along each beam")
     for name, given in (
         ("logit_bias", filters.bias), ("repetition_penalty", filters.repetition_penalty),
         ("frequency_penalty", options.frequency_penalty),

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.core.device import fetch
 from kvjax.engine.request import MOST_ENDS, Request
+from kvjax.generation.beams.guided import BeamGuides
 from kvjax.generation.beams.history import History
 from kvjax.generation.beams.results import best
 from kvjax.generation.beams.steps import Numbers, begun, extended
@@ -57,6 +58,10 @@ class BeamRows:
         self._told: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
         self._state: Any = None
+        # Guides behind what was chosen last but for ``new``, and what they allow.
+        self._guides: BeamGuides | None = None
+        self._new: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._bits: Any = None
 
     def begin(self) -> None:
         """Begin, with a prompt that is read in the first row."""
@@ -64,6 +69,18 @@ class BeamRows:
         with _on_the_host():
             since: Any = np.zeros(self.width, np.int32)
             self._state = fetch(_begun(np.ones(1, bool), since, self._beams, None))
+
+    def allowed(self, beam: int, words: int) -> np.ndarray:
+        """uint32[words]: bits of what may come next behind a beam, of a search with a guide."""
+        if self._guides is None:
+            guides: Any = [self._request.guide] * self.width
+            self._guides = BeamGuides(guides, self._beams, words)
+            self._bits = self._guides.bits()
+        if self._new is not None:
+            self._guides.go_on(*self._new)
+            self._bits, self._new = self._guides.bits(), None
+        found: np.ndarray = self._bits[beam]
+        return found
 
     def take_in(self, scores: Any, at: int, beam: int) -> bool:
         """What may come next behind a beam: the likeliest tokens of an entry of ``Scores``; whether
@@ -119,7 +136,8 @@ class BeamRows:
             told = jax.tree.map(lambda x: np.moveaxis(x, 0, 1), told)
         self._history.add((token[:, None], parent[:, None], told), 1)
         self.chosen = token, parent
-        self.going = np.flatnonzero(state.score[0] > -np.inf).tolist()
+        going = state.score[0] > -np.inf
+        self.going, self._new = np.flatnonzero(going).tolist(), (token, parent, going)
 
     def _extended(self, known: Any, eos: Any) -> tuple[Any, Any]:
         search, limit = self._search, self._request.limit

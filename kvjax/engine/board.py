@@ -29,7 +29,8 @@ class Board:
         for name, width in wide.items():
             arrays[name] = np.full((rows, width), self._fill[name], arrays[name].dtype)
         zeros = np.zeros(rows, np.int32)
-        self._asked: Any = Asked(Sampling(**arrays), zeros, zeros.copy())  # type: ignore[arg-type]
+        asked: Any = Sampling(**arrays), zeros, zeros.copy(), zeros > 0
+        self._asked: Any = Asked(*asked)
 
     def set(self, row: int, request: Request) -> None:
         """Let a row be this request's."""
@@ -45,6 +46,7 @@ class Board:
         self._asked.limit[row] = request.limit
         scored = request.scores if request.search is None else MOST_SCORES
         self._asked.scores[row] = 0 if scored is None else 1 + scored
+        self._asked.search[row] = request.search is not None
         self._there = None
 
     def clear(self, row: int) -> None:
@@ -58,7 +60,7 @@ class Board:
         self._asked.sampling.presence_penalty[row] = 0
         self._asked.sampling.no_repeat_ngram_size[row] = 0
         self._asked.sampling.biased[row] = NO_TOKEN
-        self._asked.scores[row] = 0
+        self._asked.scores[row], self._asked.search[row] = 0, False
         self._there = None
 
     def all(self) -> Asked:

@@ -27,11 +27,12 @@ class Held:
 class Asked:
     """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
     tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
-    the likeliest tokens that are told."""
+    the likeliest tokens that are told; ``search``: bool, whether these are of those allowed."""
 
     sampling: Sampling
     limit: Rows
     scores: Rows
+    search: SomeRows
 
 
 @state

@@ -156,12 +156,15 @@ class Handle:
         if self._listener is not None:
             self._tried(self._listener, self)
 
-    def allowed(self, words: int) -> Any:
-        """uint32[words]: bits of the tokens that may come next, where it is guided; or None."""
+    def allowed(self, words: int, beam: int = 0) -> Any:
+        """uint32[words]: bits of the tokens that may come next, of a search behind a beam, where it
+        is guided; or None."""
         guide = self.request.guide
 
         def found() -> np.ndarray:
             assert guide is not None
+            if self.beams is not None:
+                return self.beams.allowed(beam, words)
             return bits_of(guide, words)
 
         return None if guide is None or self.error is not None else self._tried(found)

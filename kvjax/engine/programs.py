@@ -224,9 +224,13 @@ def choose_next(
             logits.astype(jnp.float32), filters, settings, count=progress.count,
             past=past, allowed=allowed,
         )  # fmt: skip
+        among = None
+        if allowed is not None:
+            among = jnp.where(asked.search[:, None], allowed, EVERY)
         found = scores_of(
-            logits, after.token, most, filtered=filtered, temperature=settings.temperature
-        )
+            logits, after.token, most, filtered=filtered, temperature=settings.temperature,
+            among=among,
+        )  # fmt: skip
         more = ((0, 0), (0, MOST_SCORES - most))
         likeliest = jnp.pad(found.likeliest, more, constant_values=-jnp.inf)
         return replace(found, ids=jnp.pad(found.ids, more), likeliest=likeliest)

@@ -105,17 +105,18 @@ class Rows:
     ) -> tuple[Report, list[int]]:
         """Send so many rounds of some rows, whose pages are theirs already, in a program for
         ``least`` rows at least; and where each of them stands in the report."""
-        each = [(row, slot, rounds) for slot, rounds in taking for row, _ in slot.taking]
+        each = [(slot, rounds, *taken) for slot, rounds in taking for taken in slot.taking]
         size = next(n for n in self.sizes if n >= max(len(each), least))
-        rows, places = self.some([row for row, _, _ in each], size)
+        rows, places = self.some([row for _, _, row, _ in each], size)
         lengths: Any = np.zeros(size, np.int32)
         number: Any = np.zeros(size, np.int32)
         forced: Any = np.full((size, self.rounds), -1, np.int32)
         allowed = self.every(size)
-        for at, (_, slot, rounds) in zip(places, each, strict=True):
+        for at, (slot, rounds, _, beam) in zip(places, each, strict=True):
             lengths[at], number[at] = slot.filled, rounds
             forced[at, :rounds] = slot.forced(rounds)
-            if forced[at, 0] < 0 and (words := slot.handle.allowed(allowed.shape[1])) is not None:
+            words = slot.handle.allowed(allowed.shape[1], beam) if forced[at, 0] < 0 else None
+            if words is not None:
                 allowed[at] = words
         tables, asked = self.tables(rows), self.asked(rows)
         call = Rounds(rows, lengths, number, tables, forced, allowed, asked)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows
-from kvjax.sampling.filters import Logits
+from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
 MOST_SCORES = 20
 """The likeliest tokens that are told with one, at most."""
@@ -48,10 +48,12 @@ class Scores:
 
 
 def scores_of(
-    logits: Logits, token: Rows, most: int, *, filtered: Logits | None, temperature: Array
-) -> Scores:
+    logits: Logits, token: Rows, most: int, *, filtered: Logits | None, temperature: Array,
+    among: Allowed | None = None,
+) -> Scores:  # fmt: skip
     """The scores of a token a row, with the ``most`` likeliest; ``filtered``: the logits that it
-    was drawn from, where its row's ``temperature`` is not 0; None where that is so of no row."""
+    was drawn from, where its row's ``temperature`` is not 0; None where that is so of no row;
+    ``among``: bits of those that the likeliest are looked for in, None for all."""
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = of_tokens(known, token)
     drawn = jnp.zeros_like(chosen)
@@ -61,7 +63,7 @@ def scores_of(
     if most == 0:
         none = (jnp.zeros((len(token), 0), x) for x in (jnp.int32, jnp.float32))
         return Scores(chosen, drawn, *none)
-    likeliest, ids = lax.top_k(known, most)
+    likeliest, ids = lax.top_k(known if among is None else keep_allowed(known, among), most)
     return Scores(chosen, drawn, ids.astype(jnp.int32), likeliest)
 
 
