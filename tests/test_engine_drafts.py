@@ -188,22 +188,23 @@ def test_programs_leave_pools_where_they_are(together, monkeypatch):
 
 
 def test_drafts_rest_by_what_they_save():
-    price = price_of("cpu", 1, 7, 0.0)
+    price, alone = price_of("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
     drafts = Drafts(Drafting(kvjax.PromptLookup(shortest=1), price), text)
-    assert drafts.next(7) == (7, [1, 2, 3, 1, 2, 3, 1]) and drafts.next(0) == (0, [])
+    assert drafts.next(7, alone) == (7, [1, 2, 3, 1, 2, 3, 1])
+    assert drafts.next(0, alone) == (0, [])
     for new in ([5, 1], [2], [3]):
-        assert not drafts.resting
+        assert not drafts.resting(alone)
         drafts.push(new)
         drafts.checked(7, 0)
-    assert drafts.resting and drafts.next(7) == (0, [])
+    assert drafts.resting(alone) and drafts.next(7, alone) == (0, [])
     drafts.push([3, 1] * 8)
-    assert not drafts.resting and drafts.next(3) == (3, [3, 1, 3])
+    assert not drafts.resting(alone) and drafts.next(3, alone) == (3, [3, 1, 3])
     dear = Drafts(Drafting(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
-    assert dear.by_model and dear.next(7) == (0, [])
+    assert dear.by_model and dear.next(7, alone) == (0, [])
     free = Drafts(Drafting(kvjax.DraftModel(lm(), 3), None), text)
     free.checked(3, 0)
-    assert free.next(7) == (3, [])
+    assert free.next(7, alone) == (3, [])
 
 
 def test_what_requests_are_drafted_by():

@@ -8,10 +8,11 @@ import numpy as np
 from kvjax.core.device import fetch
 from kvjax.engine.calls import Report
 from kvjax.engine.checking import Drafted, check
-from kvjax.engine.drafts import CHECKED
+from kvjax.engine.drafts import CHECKED, Load
 from kvjax.engine.rows import Rows
 from kvjax.engine.second import SecondRows
 from kvjax.engine.slots import Slot
+from kvjax.generation.drafts.acceptance import beside_others
 
 Draft = tuple[Slot, int, list[int]]
 """A row of whose draft so many tokens are to be checked, and which, where these are known."""
@@ -26,6 +27,14 @@ class Checks:
         spans = rows.revocable, None if second is None else second.revocable
         self.most = min([CHECKED, *(span for span in spans if span is not None)])
         self.together = 1 if rows.platform == "cpu" else rows.count
+
+    def load(self, rows: int) -> Load:
+        """What drafts cost beside so many rows that decode: where each is checked alone, it does
+        not take part in their pass."""
+        size = next((n for n in self._rows.sizes if n >= rows), self._rows.count)
+        if self.together > 1 or rows < 1:
+            return lambda price: price
+        return lambda price: beside_others(price, self._rows.platform, rows, size)
 
     def send(self, drafts: Sequence[Draft]) -> tuple[Report, list[int]]:
         """Send drafts of rows, at most ``together``, whose pages are the rows' already; and where

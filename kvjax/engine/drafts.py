@@ -1,6 +1,6 @@
 """A request's drafts: what proposes them, and how many tokens are worth it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from kvjax.engine.lookups import Lookups
 from kvjax.generation.drafts.acceptance import Acceptance, Price
 from kvjax.generation.drafts.asked import Draft, PromptLookup
 
+Load = Callable[[Price], Price]
+"""What a draft's price is beside the rows that decode now."""
 CHECKED = 7
 """Tokens of a draft that a program checks, at most."""
 
@@ -39,21 +41,25 @@ class Drafts:
         if self._lookups is not None:
             self._lookups.push(tokens)
 
-    @property
-    def resting(self) -> bool:
-        """Whether nothing is drafted for now."""
-        return bool(self._fared.rest > 0)
+    def resting(self, load: Load) -> bool:
+        """Whether nothing is drafted for now, whatever there may be to draft."""
+        return not self._worth(self._most, load)
 
-    def next(self, most: int) -> tuple[int, list[int]]:
+    def next(self, most: int, load: Load) -> tuple[int, list[int]]:
         """How many tokens are worth checking next, at most so many, and which, where they were
         looked up."""
-        most = min(most, self._most)
-        if self.resting or most < 1:
-            return 0, []
+        most = max(min(most, self._most), 0)
         found = None if self._lookups is None else self._lookups.found(most)
-        known: Any = np.array([most if found is None else len(found)])
-        count = int(self._fared.wanted(known, self._price, known > 0)[0])
+        count = self._worth(most if found is None else len(found), load)
         return count, (found or [])[:count]
+
+    def _worth(self, most: int, load: Load) -> int:
+        """How many tokens of as many as could be drafted are worth it."""
+        if self._fared.rest > 0 or not most:
+            return 0
+        price, found = self._price and load(self._price), np.array([most])
+        given: Any = found, price, found > 0
+        return int(self._fared.wanted(*given)[0])
 
     def checked(self, count: int, accepted: int) -> None:
         """Of so many drafted tokens so many were right; the text has them already."""

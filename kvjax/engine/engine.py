@@ -47,7 +47,8 @@ class Engine(Runs):
     gives the device what is to be done next, and takes in what it has done before. Requests go by
     ``priority``, then in order. What each is given does not depend on the others: its draws go by
     its own seed and the numbers of its tokens alone, and with ``exact`` its logits are, to the last
-    bit, those of the same request alone, whoever it shares a beginning or gives its memory to.
+    bit, those of the same request alone, whoever it shares a beginning or gives its memory to; but
+    for one with drafts that are ``adaptive``, which are made where they are worth it beside others.
 
     Where pages run out, texts leave that no request has; then the youngest request gives its pages
     and its row away. It waits with all that it had on the host, as far as ``host_memory`` goes, or
@@ -71,8 +72,8 @@ class Engine(Runs):
       prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
       draft: what drafts for requests that name nothing else, as of ``generate``: a model has a row
-        beside each of the engine's, in pages of its own, and keeps its parameters. On a CPU each
-        row's draft is checked alone, which is for few rows.
+        beside each of the engine's, in pages of its own, and keeps its parameters. On a CPU a
+        row's draft is checked alone, which is worth it beside few others; else all rows' together.
 
     Raises:
       ValueError: as of ``PrefixTree``; if a limit is too small for a request of one token; for a

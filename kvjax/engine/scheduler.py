@@ -206,15 +206,16 @@ class Scheduler:
         """Send rounds of decoding of all rows that have read their prompts."""
         some = [slot for slot in self.running if not slot.reading]
         rounds = min(self._rows.rounds, max(tokens // max(len(some), 1), 1))
+        load = self._checks.load(sum(len(slot.taking) for slot in some))
         taking: list[tuple[Slot, int]] = []
         drafts: list[Draft] = []
         for slot in sorted(some, key=lambda slot: rank(slot.handle)):
             self._settle(slot)
-            count, known = slot.draft(self._checks.most)
+            count, known = slot.draft(self._checks.most, load)
             if count and self._slots[slot.row] is slot and self._room_for(slot, 1 + count):
                 drafts.append((slot, count, known))
                 continue
-            mine = slot.rounds(rounds)
+            mine = slot.rounds(rounds, load)
             # One that comes later may have lost its row to another of these.
             there = mine and self._slots[slot.row] is slot and self._branched(slot)
             if there and self._room_for(slot, mine):

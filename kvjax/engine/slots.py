@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax.engine.drafts import Load
 from kvjax.engine.handle import Handle
 from kvjax.prefixes.nodes import Key
 
@@ -65,7 +66,7 @@ class Slot:
         """New tokens that may yet be asked for."""
         return self.handle.request.limit - self.count
 
-    def rounds(self, most: int) -> int:
+    def rounds(self, most: int, load: Load) -> int:
         """How many rounds it takes part in: a search, and one that is guided, waits for each of its
         tokens, the latter but for those that are known from before, and one with drafts for all
         that was sent."""
@@ -73,20 +74,20 @@ class Slot:
         if handle.beams is not None:
             return 0 if handle.flying else 1
         guided, drafts = handle.request.guide is not None, handle.drafts
-        if not guided and (drafts is None or drafts.resting):
+        if not guided and (drafts is None or drafts.resting(load)):
             return most
         known = len(handle.drawn) - self.count
         if known > 0 or handle.flying:
             return min(most, max(known, 0))
         return min(most, 1) if guided else most
 
-    def draft(self, most: int) -> tuple[int, list[int]]:
+    def draft(self, most: int, load: Load) -> tuple[int, list[int]]:
         """How many drafted tokens to check next, at most so many, and which, where that is known:
         none where the text's own are known, or under way."""
         handle = self.handle
         if handle.drafts is None or handle.flying or len(handle.drawn) > self.count:
             return 0, []
-        return handle.drafts.next(min(most, self.left - 1))
+        return handle.drafts.next(min(most, self.left - 1), load)
 
     def settled(self) -> int:
         """Take in how much of a draft was taken, if that is back: of its tokens so many."""

@@ -40,6 +40,14 @@ def price_of(platform: str, rows: int, length: int, token: float) -> Price:
     return Price((1 + each * rows * (length + 1)) / (1 + each * rows) - 1, token)
 
 
+def beside_others(price: Price, platform: str, rows: int, size: int) -> Price:
+    """Of a draft of one row, checked alone, where else it would take part in a pass of so many
+    rows, in a program for ``size`` rows."""
+    each = _TOKEN.get(platform, _TOKEN["gpu"])
+    share = (1 + each * size) / (1 + each) / rows
+    return Price((1 + price.check) / share - 1, price.token / share)
+
+
 def usual_length(platform: str, rows: int) -> int:
     """Tokens that are drafted at a time: fewer where a pass over them takes much longer."""
     return 3 if platform == "cpu" and rows > 2 else USUAL
