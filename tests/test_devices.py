@@ -37,7 +37,10 @@ from kvjax.core.absent import (
 from kvjax.core.errors import MissingCompilerError
 from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
+from kvjax.engine.checking import Drafted, check
+from kvjax.engine.proposing import Wanted, propose
 from kvjax.generation.choosing import Progress
+from kvjax.generation.drafts.proposals import Second
 from kvjax.memory.devices import plan_on
 from kvjax.memory.shapes import SHAPES
 from kvjax.memory.traffic import large_results
@@ -177,29 +180,34 @@ def _left(cache):
 class _Attention:
     """A model of one layer that is attention alone."""
 
-    def apply(self, params, tokens, cache, *, lengths, last_only):
+    def apply(self, params, tokens, cache, *, lengths, last_only=False):
         held, new = cache.layers[0], tokens.shape[1]
         x = tokens[:, None, :, None].astype(jnp.bfloat16)
         shape = lambda heads: (len(tokens), heads, new, held.head_dim)  # noqa: E731
         keys = jnp.broadcast_to(x, shape(held.kv_heads))
         cache = kvjax.append(cache, 0, keys, keys + 1, lengths=lengths)
         mixed = kvjax.attend(jnp.broadcast_to(x, shape(4 * held.kv_heads)), cache, 0)
-        logits = mixed[:, :, -1].mean((1, 2))[:, None, None] * jnp.arange(256.0)
+        mixed = mixed.mean((1, 3))[:, -1:] if last_only else mixed.mean((1, 3))
+        logits = mixed[:, :, None] * jnp.arange(256.0)
         return logits, kvjax.advance(cache, new)
 
 
 def _asked(rows):
     sampling = make_settings(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
-    return Asked(sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32))
+    return Asked(sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool))
 
 
-def _sent(cache, program, call, **settings):
+def _sent(cache, program, *call, **settings):
+    program, held = program.__wrapped__, _held(cache)
+    held, _ = program(held, *(call if len(call) > 1 else (_Attention(), None, *call)), **settings)
+    return dataclasses.replace(held.cache, length=cache.length, pools=cache.pools)
+
+
+def _held(cache):
     zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
     past = Past(seen, jnp.zeros((cache.batch, 1024), jnp.int32), zeros)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    held = Held(dataclasses.replace(cache, pools=()), progress, past)
-    held, _ = program.__wrapped__(held, _Attention(), None, call, **settings)
-    return dataclasses.replace(held.cache, length=cache.length, pools=cache.pools)
+    return Held(dataclasses.replace(cache, pools=()), progress, past)
 
 
 def _chunk(cache):
@@ -218,7 +226,35 @@ def _rounds(cache):
     return _sent(cache, programs.decode, call, exact=True)
 
 
+def _drafted(cache, rows):
+    tables = tuple(pool.table[:rows] for pool in cache.pools)
+    words, tokens = jnp.zeros((rows, 8, 8), jnp.uint32), jnp.ones((rows, 8), jnp.int32)
+    which = jnp.arange(rows)
+    return Drafted(which, tokens, which, cache.length[:rows], tables, words, _asked(rows))
+
+
+def _checked(cache):
+    """And drafts of all rows, as accelerators check them."""
+    return _sent(cache, check, _drafted(cache, cache.batch))
+
+
+def _checked_alone(cache):
+    """And of one, as a CPU does."""
+    return _sent(cache, check, _drafted(cache, 1))
+
+
+def _proposed(cache):
+    """And what a draft's model reads, and proposes, of all rows."""
+    drafted = _drafted(cache, cache.batch)
+    wanted = Wanted(drafted.count, drafted.starts, drafted.count, drafted.tables)
+    drafter = Second(7, None, _Attention(), 256, 256)
+    return _sent(cache, propose, drafter, None, _held(cache).past, drafted, wanted)
+
+
 CHANGES = {
+    "drafts of an engine": _checked,
+    "a draft of an engine": _checked_alone,
+    "proposals of an engine": _proposed,
     "a chunk of an engine": _chunk,
     "rounds of an engine": _rounds,
     "select": lambda c: kvjax.select(c, [1, 1, 0, 3, 2, 5, 4, 4]),
@@ -235,7 +271,9 @@ CHANGED = [
     ("v5e", 4, "a state that is taken"), ("h200", None, "pages that come back"),
     ("v5e", None, "concatenate"), ("v5e", None, "rounds of an engine"),
     ("v5e", 8, "a chunk of an engine"), ("h200", 8, "rounds of an engine"),
-    ("h200", None, "a chunk of an engine"),
+    ("h200", None, "a chunk of an engine"), ("h200", None, "drafts of an engine"),
+    ("v5e", 8, "drafts of an engine"), ("v5e", None, "proposals of an engine"),
+    ("h200", 8, "proposals of an engine"),
 ]  # fmt: skip
 EVERY_CHANGE = [(d, bits, name) for d in ("v5e", "h200") for bits in (None, 4) for name in CHANGES]
 

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.engine import second
 from kvjax.engine.drafts import Drafting, Drafts
-from kvjax.generation.drafts.acceptance import price_of
+from kvjax.generation.drafts.acceptance import beside_others, price_of
 from kvjax.generation.statistics import Meter
 from kvjax.memory.limits import memory_left
 from tests.copies import assert_no_copy
@@ -193,6 +193,9 @@ def test_drafts_rest_by_what_they_save():
     drafts = Drafts(Drafting(kvjax.PromptLookup(shortest=1), price), text)
     assert drafts.next(7, alone) == (7, [1, 2, 3, 1, 2, 3, 1])
     assert drafts.next(0, alone) == (0, [])
+    assert beside_others(price, "cpu", 1, 1) == price
+    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
+    assert drafts.resting(busy) and drafts.next(7, busy) == (0, [])
     for new in ([5, 1], [2], [3]):
         assert not drafts.resting(alone)
         drafts.push(new)
