@@ -1,4 +1,4 @@
-"""What drafts save: `python -m benchmarks.speculation`.
+"""What drafts save: `python -m benchmarks.speculation`, and `--engine` of requests to one.
 
 A model of the shape of Llama 135M, whose weights are made such that each token says the next: it
 goes round in circles, through tokens in some order. A draft of one narrow layer knows as many of
@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,14 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         ("lookup, a text that does not repeat itself", target, "lookup"),
         ("lookup, a text that repeats itself", round, "lookup"),
     ]
+    cell_of = _engine_cell if given.engine else _cell
     ways = {"greedy": {}, "T=0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 1}}
     for name, lm, draft in cells:
         for rows in given.rows:
             # Of several rows the price is another, and how tokens are drawn the same.
             for way, drawn in list(ways.items())[: 2 if rows == 1 else 1]:
                 print(f"{name}, {rows} row(s), {way} ...", file=sys.stderr)
-                cell = _cell(given, lm, draft, rows, drawn, after if lm is round else None)
+                cell = cell_of(given, lm, draft, rows, drawn, after if lm is round else None)
                 print(f"... {cell['speed']:.2f}", file=sys.stderr)
                 found.append({"draft": name, "rows": rows, "way": way, **cell})
     return found
@@ -124,11 +126,7 @@ def _cell(
     given: argparse.Namespace, lm: Any, draft: Any, rows: int, drawn: dict[str, Any],
     circle: np.ndarray | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    start = np.random.default_rng(4).integers(0, given.vocab, (rows, 1))
-    for _ in range(0 if circle is None else given.circle):
-        assert circle is not None
-        start = np.concatenate([start, circle[start[:, -1:]]], axis=1)
-    prompts = start.tolist()
+    prompts = _prompts(given, rows, circle)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     results: dict[bool, Any] = {}
     for turn in range(given.rounds + 1):
@@ -152,11 +150,53 @@ def _cell(
     }
 
 
+def _engine_cell(
+    given: argparse.Namespace, lm: Any, draft: Any, rows: int, drawn: dict[str, Any],
+    circle: np.ndarray | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The same, of as many requests to an engine as it has rows."""
+    prompts = _prompts(given, rows, circle)
+    limits = kvjax.InferenceLimits(
+        max_batch_size=rows, max_seq_len=len(prompts[0]) + given.tokens + 1
+    )
+    engine = kvjax.Engine(lm, limits=limits, prefill_chunk=64, draft=draft)
+    engine.compile()
+    seconds: dict[str | None, list[float]] = {"engine": [], None: []}
+    texts: dict[str | None, Any] = {}
+    for turn in range(given.rounds + 1):
+        for drafted in (None, "engine"):
+            start = time.perf_counter()
+            handles = engine.run(prompts, max_new_tokens=given.tokens, draft=drafted, **drawn)
+            if turn:  # the first one may compile
+                seconds[drafted].append(time.perf_counter() - start)
+            texts[drafted] = [handle.tokens for handle in handles]
+    stats, each = engine.stats(), given.rounds + 1
+    return {
+        "same": texts["engine"] == texts[None],
+        "ms": 1e3 * statistics.median(seconds[None]) / given.tokens,
+        "ms with": 1e3 * statistics.median(seconds["engine"]) / given.tokens,
+        "speed": paired_ratio(seconds[None], seconds["engine"]),
+        "proposed": stats.drafted_tokens // each,
+        "accepted": stats.accepted_tokens // each,
+    }
+
+
+def _prompts(given: argparse.Namespace, rows: int, circle: np.ndarray | None) -> list[list[int]]:
+    """A token each, or once around a circle."""
+    start = np.random.default_rng(4).integers(0, given.vocab, (rows, 1))
+    for _ in range(0 if circle is None else given.circle):
+        assert circle is not None
+        start = np.concatenate([start, circle[start[:, -1:]]], axis=1)
+    found: list[list[int]] = start.tolist()
+    return found
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The figures as a page."""
+    engine = results["engine"]
     return "\n".join(
         [
-            "# What drafts save",
+            "# What drafts save in an engine" if engine else "# What drafts save",
             "",
             f"{results['device']}, JAX {results['versions']['jax']}: float32, {results['tokens']} "
             f"new tokens a row, medians of {results['rounds']} rounds, with and without in turn. "
@@ -164,12 +204,12 @@ def markdown(results: dict[str, Any]) -> str:
             "next; the draft has one layer of 64 channels.",
             "",
             "| draft | rows | drawn | ms a token without | with | speed | proposed | accepted | "
-            "passes | the same text |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            f"{'' if engine else 'passes | '}the same text |",
+            f"| --- | --- | --- | --- | --- | --- | --- | --- | {'' if engine else '--- | '}--- |",
             *(
                 f"| {x['draft']} | {x['rows']} | {x['way']} | {x['ms']:.1f} | {x['ms with']:.1f} | "
-                f"{x['speed']:.2f} | {x['proposed']} | {x['accepted']} | {x['passes']} | "
-                f"{'yes' if x['same'] else 'no'} |"
+                f"{x['speed']:.2f} | {x['proposed']} | {x['accepted']} | "
+                f"{'' if engine else str(x['passes']) + ' | '}{'yes' if x['same'] else 'no'} |"
                 for x in results["cells"]
             ),
             "",
@@ -183,10 +223,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a row")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
+    parser.add_argument("--engine", action="store_true", help="requests to an engine")
     parser.add_argument("--quick", action="store_true", help="a tiny model: a trial run")
     given = parser.parse_args(arguments)
     full = {"shape": (576, 1536, 30, 9, 3), "vocab": 49152, "circle": 48,
-            "shares": [0.9, 0.7, 0.5]}  # fmt: skip
+            "shares": [0.7] if given.engine else [0.9, 0.7, 0.5]}  # fmt: skip
     quick = {"shape": (64, 64, 2, 1, 1), "vocab": 256, "circle": 8, "rows": [1], "shares": [0.7],
              "rounds": 1, "tokens": 32}  # fmt: skip
     for name, value in (full | (quick if given.quick else {})).items():
@@ -206,8 +247,8 @@ def failures(cells: Sequence[dict[str, Any]], full: bool) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, write ``speculation.json`` and ``.md``; 1 if a text is another one, or one row is slower
-    than it should be."""
+    """Run, write ``speculation.json`` and ``.md``, of an engine ``speculation-engine``; 1 if a text
+    is another one, or one row is slower than it should be."""
     given = parse(arguments)
     device = jax.devices()[0]
     results: dict[str, Any] = {
@@ -220,9 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "speculation.json").write_text(json.dumps(results, indent=1) + "\n")
+    name = "speculation-engine" if given.engine else "speculation"
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     page = markdown(results)
-    (out / "speculation.md").write_text(page)
+    (out / f"{name}.md").write_text(page)
     print(page)
     wrong = failures(results["cells"], not given.quick)
     print("\n".join(wrong), file=sys.stderr)

@@ -268,9 +268,12 @@ def test_masks_are_timed_beside_steps(tmp_path, capsys):
 
 
 @pytest.mark.rare
-def test_drafts_are_timed_beside_none(tmp_path, capsys):
-    assert speculation.main(["--quick", "--out", str(tmp_path)]) == 0
-    cells = json.loads((tmp_path / "speculation.json").read_text())["cells"]
+@pytest.mark.parametrize("engine", [False, True])
+def test_drafts_are_timed_beside_none(tmp_path, capsys, engine):
+    options = ["--engine"] if engine else []
+    assert speculation.main(["--quick", "--out", str(tmp_path), *options]) == 0
+    name = "speculation-engine" if engine else "speculation"
+    cells = json.loads((tmp_path / f"{name}.json").read_text())["cells"]
     assert [x["draft"] for x in cells[::2]] == [
         "a model that agrees in 70%", "a random model",
         "lookup, a text that does not repeat itself", "lookup, a text that repeats itself",
