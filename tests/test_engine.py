@@ -315,6 +315,16 @@ def test_requests_that_need_all_pages(policy):
     assert settled(engine)
 
 
+def test_texts_of_a_page_run_in_all_rows():
+    """The pool has a page for each, and nobody wants another."""
+    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=16)
+    engine = kvjax.Engine(lettered(), POLICIES["raw"], limits, prefill_chunk=16)
+    handles = [engine.submit([n, n], max_new_tokens=14) for n in range(3)]
+    assert engine.stats().pages == (3,)
+    until(engine, lambda: engine.stats().running == 3)
+    assert not any(handle.done for handle in handles) and settled(engine)
+
+
 def test_a_request_that_ends_gives_its_pages_back_at_once():
     engine = engine_of(prefix_cache=False)
     handle = engine.submit([1] * 40, max_new_tokens=100)

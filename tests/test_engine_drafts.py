@@ -118,6 +118,15 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     assert stats.accepted_tokens == stats.drafted_tokens > 10
 
 
+def test_a_draft_without_sense_stops_nobody():
+    """Its logits are no numbers, so that it proposes nothing."""
+    none = replace(lm(), params=jax.tree.map(lambda x: x * np.nan, lm().params), source="none")
+    mine = engine(draft=kvjax.DraftModel(none, adaptive=False), together=ROWS)
+    plain, drafted = asked(mine, None), asked(mine, "engine")
+    assert [x.tokens for x in drafted] == [x.tokens for x in plain]
+    assert mine.stats().drafted_tokens > NEW
+
+
 def test_each_is_what_it_is_alone_bit_for_bit():
     draft = kvjax.DraftModel(alike(), adaptive=False)
     mine, quiet = engine(draft=draft, together=ROWS, pages=40), engine(draft=draft, together=ROWS)

@@ -46,26 +46,26 @@ class Memory:
         self._texts.tiers.keep_limits()
         return found
 
-    def begin(self, slot: Slot, others: int) -> bool:
+    def begin(self, slot: Slot, others: Sequence[Slot]) -> bool:
         """Let a request have its row, and the pages of what is known of its prompt; whether there
-        are pages for all of that, and one more of each kind for each of the others. Where there are
-        none, texts that it could begin with may be what is in its way."""
+        are pages for all of that, and for what the others want next. Where there are no others,
+        texts that it could begin with may be what is in its way."""
         return self._begun(slot, others, self._sharing) or (
-            self._sharing and not others and self._begun(slot, 0, False)
+            self._sharing and not others and self._begun(slot, others, False)
         )
 
-    def _begun(self, slot: Slot, others: int, sharing: bool) -> bool:
+    def _begun(self, slot: Slot, others: Sequence[Slot], sharing: bool) -> bool:
         prompt, texts, terms = slot.prompt, self._texts, self._terms
         path, hit, away, state = [], 0, [], None
         if sharing:
             (found,), away, (state,) = without_the_gone(lambda: found_of(texts, slot.key, [prompt]))
             path, hit = found.path, found.hit
             slot.stops = terms.stops(hit, found.known, len(prompt))
-        wanted, most = [], self._soon(slot, len(prompt))
+        wanted, most, further = [], self._soon(slot, len(prompt)), self._wanted_next(others)
         for number, kind in enumerate(terms.kinds):
             coming = sum(each.kind == number for each in away)
             more = max(kind.most(most) - len(kind.needed(hit)[0]), 0)
-            wanted.append(more + coming + others + len(slot.others))
+            wanted.append(more + coming + further[number] + len(slot.others))
         with _locked(path):
             if not self.has_room(wanted):
                 return False
@@ -77,6 +77,17 @@ class Memory:
         if slot.handle.request.by_text:
             self._rows.mark(slot.row, prompt)
         return True
+
+    def _wanted_next(self, slots: Sequence[Slot]) -> list[int]:
+        """A page of each kind for each of those who are to take more, or a newcomer would give it
+        back at once. Beams that branch may take one at any time."""
+        found = [0] * len(self._terms.kinds)
+        for slot in slots:
+            most = len(slot.prompt) + slot.handle.request.limit
+            wanting = self._pages.wanting(slot.row, most)
+            for number, more in enumerate(wanting):
+                found[number] += more or slot.handle.beams is not None
+        return found
 
     def _soon(self, slot: Slot, filled: int) -> int:
         """Tokens that a row of so many will have with the next rounds."""
@@ -146,15 +157,13 @@ class Memory:
         self._count(nbytes)
         return True
 
-    def resume(self, slot: Slot, others: int) -> bool:
-        """Let a request that was parked have its row and pages again; whether there are pages, and
-        one more of each kind for each of the others."""
+    def resume(self, slot: Slot, others: Sequence[Slot]) -> bool:
+        """Let a request that was parked have its row and pages again; whether there are pages for
+        that, and for what the others want next."""
         parked: Parked = slot.handle.parked
         most = self._soon(slot, parked.filled)
-        wanted = [
-            max(len(columns), kind.most(most)) + others
-            for kind, columns in zip(self._terms.kinds, parked.columns, strict=True)
-        ]
+        each = zip(self._terms.kinds, parked.columns, self._wanted_next(others), strict=True)
+        wanted = [max(len(columns), kind.most(most)) + more for kind, columns, more in each]
         if not self.has_room(wanted):
             return False
         parked.land()

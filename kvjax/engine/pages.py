@@ -79,6 +79,11 @@ class RowPages:
             self._first[number, row] = max(self._first[number, row], gone)
             self._end[number, row] = max(self._end[number, row], end)
 
+    def wanting(self, row: int, tokens: int) -> list[bool]:
+        """Of each kind, whether a row is to take further pages to come to so many tokens."""
+        reach = (self._reach(number, tokens)[0] for number in range(len(self._kinds)))
+        return [end > int(ends[row]) for end, ends in zip(reach, self._end, strict=True)]
+
     def release(self, row: int) -> None:
         """Let a row have none."""
         for counts, table in zip(self._texts.pool.counts, self.tables, strict=True):

@@ -64,5 +64,6 @@ def propose(
     tokens = jnp.where(some[:, None], tokens, drafted.tokens[:, 1:])
     tokens = jnp.concatenate([drafted.tokens[:, :1], tokens], axis=1)
     after = Held(context.cache, before.progress, before.past)
-    found = tokens, jnp.where(some, count, drafted.count)
+    # One at least, whatever it is: a row's own token is chosen by the check.
+    found = tokens, jnp.where(some, jnp.maximum(count, 1), drafted.count)
     return with_some(held, drafted.rows, after), found

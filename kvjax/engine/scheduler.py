@@ -1,7 +1,7 @@
 """Who is sent next: chunks of prompts between rounds of decoding, within a number of tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvjax.engine.checks import Checks, Draft
 from kvjax.engine.flights import Flight
@@ -94,11 +94,10 @@ class Scheduler:
         (row, *others), rows = free[: handle.rows], 1 if self._rows.exact else None
         key = Key(handle.request.tenant, self._memory.weights, rows)
         slot = Slot(handle, row, key, others=tuple(others))
-        begin: Callable[[Slot, int], bool] = (
+        begin: Callable[[Slot, Sequence[Slot]], bool] = (
             self._memory.begin if handle.parked is None else self._memory.resume
         )
-        # A page for each of the others, or they would take it back at once.
-        if not begin(slot, len(self.running)):
+        if not begin(slot, self.running):
             return None
         self.waiting.remove(handle)
         for row in slot.rows:
