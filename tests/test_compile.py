@@ -10,6 +10,8 @@ from kvjax import models
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
 from tests.checkpoints import write_llama
+from tests.matrix import some
+from tests.test_guided import Anything
 
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),
@@ -61,6 +63,38 @@ def test_generation_compiles_nothing_afterwards(lm, name):
             assert [len(tokens) for tokens in result.tokens] == [count, count]
     again = kvjax.compile(lm, policy, batch=2, max_len=max_len, prefill_chunk=32, eos_token_ids=())
     assert (again.compilations, again.programs) == (0, made.programs)
+
+
+GUIDED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "plain": ({}, {"feed", "choose"}),
+    "lookup": (
+        {"draft": kvjax.PromptLookup(3, shortest=1)},
+        {"feed", "choose", "propose", "feed drafts", "check"},
+    ),
+    "model": (
+        {"draft": "model", "temperature": 0.8, "repetition_penalty": 1.1},
+        {"feed", "choose", "propose", "feed drafts", "check", "draft's prefill 16"},
+    ),
+    "beams": ({"num_beams": 3}, {"feed", "choose"}),
+}
+
+
+@pytest.mark.parametrize("way", some(GUIDED, "lookup"))
+def test_guided_generation_compiles_nothing_afterwards(lm, way):
+    jax.clear_caches()
+    settings, names = GUIDED[way]
+    settings = settings | {"max_len": 48, "prefill_chunk": 16, "eos_token_ids": (3,), "logprobs": 1}
+    if settings.get("draft") == "model":
+        settings["draft"] = kvjax.DraftModel(lm, 3)
+    guide = Anything(lm.config.vocab_size)
+    made = kvjax.compile(lm, batch=2, guide=guide, **settings)
+    assert made.executables.keys() == names | {"prefill 16"} and guide.tokens == []
+    repeated = [7, 8, 9] * 5
+    for prompts in ([repeated, prompt(3)], [prompt(1), repeated]):
+        found = generate(lm, prompts, guide=guide, max_new_tokens=12, **settings)
+        assert found.stats.compilations == 0 and found.stats.new_tokens > 2
+    assert (found.stats.speculation is None) == ("draft" not in settings)
+    assert kvjax.compile(lm, batch=2, guide=guide, **settings).compilations == 0
 
 
 def test_the_programs_are_those_that_can_come(lm):

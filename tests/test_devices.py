@@ -53,6 +53,7 @@ from kvjax.sampling.settings import make_settings
 from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model
+from tests.test_guided import Anything
 
 OLD = jax.__version__.startswith("0.10.")
 """Whether the compilers are those that JAX 0.10.2 goes with."""
@@ -417,6 +418,42 @@ def test_drafts_leave_their_caches_where_they_are(device, policy, looked_up):
     assert memory.alias_size_in_bytes >= held + its
     assert not large_results(str(made.executables["decode"].as_text()), held // 2)
     assert memory.temp_size_in_bytes < 2**25
+
+
+GUIDED = [
+    ("v5e", "raw", {"draft": "lookup"}), ("h200", "8 bits", {"num_beams": 4}),
+    ("h200", "pages", {}), ("v5e", "8 bits", {"draft": "model"}), ("v5e", "raw", {"num_beams": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "policy", "more"),
+    [pytest.param(*cell, marks=needs(cell[0])) for cell in (GUIDED if FULL else GUIDED[:2])],
+)
+def test_steps_with_guides_leave_their_caches_where_they_are(device, policy, more):
+    model, params = tiny_model(
+        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
+        head_dim=128, dtype="bfloat16",
+    )  # fmt: skip
+    rows = 2 if "num_beams" in more else 8
+    if more.get("draft") == "model":
+        nothing = GenerationDefaults()
+        other = kvjax.LanguageModel(model.config, params, None, nothing, model, "a draft")
+        more = {"draft": kvjax.DraftModel(other, adaptive=False)}
+    choice = kvjax.policy("paged", pages=256) if policy == "pages" else POLICIES[policy]
+    given = {"max_len": 8192, "batch": rows, "prefill_chunk": 16, "guide": Anything(), **more}
+    made = kvjax.compile(model, choice, device=device, **given)
+    wide = jax.eval_shape(lambda: kvjax.init_cache(model.config, choice, batch=8, max_len=8192))
+    held, names = kvjax.nbytes(wide)["device"], {"feed", "choose"}
+    names |= {"propose", "feed drafts", "check"} if "draft" in more else set()
+    assert names < made.executables.keys()
+    for name in names:
+        memory = made.executables[name].memory_analysis()
+        # What chooses of one text does not have its cache.
+        if name == "feed" or "feed drafts" in name or "num_beams" in more:
+            assert memory.alias_size_in_bytes >= held
+        assert not large_results(str(made.executables[name].as_text()), held // 4)
+        assert memory.temp_size_in_bytes < 2**25
 
 
 @pytest.mark.parametrize("device", devices("v5e", "h200"))

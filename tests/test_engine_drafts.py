@@ -103,6 +103,18 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
     assert 20 < after.accepted_tokens < after.drafted_tokens
 
 
+def test_a_row_waits_for_its_draft_though_others_come():
+    """One that was worth it alone, and is not beside them: how long the row is shows when it is
+    back."""
+    mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
+    handle = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=NEW)
+    until(mine, lambda: mine.stats().drafted_tokens > 0)
+    (slot,) = mine._scheduler.running
+    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
+    assert slot.checking and handle.drafts.resting(busy) and slot.rounds(8, busy) == 0
+    assert settled(mine)
+
+
 def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     """It is the model itself, so all that it says is right: behind prompts of several chunks, and
     what it missed while it rested."""

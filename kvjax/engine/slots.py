@@ -71,6 +71,8 @@ class Slot:
         tokens, the latter but for those that are known from before, and one with drafts for all
         that was sent."""
         handle, most = self.handle, min(most, self.left)
+        if self.checking:
+            return 0
         if handle.beams is not None:
             return 0 if handle.flying else 1
         guided, drafts = handle.request.guide is not None, handle.drafts

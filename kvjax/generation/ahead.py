@@ -11,8 +11,9 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
+from kvjax.generation.beams.guided import search_of
 from kvjax.generation.beams.programs import rows_kept
-from kvjax.generation.beams.session import BeamSession
+from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.elsewhere import compiled_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
@@ -85,6 +86,8 @@ def compile(
       logit_bias, logprobs: as for ``generate``; whether they are given chooses programs, and of the
         tokens of a bias how many: room is made for 8, 16, 32 and so on, one of it left empty. Each
         number of ``logprobs`` has its own.
+      guide: as for ``generate``, any guide, which stays as it is; whether it is given chooses
+        programs.
       num_beams, num_beam_groups: as for ``generate``, with ``n=1``, which chooses a small program.
         Pools of pages are as large as beams of a request need; one whose ``pages`` the policy names
         compiles nothing more.
@@ -131,7 +134,7 @@ class _Ready:
     def __init__(self, lm: LanguageModel, batch: int, options: Options) -> None:
         self._lm, self._batch, self._options = lm, batch, options
         self._request = request = self._asked(1)
-        self._session = Session(lm, request)
+        self._session = session_of(lm, request) if request.search is None else Session(lm, request)
         self._session.start()
         cache = self._session.cache
         assert cache is not None
@@ -164,13 +167,14 @@ class _Ready:
             zip((f"prefill {n}{of}" for n in widths), session.lowered(chunks), strict=True)
         )
         if self._searches:
-            search = BeamSession(self._request, session)
+            search = search_of(self._request, session)
             jax.block_until_ready(search.begin())
-            ready[f"search{of}"] = search.lowered()
+            steps = search.lowered()
         else:
-            ready[f"decode{of}"] = session.lowered_decode()
+            steps = session.lowered_steps()
             its = zip(widths, session.lowered_drafts(chunks), strict=False)
             ready |= {f"draft's prefill {n}{of}": lowered for n, lowered in its}
+        ready |= {f"{name}{of}": lowered for name, lowered in steps.items()}
         for name, lowered in ready.items():
             self.executables[name] = lowered.compile()
             self.programs += 1
@@ -188,7 +192,7 @@ class _Ready:
             session = Session(self._lm, self._request)
             session.start()
             session.make_room(before)
-            BeamSession(self._request, session).begin()
+            search_of(self._request, session).begin()
             session.make_room(most)
 
     def _asked(self, tokens: int) -> Request:

@@ -19,8 +19,11 @@ from kvjax.generation import programs
 from kvjax.generation.beams.elsewhere import search_programs
 from kvjax.generation.choosing import Progress
 from kvjax.generation.contexts import Cached
+from kvjax.generation.drafts.elsewhere import drafted_guided_programs
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.speculation import speculate
+from kvjax.generation.guides.elsewhere import guided_programs
+from kvjax.generation.guides.masks import words_for
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.settings import Options
 from kvjax.generation.shapes import Shapes
@@ -67,16 +70,18 @@ def compiled_for(
                 # A row for each beam, of the pages that they need.
                 wide = _cache(model, request.policy or policy, request, most, request.samples)
                 for name, ready in _Programs(model, request, wide, device).of_search().items():
-                    if name == "search" or name not in found:
-                        found[name + of * (name == "search")] = ready()
+                    name += "" if name == "first tokens" else of
+                    if name not in found:
+                        found[name] = ready()
                 for width in chunk_widths(request, least, most):
                     found[f"prefill {width}{of}"] = programs_of.prefill(width)
                 continue
-            if not found:
+            if not found and request.guides is None:
                 found["first token"] = programs_of.begin()
             for width in chunk_widths(request, least, most):
                 found[f"prefill {width}{of}"] = programs_of.prefill(width)
-            found[f"decode{of}"] = programs_of.decode()
+            for name, ready in programs_of.steps().items():
+                found[f"{name}{of}"] = ready()
     return found
 
 
@@ -145,6 +150,23 @@ class _Programs:
 
         given = self._logits, self._request.settings, self._limit, self._past
         return self._compiled(call, (3,), given, (self._progress, self._past, self._scores(1)))
+
+    def steps(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+        """Of a step, or of many in a loop, each when it is asked for."""
+        model, request = self._model, self._request
+        if request.guides is None:
+            return {"decode": self.decode}
+        words, vocab = words_for(model.config), model.config.vocab_size
+        common = request, model.architecture, model.params, self._context
+        found = guided_programs(
+            *common, self._logits, self._past, self._progress, words, self._scores(1),
+            self._compiled,
+        )  # fmt: skip
+        if (drafts := self._drafts()) is not None:
+            found |= drafted_guided_programs(
+                *common, self._past, self._progress, words, vocab, drafts, self._compiled
+            )
+        return found
 
     def decode(self) -> jax.stages.Compiled:
         """Of the decode loop, perhaps with drafts."""

@@ -185,14 +185,18 @@ class Session:
         arguments of the same kind finds what was compiled for them."""
         return [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
 
-    def lowered_decode(self) -> Lowered:
-        """The same of ``decode``."""
+    def lowered_steps(self) -> dict[str, Lowered]:
+        """The same of ``decode``, by name."""
         halt = np.zeros(self._rows, bool)
         call, drafter = self._decoding(np.int32(0), halt), self.drafter
         if drafter is None or self._drafts is None:
-            return programs.decode.lower(*call)
+            return {"decode": programs.decode.lower(*call)}
         self._drafts.fared = self.put(self._drafts.fared)
-        return self._drafts.lowered(drafter, call)
+        return {"decode": self._drafts.lowered(drafter, call)}
+
+    def like(self, shapes: Any) -> Any:
+        """Arrays of rows as a program gives them, of such shapes, without their numbers."""
+        return self.put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
     def lowered_drafts(self, chunks: list[Chunk]) -> list[Lowered]:
         """A draft's reading of these chunks, where it reads any."""

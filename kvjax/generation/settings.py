@@ -50,6 +50,7 @@ class Compiling(Drawing, total=False):
     draft: DraftChoice | None
     num_beams: int
     num_beam_groups: int
+    guide: RowGuides | None
 
 
 class Searching(TypedDict, total=False):
@@ -74,7 +75,6 @@ class Settings(Compiling, Searching, total=False):
     limits: InferenceLimits | None
     mesh: Mesh | None
     padded: bool
-    guide: RowGuides | None
     prefix_cache: PrefixTree | Tenant | None
 
 

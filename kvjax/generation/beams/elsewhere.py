@@ -23,7 +23,8 @@ def search_programs(
     request: Request, architecture: Any, params: Any, context: Any, logits: Any, past: Any,
     compiled: Compile,
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
-    """What compiles the first tokens and the search, by name; ``context``, ``logits``, ``past``: of
+    """What compiles the first tokens and the search, or the two programs of a step under guides, by
+    name; ``context``, ``logits``, ``past``: of
     a row for each beam."""
     search, filters, scores = request.search, request.filters, request.scores
     assert search is not None and search.beams is not None
@@ -35,6 +36,8 @@ def search_programs(
     since: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
     state = jax.eval_shape(functools.partial(begun, beams=beams, scores=scores), asked, since)
 
+    allowed = jax.ShapeDtypeStruct((rows, -(-logits.shape[1] // 32)), jnp.uint32)
+
     def columns(width: int) -> Any:
         each = jax.ShapeDtypeStruct((rows, width), jnp.int32)
         if scores is None:
@@ -44,12 +47,14 @@ def search_programs(
 
     def begin() -> Any:
         def call(
-            logits: Any, settings: Any, numbers: Any, limit: Any, past: Any, *more: Any
-        ) -> Any:
-            given = logits, filters, beams, settings, numbers, limit, past, *more
-            return unwrap(programs.begin)(*given, scores, request.spread)
+            logits: Any, settings: Any, numbers: Any, limit: Any, past: Any, asked: Any, since: Any,
+            *allowed: Any,
+        ) -> Any:  # fmt: skip
+            given = logits, filters, beams, settings, numbers, limit, past, asked, since
+            return unwrap(programs.begin)(*given, scores, request.spread, *allowed)
 
         given = logits, request.settings, numbers, limit, past, asked, since
+        given += () if request.guides is None else (allowed,)
         return compiled(call, (4,), given, (state, past, columns(1)))
 
     def loop() -> Any:
@@ -59,4 +64,17 @@ def search_programs(
         given = params, context, state, past, request.settings, numbers, limit, limit
         return compiled(call, (1, 3), given, (context, state, past, columns(CHUNK)))
 
+    def feed() -> Any:
+        call = functools.partial(unwrap(programs.feed), architecture)
+        return compiled(call, (1,), (params, context, state), (context, logits))
+
+    def choose() -> Any:
+        def call(logits: Any, *rest: Any) -> Any:
+            return unwrap(programs.choose)(logits, filters, beams, *rest, scores)
+
+        given = logits, context, state, past, request.settings, numbers, limit, allowed
+        return compiled(call, (1, 3), given, (context, state, past, columns(1)))
+
+    if request.guides is not None:
+        return {"first tokens": begin, "feed": feed, "choose": choose}
     return {"first tokens": begin, "search": loop}

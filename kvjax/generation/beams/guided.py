@@ -4,8 +4,10 @@ A step is two programs, as of rows that have guides (``guided``).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from jax.stages import Lowered
 
 from kvjax.core.device import fetch
 from kvjax.generation.beams import programs
@@ -15,7 +17,7 @@ from kvjax.generation.guides.masks import FormOfText, Guide, bits_of, words_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Request
 from kvjax.generation.session import Session
-from kvjax.sampling.filters import EVERY
+from kvjax.sampling.filters import EVERY, Logits
 
 
 class GuidedBeamSession(BeamSession):
@@ -34,7 +36,7 @@ class GuidedBeamSession(BeamSession):
 
     def search(self, steps: np.int32) -> Report:
         """Choose one token more of each beam."""
-        session, request, lm = self._session, self._request, self._session.lm
+        session, lm = self._session, self._session.lm
         session.context, logits = programs.feed(
             lm.architecture, lm.params, session.context, self._state
         )
@@ -44,10 +46,23 @@ class GuidedBeamSession(BeamSession):
         going = (score > -np.inf) & ~np.repeat(done, self._beams.width, axis=1)
         self._guides.go_on(token[:, 0], parent[:, 0], going.ravel())
         session.context, self._state, self._past, self._columns = programs.choose(
-            logits, request.filters, self._beams, session.context, self._state, self._past,
+            *self._choosing(logits)
+        )
+        return self._columns, self._state
+
+    def lowered(self) -> dict[str, Lowered]:
+        """The two programs of a step, by name, to be compiled."""
+        session, lm = self._session, self._session.lm
+        fed = programs.feed.lower(lm.architecture, lm.params, session.context, self._state)
+        call = self._choosing(session.like(fed.out_info[1]))
+        return {"feed": fed, "choose": programs.choose.lower(*call)}
+
+    def _choosing(self, logits: Logits) -> tuple[Any, ...]:
+        request = self._request
+        return (
+            logits, request.filters, self._beams, self._session.context, self._state, self._past,
             self._settings, self._numbers, self._limit, self._allowed(), request.scores,
         )  # fmt: skip
-        return self._columns, self._state
 
     def _allowed(self) -> np.ndarray:
         return self._guides.bits()

@@ -54,9 +54,9 @@ class BeamSession:
         session.context, self._state, self._past, columns = programs.search(*self._searching(steps))
         return columns, self._state
 
-    def lowered(self) -> Lowered:
-        """The program of ``search``, to be compiled."""
-        return programs.search.lower(*self._searching(np.int32(0)))
+    def lowered(self) -> dict[str, Lowered]:
+        """The programs of ``search``, by name, to be compiled."""
+        return {"search": programs.search.lower(*self._searching(np.int32(0)))}
 
     def _allowed(self) -> np.ndarray | None:
         """uint32[rows, words]: what may come next; None for anything."""

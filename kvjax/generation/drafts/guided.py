@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 from jaxtyping import Int
 
 from kvjax.core.device import fetch
@@ -20,6 +21,7 @@ from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts import speculation
 from kvjax.generation.drafts.acceptance import USUAL, Acceptance
 from kvjax.generation.drafts.checking import EveryLogits, checked
+from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded import LanguageModel
@@ -46,15 +48,12 @@ class DraftedGuidedSession(GuidedSession):
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
         """Choose up to so many tokens more, of all rows but those to end now (bool[batch])."""
-        drafter, drafts, request = self.drafter, self._drafts, self._request
+        drafter, drafts = self.drafter, self._drafts
         if drafter is None or drafts is None:
             return super().decode(steps, halt)
-        lm, context, past = self._lm, self.context, self._past
-        assert isinstance(context, Cached) and past is not None
-        drafted, drafts.held = propose(
-            drafter, drafts.params, drafts.held, drafts.fared, request.filters, self._progress,
-            past, halt, self.settings, self._limit, steps,
-        )  # fmt: skip
+        lm, context = self._lm, self.context
+        assert isinstance(context, Cached)
+        drafted, drafts.held = propose(*self._proposing(drafter, drafts, steps, halt))
         ended = self._caught_up(halt)
         tokens, count = fetch(drafted)
         if not count.any():
@@ -65,11 +64,46 @@ class DraftedGuidedSession(GuidedSession):
         )
         allowed = self._masks.along(tokens, count, ended)
         (self.context, drafts.held, drafts.fared), found = check(
-            drafter, self.context, drafts.held, drafts.fared, logits, drafted, request.filters,
-            self.settings, self._limit, self._progress, past, halt, allowed, request.scores,
-        )  # fmt: skip
+            *self._checking(drafter, drafts, logits, drafted, halt, allowed)
+        )
         self._progress, self._past, self._out, scores = found
         return Report(found[2], self._progress, scores, drafts.fared)
+
+    def lowered_steps(self) -> dict[str, Lowered]:
+        """Those of a step without a draft, and the three of one with it, to be compiled."""
+        found, drafter, drafts = super().lowered_steps(), self.drafter, self._drafts
+        if drafter is None or drafts is None:
+            return found
+        lm, halt, context = self._lm, np.zeros(self._rows, bool), self.context
+        assert isinstance(context, Cached)
+        drafts.fared = rested(self.put(drafts.fared))
+        if drafts.held is None:
+            drafts.held = drafts.empty()
+        proposed = propose.lower(*self._proposing(drafter, drafts, np.int32(0), halt))
+        drafted = self.like(proposed.out_info[0])
+        fed = feed.lower(lm.architecture, lm.params, context, self._progress, drafted, halt)
+        tokens, count = fetch(drafted)
+        allowed = self._masks.along(tokens, count, halt)
+        call = self._checking(drafter, drafts, self.like(fed.out_info[1]), drafted, halt, allowed)
+        return found | {"propose": proposed, "feed drafts": fed, "check": check.lower(*call)}
+
+    def _proposing(
+        self, drafter: Drafter, drafts: Drafts, steps: Any, halt: Any
+    ) -> tuple[Any, ...]:
+        return (
+            drafter, drafts.params, drafts.held, drafts.fared, self._request.filters,
+            self._progress, self._past, halt, self.settings, self._limit, steps,
+        )  # fmt: skip
+
+    def _checking(
+        self, drafter: Drafter, drafts: Drafts, logits: Any, drafted: Drafted, halt: Any,
+        allowed: np.ndarray,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        request = self._request
+        return (
+            drafter, self.context, drafts.held, drafts.fared, logits, drafted, request.filters,
+            self.settings, self._limit, self._progress, self._past, halt, allowed, request.scores,
+        )  # fmt: skip
 
 
 def session_of(lm: LanguageModel, request: Request) -> Session:

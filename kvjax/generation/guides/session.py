@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, Rows
@@ -59,6 +60,13 @@ class GuidedSession(Session):
         )
         return self._choose(logits, self._caught_up(halt))
 
+    def lowered_steps(self) -> dict[str, Lowered]:
+        """The two programs of a step, to be compiled."""
+        lm, halt = self._lm, np.zeros(self._rows, bool)
+        fed = feed.lower(lm.architecture, lm.params, self.context, self._progress, halt)
+        call = self._choosing(self.like(fed.out_info[1]), halt)
+        return {"feed": fed, "choose": choose.lower(*call)}
+
     def end(self, texts: list[list[int]] | None) -> None:
         """Give back what was lent; guides have taken in all that was chosen."""
         try:
@@ -75,13 +83,16 @@ class GuidedSession(Session):
         return np.asarray(halt) | done
 
     def _choose(self, logits: Logits, ended: np.ndarray) -> Report:
+        self._progress, self._past, out, scores = choose(*self._choosing(logits, ended))
+        self._out = out
+        return Report(out, self._progress, scores, None)
+
+    def _choosing(self, logits: Logits, ended: np.ndarray) -> tuple[Any, ...]:
         request, allowed = self._request, self._masks.bits(ended)
-        self._progress, self._past, out, scores = choose(
+        return (
             logits, request.filters, self.settings, self._limit, self._progress, self._past,
             ended, allowed, request.scores,
         )  # fmt: skip
-        self._out = out
-        return Report(out, self._progress, scores, None)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
