@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax.codecs._groups import rounded
+from kvjax.codecs._scales import rounded
 from kvjax.codecs.integer import pack, unpack
 from kvjax.core.trees import tree_bytes
 from tests.matrix import CODECS, FULL

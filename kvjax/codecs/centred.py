@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.codecs._groups import finite
-from kvjax.codecs._groups import mean as mean_of
-from kvjax.codecs._scales import in_range, with_dtypes
+from kvjax.codecs._scales import finite, in_range, with_dtypes
+from kvjax.codecs._scales import mean as mean_of
 from kvjax.codecs._tiles import Tile, each_token, in_tiles
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product

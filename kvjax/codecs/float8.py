@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._groups import finite, rounded
-from kvjax.codecs._scales import WithScales, in_range, undifferentiable
+from kvjax.codecs._scales import WithScales, finite, in_range, rounded, undifferentiable
 from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._groups import finite, mean, rounded
-from kvjax.codecs._scales import undifferentiable
+from kvjax.codecs._scales import finite, mean, rounded, undifferentiable
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.codecs._groups import finite, mean, rounded
-from kvjax.codecs._scales import WithScales, in_range, undifferentiable
+from kvjax.codecs._scales import WithScales, finite, in_range, mean, rounded, undifferentiable
 from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
 from kvjax.core.trees import store
