@@ -25,6 +25,7 @@ from tests.meshes import (
     mesh,
     model_of,
 )
+from tests.test_beams import one_layer
 from tests.test_copies import PROGRAMS
 
 # Every collective of a step that is not of the model as a whole, by hand: see docs/sharding.md.
@@ -158,3 +159,16 @@ def test_bytes_and_operations_halve_as_devices_double(axis):
     for sizes in (moved, made):
         for more, less in itertools.pairwise(sizes):
             assert less == pytest.approx(more / 2, rel=0.05)
+
+
+def test_rows_are_drawn_and_checked_where_they_are():
+    """With all that goes by their texts, devices tell each other single numbers: which rows are
+    done, what drafts are worth."""
+    made = kvjax.compile(
+        one_layer().on(kvjax.make_mesh(data=2, devices=jax.devices()[:2])), batch=2, max_len=32,
+        temperature=0.8, top_p=0.9, repetition_penalty=1.2, no_repeat_ngram_size=3,
+        frequency_penalty=0.1, logit_bias={3: 1.0}, min_new_tokens=2, eos_token_ids=(3,),
+        logprobs=True, draft="lookup",
+    )  # fmt: skip
+    found = collectives(made.executables["decode"])
+    assert {each.kind for each in found} == {"all-reduce"} and max(x.bytes for x in found) <= 12

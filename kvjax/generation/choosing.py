@@ -7,7 +7,7 @@ from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.contexts import Context
 from kvjax.sampling.controls import Filters, Sampling
-from kvjax.sampling.filters import Allowed, Logits
+from kvjax.sampling.filters import Allowed, Logits, with_set
 from kvjax.sampling.past import Past
 from kvjax.sampling.sampler import filter_logits, sample
 from kvjax.sampling.scores import Scores, scores_of
@@ -90,7 +90,6 @@ def choose(
     if past is not None:
         seen = past.seen
         if seen is not None:
-            new = jnp.where(taken, token, seen.shape[1])
-            seen = seen.at[jnp.arange(token.shape[0]), new].set(True, mode="drop")
+            seen = with_set(seen, jnp.where(taken, token, seen.shape[1]), True)
         past = past.with_token(seen, token, taken)
     return Progress(token, count, done, broken), past

@@ -6,7 +6,7 @@ of 49,152 logits. So ``k`` and ``p`` are traced numbers, one for all or one a ro
 tie at the threshold are all kept.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,20 @@ PIECE = 128
 
 def biased(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:
     """Add numbers to the logits of a row's ``tokens``; but for such as are none."""
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, tokens].add(by, mode="drop")
+    return _with_more(logits, tokens, by)
+
+
+def with_set(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
+    """An array [batch, n, ...] with numbers at places of each row, but for those outside; one
+    number for all, or an array of them. Row by row: where rows are numbered among the indices, a
+    mesh would give every device those of all."""
+    if isinstance(values, jax.Array):
+        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(array, at, values)
+    return jax.vmap(lambda row, at: row.at[at].set(values, mode="drop"))(array, at)
+
+
+def _with_more(array: Array, at: Int[Array, "batch n"], more: Array) -> Array:
+    return jax.vmap(lambda row, at, new: row.at[at].add(new, mode="drop"))(array, at, more)
 
 
 def keep_allowed(logits: Logits, allowed: Allowed) -> Logits:
@@ -52,9 +64,8 @@ def counted(tokens: Tokens, first: Rows, end: Rows, vocab: int) -> Int[Array, "b
     """How often each token of the vocabulary stands in a row from one place to another."""
     at = jnp.arange(tokens.shape[1])
     there = (at >= first[:, None]) & (at < end[:, None])
-    rows = jnp.arange(len(tokens))[:, None]
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
-    return zeros.at[rows, jnp.where(there, tokens, vocab)].add(1, mode="drop")
+    return _with_more(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
 
 
 def discourage(
@@ -92,9 +103,7 @@ def keep_new_ngrams(logits: Logits, tokens: Tokens, length: Rows, n: Array | int
         return back + 1, banned & (alike | (back >= n))
 
     _, banned = lax.while_loop(go_on, one, (jnp.int32(1), banned))
-    rows = jnp.arange(len(tokens))[:, None]
-    ban = jnp.where(banned, tokens, logits.shape[1])
-    left = logits.at[rows, ban].set(-jnp.inf, mode="drop")
+    left = with_set(logits, jnp.where(banned, tokens, logits.shape[1]), -jnp.inf)
     return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, logits)
 
 

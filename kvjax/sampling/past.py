@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
-from kvjax.sampling.filters import Logits, Seen
+from kvjax.sampling.filters import Logits, Seen, with_set
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], Rows], Logits]
 """A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,
@@ -49,8 +49,7 @@ class Past:
         if self.tokens is None or self.length is None:
             return Past(seen)
         at = jnp.where(taken, self.length, self.tokens.shape[1])
-        tokens = self.tokens.at[jnp.arange(len(token)), at].set(token, mode="drop")
-        return Past(seen, tokens, self.length + taken)
+        return Past(seen, with_set(self.tokens, at, token), self.length + taken)
 
 
 def past_of(

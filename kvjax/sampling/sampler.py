@@ -21,6 +21,7 @@ from kvjax.sampling.filters import (
     keep_new_ngrams,
     likeliest,
     penalize,
+    with_set,
 )
 from kvjax.sampling.past import Past
 
@@ -100,9 +101,7 @@ def _changed(
 
     def no_end(logits: Logits) -> Logits:
         early = (count < settings.min_new_tokens)[:, None]
-        rows = jnp.arange(logits.shape[0])[:, None]
-        masked = logits.at[rows, settings.eos].set(-jnp.inf, mode="drop")
-        return jnp.where(early, masked, logits)
+        return jnp.where(early, with_set(logits, settings.eos, -jnp.inf), logits)
 
     logits = where(filters.bias, bias, logits)
     logits = where(filters.repetition_penalty, penalty, logits)

@@ -23,7 +23,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import select
 from kvjax.placement.spread import Spread
 from kvjax.sampling.controls import Filters, Sampling
-from kvjax.sampling.filters import Logits
+from kvjax.sampling.filters import Logits, with_set
 from kvjax.sampling.past import Past
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import Scores
@@ -164,7 +164,7 @@ def _chosen(
         taken = ~jnp.repeat(before.done, beams.width, axis=1).ravel()
         if mine.seen is not None:
             at = jnp.where(taken, token, vocab)
-            seen = mine.seen.at[jnp.arange(len(token)), at].set(True, mode="drop")
+            seen = with_set(mine.seen, at, True)
         past = mine.with_token(seen, token, taken)
     broken |= after.broken
     count = jnp.where(broken[:, None], before.count, after.count)

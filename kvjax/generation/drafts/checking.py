@@ -13,6 +13,7 @@ from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts.proposals import Drafted
+from kvjax.sampling.filters import with_set
 from kvjax.sampling.past import Past
 
 Chosen = tuple[Progress, Past, Any]
@@ -63,5 +64,4 @@ def told(out: Any, found: Any, before: Progress, after: Progress, begin: Rows) -
     """With what was found of the rows that took a token: [batch] each, into [batch, room]."""
     room = jax.tree.leaves(out)[0].shape[1]
     at = jnp.where(after.count > before.count, before.count - begin, room)
-    rows = jnp.arange(at.shape[0])
-    return jax.tree.map(lambda all, new: all.at[rows, at].set(new, mode="drop"), out, found)
+    return jax.tree.map(lambda all, new: with_set(all, at, new), out, found)
