@@ -3,6 +3,7 @@ come back. The best of several samples."""
 
 import functools
 import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -205,4 +206,27 @@ def test_a_guide_that_fails_ends_its_own_search():
     assert settled(mine) and handle.reason == "error" and str(handle.error) == "no further"
     assert len(other.tokens) == 16
     with pytest.raises(ValueError, match=r"a guide beside num_beams has copy\(\)"):
-        mine.submit(PROMPT, guide=object(), num_beams=2)
+        once = SimpleNamespace(allowed=None, accept=None)
+        mine.submit(PROMPT, guide=once, num_beams=2)
+
+
+def test_a_guide_that_ends_too_early_says_so():
+    """As ``GrammarGuide`` does: it knows where it is asked, and lets its text end there."""
+
+    class Short(Thirds):
+        error = None
+
+        def allowed(self):
+            if len(self.tokens) < 2:
+                return super().allowed()
+            self.error = "no further"
+            return np.array([1 << 7, 0], np.uint32)
+
+    guide = Short()
+    mine = engine(pages=40)
+    given = {"num_beams": 3, "n": 2, "max_new_tokens": 16, "eos_token_ids": [7], "logprobs": 5}
+    handle = mine.submit(PROMPT, guide=guide, **given)
+    assert settled(mine) and guide.error == "no further" and len(guide.tokens) == 3
+    assert [found.guide.error for found in handle.found] == ["no further"] * 2
+    last = handle.found[0].logprobs[-1].likeliest
+    assert [token for token, _ in last] == [7] and all(x > -np.inf for _, x in last)

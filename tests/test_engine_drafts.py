@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -111,7 +112,7 @@ def test_a_row_waits_for_its_draft_though_others_come():
     until(mine, lambda: mine.stats().drafted_tokens > 0)
     (slot,) = mine._scheduler.running
     busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
-    assert slot.checking and handle.drafts.resting(busy) and slot.rounds(8, busy) == 0
+    assert slot.checking and handle.drafts.idle(7, busy) and slot.rounds(8, 7, busy) == 0
     assert settled(mine)
 
 
@@ -216,14 +217,14 @@ def test_drafts_rest_by_what_they_save():
     assert drafts.next(0, alone) == (0, [])
     assert beside_others(price, "cpu", 1, 1) == price
     busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
-    assert drafts.resting(busy) and drafts.next(7, busy) == (0, [])
+    assert drafts.idle(7, busy) and drafts.next(7, busy) == (0, [])
     for new in ([5, 1], [2], [3]):
-        assert not drafts.resting(alone)
+        assert not drafts.idle(7, alone)
         drafts.push(new)
         drafts.checked(7, 0)
-    assert drafts.resting(alone) and drafts.next(7, alone) == (0, [])
+    assert drafts.idle(7, alone) and drafts.next(7, alone) == (0, [])
     drafts.push([3, 1] * 8)
-    assert not drafts.resting(alone) and drafts.next(3, alone) == (3, [3, 1, 3])
+    assert not drafts.idle(7, alone) and drafts.next(3, alone) == (3, [3, 1, 3])
     dear = Drafts(Drafting(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
     assert dear.by_model and dear.next(7, alone) == (0, [])
     free = Drafts(Drafting(kvjax.DraftModel(lm(), 3), None), text)
@@ -238,12 +239,16 @@ def test_what_requests_are_drafted_by():
     assert by(mine).draft is draft and by(other).draft == kvjax.PromptLookup()
     assert by(mine, draft=draft).draft is draft and by(mine, draft=LOOKUP).draft is LOOKUP
     assert by(mine, draft=None) is by(engine()) is None
-    assert by(mine, num_beams=2) is by(mine, guide=object()) is None
+    once = SimpleNamespace(allowed=None, accept=None)
+    assert by(mine, num_beams=2) is by(mine, guide=once) is None
     for more, words in (
         ({"draft": lm()}, "an engine drafts with the model that it was made with"),
         ({"draft": "all"}, "draft is 'all'"),
         ({"draft": "lookup", "num_beams": 2}, "draft"),
-        ({"draft": draft, "guide": object()}, r"a guide beside a draft has copy\(\)"),
+        ({"draft": np.zeros(2)}, "draft is array"),
+        ({"draft": draft, "guide": once}, r"a guide beside a draft has copy\(\)"),
+        ({"guide": [Text([1])]}, r"a guide has allowed\(\)"),
+        ({"guide": Text([1]), "min_new_tokens": 2}, "min_new_tokens is 2, but a guide may leave"),
     ):
         with pytest.raises(ValueError, match=words):
             mine.submit([1, 2], max_new_tokens=4, **more)
@@ -253,14 +258,20 @@ def test_what_requests_are_drafted_by():
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
+        (one_layer().on(kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])), "another mesh"),
+        (jax.device_put(one_layer().params, jax.devices()[1]), "on other devices"),
         (kvjax.DraftModel(one_layer(), cache=kvjax.policy("paged", pages=8)), "names the pages"),
         (kvjax.DraftModel(one_layer(), cache="auto"), r"policy\('auto'\)"),
         ("all", "draft is 'all'"),
     ],
 )
 def test_drafts_that_an_engine_can_not_have(draft, words):
+    if isinstance(draft, dict):
+        draft = replace(lm(), params=draft)
     with pytest.raises(ValueError, match=words):
         engine(draft=draft)
+    with pytest.raises(ValueError, match="prefill_chunk must be a whole number"):
+        engine(draft=alike(), prefill_chunk="x")
 
 
 def test_a_draft_takes_its_part_of_the_device():

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -280,7 +281,8 @@ def test_guides_of_every_kind(tiny_llama, temperature):
         ]
     assert engine.stats().drafted_tokens > engine.stats().accepted_tokens
     with pytest.raises(ValueError, match=r"a guide beside a draft has copy\(\)"):
-        engine.submit("a", guide=object(), draft="lookup")  # type: ignore[arg-type]
+        once = SimpleNamespace(allowed=None, accept=None)
+        engine.submit("a", guide=once, draft="lookup")  # type: ignore[arg-type]
     both = zip(KINDS, found.text, found.stats.stop_reasons, strict=False)
     for (name, _, pattern), text, reason in both:
         assert re.fullmatch(pattern, text) and reason == "eos", (name, text)

@@ -49,11 +49,12 @@ MODEL = "tiny"
 class Running:
     """A server in a thread: its ``url``, and an engine whose steps can be counted out."""
 
-    def __init__(self, lm, buffer=None, **settings):
+    def __init__(self, lm, buffer=None, draft=None, **settings):
         self.lm, self.steps, self.buffer = lm, None, buffer
         self.engine = kvjax.Engine(
             lm, kvjax.policy("paged", page_size=16),
             kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
+            draft=draft,
         )  # fmt: skip
         self._step, self.engine.step = self.engine.step, self._counted
         self.server = Server(self.engine, lm, Settings(name=MODEL, **settings))
@@ -315,6 +316,18 @@ def test_drafts_change_no_text(running):
         drafted.append(running.engine.stats().drafted_tokens)
     assert len(set(texts)) == 1
     assert drafted[0] < drafted[1] == drafted[3]
+
+
+@pytest.mark.rare
+def test_what_a_server_drafts_with(own, tiny_llama):
+    """By default what it was started with."""
+    running = own(draft=kvjax.DraftModel(tiny_llama, adaptive=False))
+    body, texts, drafted = {"prompt": "abc", "max_tokens": 16, "temperature": 0}, [], []
+    for more in ({}, {"draft": False}, {"draft": True}):
+        texts.append(running.post(**body, **more).json()["choices"][0]["text"])
+        drafted.append(running.engine.stats().drafted_tokens)
+    assert len(set(texts)) == 1
+    assert 0 < drafted[0] == drafted[1] < drafted[2]
 
 
 def test_usage_counts_what_was_cached(running):

@@ -41,7 +41,7 @@ def _searched(
     if not beams.take_in(report.scores, at, beam):
         return 1, None
     handle.searched()
-    return 1, handle.found[0].reason
+    return 1, handle.found[0].reason if handle.found else "error"
 
 
 def _broken(handle: Handle, count: int) -> str:

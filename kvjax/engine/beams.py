@@ -11,10 +11,11 @@ import numpy as np
 
 from kvjax.core.device import fetch
 from kvjax.engine.request import MOST_ENDS, Request
-from kvjax.generation.beams.guided import BeamGuides
+from kvjax.generation.beams.guided import BeamGuides, go_along
 from kvjax.generation.beams.history import History
 from kvjax.generation.beams.results import best
 from kvjax.generation.beams.steps import Numbers, begun, extended
+from kvjax.generation.guides.masks import Guide
 from kvjax.generation.text import RowText, Tokenizer
 from kvjax.sampling.scores import MOST_SCORES, Scores, TokenScore
 
@@ -25,7 +26,8 @@ _extended = jax.jit(extended, static_argnames=("beams", "scores"))
 @dataclass(frozen=True)
 class Found:
     """A text that a search has found: its ``text`` and ``tokens``; ``score``, what it is worth;
-    ``logprobs``, of its tokens, where they were asked for; ``reason``: ``"eos"`` or ``"length"``.
+    ``logprobs``, of its tokens, where they were asked for; ``reason``: ``"eos"`` or ``"length"``;
+    ``guide``: behind its tokens, of a search with one.
     """
 
     text: str
@@ -33,6 +35,7 @@ class Found:
     score: float
     logprobs: list[TokenScore] | None
     reason: str
+    guide: Guide | None
 
 
 class BeamRows:
@@ -62,6 +65,7 @@ class BeamRows:
         self._guides: BeamGuides | None = None
         self._new: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._bits: Any = None
+        self._words = 0
 
     def begin(self) -> None:
         """Begin, with a prompt that is read in the first row."""
@@ -72,6 +76,7 @@ class BeamRows:
 
     def allowed(self, beam: int, words: int) -> np.ndarray:
         """uint32[words]: bits of what may come next behind a beam, of a search with a guide."""
+        self._words = words
         if self._guides is None:
             guides: Any = [self._request.guide] * self.width
             self._guides = BeamGuides(guides, self._beams, words)
@@ -101,8 +106,11 @@ class BeamRows:
             for token in tokens:
                 text.push(token)
             text.finish("eos" if tokens and tokens[-1] in request.eos else "length")
-            told = None if request.scores is None else every.told[0][at]
-            found.append(Found(text.text, tokens, score, told, str(text.reason)))
+            told = None if request.scores is None else [*map(_possible, every.told[0][at])]
+            guide: Any = request.guide and request.guide.copy()  # type: ignore[attr-defined]
+            if guide is not None:
+                go_along(guide, tokens, self._words)
+            found.append(Found(text.text, tokens, score, told, str(text.reason), guide))
         return found
 
     def _step(self) -> None:
@@ -160,6 +168,11 @@ class BeamRows:
         own = np.max(np.where(ids == tokens.reshape(-1, 1), known, -np.inf), axis=1)
         found: Any = own, np.zeros_like(own), ids, known
         return Scores(*(x[None] for x in found))
+
+
+def _possible(score: TokenScore) -> TokenScore:
+    """Without likeliest tokens that a guide forbids, where it allows fewer."""
+    return replace(score, likeliest=tuple(x for x in score.likeliest if x[1] > -np.inf))
 
 
 @functools.cache

@@ -33,7 +33,7 @@ class Proposers:
             can't be copied.
         """
         along = guide is None or hasattr(guide, "copy")
-        if given == ENGINES:
+        if isinstance(given, str) and given == ENGINES:
             # Not asked for: where it can't be, the request goes without.
             draft = self.own if along and beams == 1 else None
         else:

@@ -41,9 +41,10 @@ class Drafts:
         if self._lookups is not None:
             self._lookups.push(tokens)
 
-    def resting(self, load: Load) -> bool:
-        """Whether nothing is drafted for now, whatever there may be to draft."""
-        return not self._worth(self._most, load)
+    def idle(self, most: int, load: Load) -> bool:
+        """Whether nothing is drafted for now, of at most so many tokens, whatever they may be: for
+        drafts rest, or are not worth it at this load."""
+        return not self._worth(min(most, self._most), load)
 
     def next(self, most: int, load: Load) -> tuple[int, list[int]]:
         """How many tokens are worth checking next, at most so many, and which, where they were

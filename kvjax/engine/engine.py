@@ -48,7 +48,7 @@ class Engine(Runs):
     ``priority``, then in order. What each is given does not depend on the others: its draws go by
     its own seed and the numbers of its tokens alone, and with ``exact`` its logits are, to the last
     bit, those of the same request alone, whoever it shares a beginning or gives its memory to; but
-    for one with drafts that are ``adaptive``, which are made where they are worth it beside others.
+    for one with drafts, of which the last bits go by where these were made.
 
     Where pages run out, texts leave that no request has; then the youngest request gives its pages
     and its row away. It waits with all that it had on the host, as far as ``host_memory`` goes, or
@@ -103,9 +103,10 @@ class Engine(Runs):
         rounds = whole_number("decode_rounds", decode_rounds, 1)
         truth_value("exact", exact)
         truth_value("prefix_cache", prefix_cache)
-        own, second, longest_text = draft_of(lm, draft), None, longest(lm, limits)
+        own, second, most = draft_of(lm, draft), None, longest(lm, limits)
         if isinstance(own, DraftModel):
-            second = SecondRows(lm, own, count, longest_text, prefill_chunk)
+            chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+            second = SecondRows(lm, own, count, most, chunk)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
             0 if second is None else second.nbytes,
@@ -117,6 +118,8 @@ class Engine(Runs):
         self._rows = Rows(lm, self.terms, self._texts, count, rounds, exact)
         self._memory = Memory(self._rows, host, prefix_cache)
         self._counters = Counters()
+        if second is not None:
+            second.allocate()
         self._checks = Checks(self._rows, second)
         self._scheduler = Scheduler(self._rows, self._memory, self._checks, tokens, self._counters)
         self._proposers = Proposers(lm, own, self._rows.platform, self._checks.together)

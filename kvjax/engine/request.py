@@ -11,7 +11,7 @@ from kvjax.engine.draft_request import ENGINES, Proposers
 from kvjax.engine.drafts import Drafting
 from kvjax.generation.beams.searching import Search
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
-from kvjax.generation.guides.masks import Guide
+from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Options
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
@@ -139,6 +139,8 @@ def asked(
     eos = (eos,) if isinstance(eos, int) else tuple(eos)
     if eos_token_ids is not None:
         check_ids(lm.config, eos, "eos_token_ids")
+    if guide is not None:
+        check_guide(guide, eos, least)
     bias = biases(lm.config, logit_bias)
     for name, count, most in (
         ("eos_token_ids", len(eos), MOST_ENDS), ("logit_bias", len(bias), MOST_BIASED),
@@ -152,7 +154,7 @@ def asked(
     options: Any = Options(
         n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         temperature=temperature, stop=stop, guide=guide,  # type: ignore[arg-type]
-        draft=None if draft == ENGINES else draft,
+        draft=None if isinstance(draft, str) and draft == ENGINES else draft,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     )  # fmt: skip
     filters, sampling = make_settings(

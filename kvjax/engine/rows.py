@@ -87,10 +87,10 @@ class Rows:
     def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
         """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
         none; their pages are the row's already."""
-        one = slice(row, row + 1)
+        one, fresh = slice(row, row + 1), start == 0 and len(tokens) > 0
         piece = Piece(
             ints(row), self._padded(tokens, width), ints(len(tokens)), ints(start),
-            self.tables(one), flag(len(tokens) > 0 == start), flag(False), ints(-1), self.every(1),
+            self.tables(one), flag(fresh), flag(False), ints(-1), self.every(1),
             self.board.of(one),
         )  # fmt: skip
         self.run(programs.feed, self.lm.architecture, self.params, piece)

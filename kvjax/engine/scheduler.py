@@ -214,12 +214,13 @@ class Scheduler:
             if count and self._slots[slot.row] is slot and self._room_for(slot, 1 + count):
                 drafts.append((slot, count, known))
                 continue
-            mine = slot.rounds(rounds, load)
+            mine = slot.rounds(rounds, self._checks.most, load)
             # One that comes later may have lost its row to another of these.
             there = mine and self._slots[slot.row] is slot and self._branched(slot)
             if there and self._room_for(slot, mine):
                 taking.append((slot, mine))
-        for first in range(0, len(drafts), together := self._checks.together):
+        together = self._checks.together
+        for first in range(0, len(drafts), together):
             self._check(flight, drafts[first : first + together])
         taking = [each for each in taking if self._slots[each[0].row] is each[0]]
         if not taking:

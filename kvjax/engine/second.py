@@ -52,7 +52,12 @@ class SecondRows:
         own = [x for x in jax.tree.leaves(draft.lm.params) if id(x) not in ours]
         cache = device_bytes(terms.config, list(terms.policies), count, max_len, terms.mesh)
         self.nbytes = cache + tree_bytes(own)
-        self._rows = Rows(self._lm, terms, Texts(terms, (0, 0, None)), count, 1, True)
+        self._terms, self._count = terms, count
+
+    def allocate(self) -> None:
+        """Make the cache."""
+        texts = Texts(self._terms, (0, 0, None))
+        self._rows = Rows(self._lm, self._terms, texts, self._count, 1, True)
         self.revocable = self._rows.revocable
 
     def propose(

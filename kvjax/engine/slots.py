@@ -66,17 +66,17 @@ class Slot:
         """New tokens that may yet be asked for."""
         return self.handle.request.limit - self.count
 
-    def rounds(self, most: int, load: Load) -> int:
+    def rounds(self, most: int, drafted: int, load: Load) -> int:
         """How many rounds it takes part in: a search, and one that is guided, waits for each of its
-        tokens, the latter but for those that are known from before, and one with drafts for all
-        that was sent."""
+        tokens, the latter but for those that are known from before, and one with drafts, of at most
+        so many ``drafted`` tokens, for all that was sent."""
         handle, most = self.handle, min(most, self.left)
         if self.checking:
             return 0
         if handle.beams is not None:
             return 0 if handle.flying else 1
         guided, drafts = handle.request.guide is not None, handle.drafts
-        if not guided and (drafts is None or drafts.resting(load)):
+        if not guided and (drafts is None or drafts.idle(drafted, load)):
             return most
         known = len(handle.drawn) - self.count
         if known > 0 or handle.flying:

@@ -13,7 +13,8 @@ class Counters:
     that were computed, and what they were filled up with; ``new_tokens``: that were chosen, those
     behind a stop string among them; ``preemptions``: requests that gave their memory to others,
     ``parked`` of them with all that they had on the host; ``drafted_tokens``, ``accepted_tokens``:
-    that were proposed, and that were what the model said. ``host_seconds``: in ``step``, without
+    that were proposed, and that were what the model said, but for those that it had not said yet
+    when their request gave its memory away. ``host_seconds``: in ``step``, without
     ``waiting_seconds``, in which it waited for the device.
     """
 

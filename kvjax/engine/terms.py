@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.core.checks import whole_number
+from kvjax.engine.drafts import CHECKED
 from kvjax.generation.loaded import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
@@ -31,7 +32,7 @@ def engine_terms(
       ValueError: as it says.
     """
     chunk = whole_number("prefill_chunk", prefill_chunk, 1)
-    policies = with_slack(per_layer(policy, lm.config), max(chunk, rounds) - 1)
+    policies = with_slack(per_layer(policy, lm.config), max(chunk, rounds, 1 + CHECKED) - 1)
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:
         return terms_for(

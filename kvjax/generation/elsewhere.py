@@ -33,8 +33,6 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.sampling.past import past_of
 from kvjax.sampling.scores import Scores
 
-"""There are none without a checkpoint."""
-
 
 def compiled_for(
     lm: Any, policy: PolicyChoice, batch: int, options: Options, device: Any

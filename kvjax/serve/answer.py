@@ -113,9 +113,10 @@ class Answer:
           Refused: if it is no end of a text.
         """
         handle = self._handles[at]
-        problem = getattr(handle.request.guide, "error", None)
-        if problem is not None:
-            raise Refused(500, f"the grammar could not be kept to: {problem}")
+        for guide in (handle.request.guide, *(found.guide for found in handle.found)):
+            problem = getattr(guide, "error", None)
+            if problem is not None:
+                raise Refused(500, f"the grammar could not be kept to: {problem}")
         if handle.reason not in _REASONS:
             raise Refused(503, "the server stops, and this request took too long")
         return _REASONS[handle.reason]

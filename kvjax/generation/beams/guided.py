@@ -127,9 +127,14 @@ def guides_along(
         found.append(guide)
         if guide is None:
             continue
-        for place, token in enumerate(tokens, 1):
-            if place == len(tokens):
-                # That it can't go on a guide knows where it is asked, and such a text ends there.
-                bits_of(guide, words_for(lm.config))
-            guide.accept(token)
+        go_along(guide, tokens, words_for(lm.config))
     return tuple(found)
+
+
+def go_along(guide: Guide, tokens: Sequence[int], words: int) -> None:
+    """Let a guide take in a text that was found."""
+    for place, token in enumerate(tokens, 1):
+        if place == len(tokens):
+            # That it can't go on a guide knows where it is asked, and such a text ends there.
+            bits_of(guide, words)
+        guide.accept(token)

@@ -74,7 +74,7 @@ def draft_of(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
     """
     if given is None or isinstance(given, PromptLookup):
         return given
-    if given == "lookup":
+    if isinstance(given, str) and given == "lookup":
         return PromptLookup()
     if isinstance(given, LanguageModel):
         given = DraftModel(given)
@@ -88,6 +88,7 @@ def draft_of(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
             "a draft's cache can't be policy('auto'): its layers would move as it runs"
         )
     _check_tokenizer(lm, given.lm)
+    _check_devices(lm, given.lm)
     return given
 
 
@@ -108,6 +109,25 @@ def check_length(draft: Draft | None, need: int) -> None:
                 f"prompt and max_new_tokens make {need} tokens, but the draft has only {limit} "
                 "positions"
             )
+
+
+def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
+    ours, its = (_devices(x.params) for x in (lm, draft))
+    if not ours:  # shapes alone
+        return
+    # A draft that is on no mesh goes onto the model's.
+    if draft.mesh is not None and draft.mesh != lm.mesh:
+        raise ValueError(
+            f"the draft {draft.source} is on another mesh than the model: give one that is on none"
+        )
+    if lm.mesh is None and its != ours:
+        raise ValueError(f"the draft {draft.source} is on other devices than the model")
+
+
+def _devices(params: Any) -> set[Any]:
+    """That have parameters, where these are arrays."""
+    leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
+    return {device for x in leaves for device in x.devices()}
 
 
 def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:

@@ -83,27 +83,34 @@ def guides_of(
     if len(each) != prompts:
         raise ValueError(f"{len(each)} guides for {prompts} prompts: give one, or one a prompt")
     for guide in each:
-        missing = [name for name in ("allowed", "accept", "copy") if not hasattr(guide, name)]
-        if guide is not None and missing:
-            raise ValueError(f"a guide has {missing[0]}(), and {guide!r:.60} has not")
+        if guide is not None:
+            check_guide(guide, eos, least, "copy")
     if all(guide is None for guide in each):
         return None
-    if least:
-        raise ValueError(
-            f"min_new_tokens is {least}, but a guide may leave none but tokens that end a text"
-        )
     found: list[FormOfText | None] = []
     for guide in each:
-        ends = set(getattr(guide, "ends", ())) - set(eos)
-        if ends:
-            raise ValueError(
-                f"a guide ends its text with token {min(ends)}, which eos_token_ids must have"
-            )
         found += [None if guide is None else guide.copy() for _ in range(samples)]
     for guide in found:
         if guide is not None:
             bits_of(guide, words_for(config))
     return tuple(found + [None] * (rows - len(found)))
+
+
+def check_guide(guide: Guide, eos: Collection[int], least: int, *more: str) -> None:
+    """Raise ``ValueError`` for what is no guide, or lacks ``more`` that it is to have, or could not
+    end a text where it must: with one of ``eos``, and not before ``least`` tokens."""
+    missing = [name for name in ("allowed", "accept", *more) if not hasattr(guide, name)]
+    if missing:
+        raise ValueError(f"a guide has {missing[0]}(), and {guide!r:.60} has not")
+    if least:
+        raise ValueError(
+            f"min_new_tokens is {least}, but a guide may leave none but tokens that end a text"
+        )
+    ends = set(getattr(guide, "ends", ())) - set(eos)
+    if ends:
+        raise ValueError(
+            f"a guide ends its text with token {min(ends)}, which eos_token_ids must have"
+        )
 
 
 class Masks:
