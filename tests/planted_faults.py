@@ -546,8 +546,8 @@ FAULTS = (
     ),
     Fault(
         "a hook's text lacks the newest token", "sampling/past.py",
-        "return Past(seen, tokens, self.length + taken)",
-        "return Past(seen, self.tokens, self.length + taken)", ("scores",),
+        "return Past(seen, with_set(self.tokens, at, token), self.length + taken)",
+        "return Past(seen, self.tokens, self.length + taken * (token >= 0))", ("scores",),
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/choosing.py",
@@ -707,8 +707,8 @@ FAULTS = (
     ),
     Fault(
         "an engine's row forgets how long its prompt is", "engine/rows.py",
-        "self._run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))",
-        "self._run(programs.mark, np.int32(row), ids, np.int32(0))", ("controls",),
+        "self.run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))",
+        "self.run(programs.mark, np.int32(row), ids, np.int32(0))", ("controls",),
     ),
     Fault(
         "a guide is not told the tokens of a text", "generation/guides/masks.py",
@@ -770,14 +770,34 @@ FAULTS = (
     ),
     Fault(
         "drafts never rest", "generation/drafts/acceptance.py",
-        "rest=jnp.where(poor, wait, 0),",
-        "rest=jnp.where(poor, 0 * wait, 0),", ("speculation",),
+        "rest=lib.where(poor, wait, 0),",
+        "rest=lib.where(poor, 0 * wait, 0),", ("speculation",),
     ),
     Fault(
         "a request forgets how much of its draft was taken", "engine/slots.py",
         "self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken",
         "self.checking, self.filled, self.count = 0, self.filled + 1, self.count + taken",
-        ("speculation",),
+        ("engine_drafts",),
+    ),
+    Fault(
+        "a row does not wait for its draft", "engine/slots.py",
+        "if self.checking:",
+        "if self.checking < 0:", ("engine_drafts",),
+    ),
+    Fault(
+        "a request waits for pages that nobody wants", "engine/memory.py",
+        "found[number] += more or slot.handle.beams is not None",
+        "found[number] += True or slot.handle.beams is not None", ("engine",),
+    ),
+    Fault(
+        "a draft's model begins behind what it has read", "engine/second.py",
+        "slot.read = slot.filled + 1",
+        "slot.read = slot.filled + 2", ("engine_drafts",),
+    ),
+    Fault(
+        "a search tells tokens that its guide forbids", "engine/programs.py",
+        "among = jnp.where(asked.search[:, None], allowed, EVERY)",
+        "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
     ),
 )  # fmt: skip
 
