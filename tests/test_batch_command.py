@@ -384,7 +384,7 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     # Stopped behind its second line, in the middle of the third, with other rows and from a pipe.
     data = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
-    more = "--max-batch-size", 3, "--json", "--draft-layers", 1
+    more = "--max-batch-size", 3, "--json", "--lookup"
     code, printed, _ = run(prompts, "--out", out, *common, *more)
     assert code == 0 and whole(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]

@@ -171,7 +171,8 @@ def test_it_works_on_a_mesh():
     assert mine.stats().accepted_tokens > 20
 
 
-@pytest.mark.parametrize("together", [1, pytest.param(ROWS, marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("together", [1, ROWS])
 def test_programs_leave_pools_where_they_are(together, monkeypatch):
     """Those of the model, and those of the draft, of pools that are larger than all texts."""
     fewer = second._terms
