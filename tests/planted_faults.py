@@ -790,11 +790,6 @@ FAULTS = (
         "found[number] += True or slot.handle.beams is not None", ("engine",),
     ),
     Fault(
-        "a draft's model begins behind what it has read", "engine/second.py",
-        "slot.read = slot.filled + 1",
-        "slot.read = slot.filled + 2", ("engine_drafts",),
-    ),
-    Fault(
         "a search tells tokens that its guide forbids", "engine/programs.py",
         "among = jnp.where(asked.search[:, None], allowed, EVERY)",
         "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
