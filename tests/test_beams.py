@@ -178,7 +178,7 @@ GUIDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(GUIDED, "8 bits", "none"))
+@pytest.mark.parametrize("name", some(GUIDED, "none"))
 def test_guides_forbid_what_a_hook_forbids(lm, name):
     """In any cache, piece by piece; and the cache has their texts. Nothing is compiled again."""
 

@@ -600,8 +600,9 @@ def test_it_works_on_a_mesh(policy):
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
 
 
-@pytest.mark.parametrize("exact", [True, in_shards(False)])
-@pytest.mark.parametrize("policy", ["raw", in_shards("int8")])
+@pytest.mark.rare
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("policy", ["raw", "int8"])
 def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""
     engine, sent = engine_of(policy, pages=400, exact=exact), {}

@@ -103,6 +103,7 @@ def test_searches_and_others_are_what_they_are_alone():
         assert handle.found == ([] if handle.reason == "cancelled" else found[which])
 
 
+@pytest.mark.rare
 def test_a_search_that_gives_its_pages_away_begins_again():
     mine, (prompt, settings) = engine(), ordinary()[2]
     wanted = mine.run([PROMPT], **WIDE)[0].found

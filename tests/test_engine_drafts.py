@@ -78,7 +78,7 @@ RARE = [
 @pytest.mark.parametrize(
     ("policy", "by", "together"),
     [
-        ("int8", "lookup", 1),
+        pytest.param("int8", "lookup", 1, marks=pytest.mark.rare),
         ("raw", "model", ROWS),
         pytest.param("raw", "model", 1, marks=pytest.mark.rare),
         *RARE,
