@@ -70,6 +70,11 @@ class Board:
             self._there = self._placement.put(jax.tree.map(np.array, self._asked))
         return self._there
 
+    def some(self, rows: Any) -> Asked:
+        """Of all rows, or of some, int32[n], among which may be such as are none."""
+        count = len(self._asked.limit)
+        return self.all() if len(rows) == count else self.of(np.minimum(rows, count - 1))
+
     def of(self, rows: Any) -> Asked:
         """Of some rows, on the host; copies, for a program may read them later."""
         return jax.tree.map(lambda x: x[rows].copy(), self._asked)

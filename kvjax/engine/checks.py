@@ -24,6 +24,8 @@ class Checks:
 
     def __init__(self, rows: Rows, second: SecondRows | None) -> None:
         self._rows, self._second = rows, second
+        if second is not None:
+            second.allocate()
         spans = rows.revocable, None if second is None else second.revocable
         self.most = min([CHECKED, *(span for span in spans if span is not None)])
         self.together = 1 if rows.platform == "cpu" else rows.count
@@ -42,6 +44,7 @@ class Checks:
         drafted, places = self._drafted(drafts)
         each = list(zip(places, drafts, strict=True))
         if self._second is not None:
+            # Though none may want it: else the check would be given arrays of another kind.
             by_model = [(at, slot, n) for at, (slot, n, known) in each if not known]
             drafted = self._second.propose(drafted, by_model, self._rows.past)
         tokens: Any = drafted.tokens
@@ -73,7 +76,15 @@ class Checks:
             tokens[at, : 1 + len(known)] = slot.handle.drawn[-1], *known
             count[at], starts[at] = more, slot.filled
         allowed = rows.every(size * wide).reshape(size, wide, -1)
-        found: Any = which, tokens, count, starts, rows.tables(which), allowed, rows.asked(which)
+        found: Any = (
+            which,
+            tokens,
+            count,
+            starts,
+            rows.tables(which),
+            allowed,
+            rows.board.some(which),
+        )
         return Drafted(*found), places
 
     def _send(self, drafted: Drafted) -> Report:

@@ -18,11 +18,11 @@ from kvjax.engine.request import Asking, Request, asked
 from kvjax.engine.rows import Rows
 from kvjax.engine.runs import Runs
 from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.second import SecondRows
+from kvjax.engine.second import second_of
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.engine.terms import DEFAULT_ROWS, engine_terms, longest
 from kvjax.generation.ahead import Compiled
-from kvjax.generation.drafts.asked import DraftChoice, DraftModel, draft_of
+from kvjax.generation.drafts.asked import DraftChoice, draft_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.statistics import Meter
@@ -71,13 +71,11 @@ class Engine(Runs):
         pool where it lies, and what others may share is not rounded down to whole chunks.
       prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
-      draft: what drafts for requests that name nothing else, as of ``generate``: a model has a row
-        beside each of the engine's, in pages of its own, and keeps its parameters. On a CPU a
-        row's draft is checked alone, which is worth it beside few others; else all rows' together.
+      draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
+        of its own, in pages, and keeps its parameters. CPUs draft only where few rows decode.
 
     Raises:
-      ValueError: as of ``PrefixTree``; if a limit is too small for a request of one token; for a
-        draft of another tokenizer, or of fewer positions.
+      ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
     """
 
     def __init__(
@@ -103,10 +101,8 @@ class Engine(Runs):
         rounds = whole_number("decode_rounds", decode_rounds, 1)
         truth_value("exact", exact)
         truth_value("prefix_cache", prefix_cache)
-        own, second, most = draft_of(lm, draft), None, longest(lm, limits)
-        if isinstance(own, DraftModel):
-            chunk = whole_number("prefill_chunk", prefill_chunk, 1)
-            second = SecondRows(lm, own, count, most, chunk)
+        own = draft_of(lm, draft)
+        second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
             0 if second is None else second.nbytes,
@@ -118,8 +114,6 @@ class Engine(Runs):
         self._rows = Rows(lm, self.terms, self._texts, count, rounds, exact)
         self._memory = Memory(self._rows, host, prefix_cache)
         self._counters = Counters()
-        if second is not None:
-            second.allocate()
         self._checks = Checks(self._rows, second)
         self._scheduler = Scheduler(self._rows, self._memory, self._checks, tokens, self._counters)
         self._proposers = Proposers(lm, own, self._rows.platform, self._checks.together)
@@ -174,13 +168,8 @@ class Engine(Runs):
         return handle
 
     def check(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Request:
-        """What ``submit`` would have it do.
-
-        Raises:
-          ValueError: as of ``submit``.
-        """
-        lm, rows = self._rows.lm, self._rows.count
-        return asked(lm, self.terms, rows, self._proposers, prompt, **settings)
+        """What ``submit`` would have it do, or the ``ValueError`` that it would raise."""
+        return asked(self._proposers, self.terms, self._rows.count, prompt, **settings)
 
     def cancel(self, handle: Handle) -> None:
         """End a request as it is, from any thread; its pages are free with the next step."""
@@ -224,12 +213,7 @@ class Engine(Runs):
           ValueError: if they are not of the same shapes and dtypes, or elsewhere.
         """
         params = alike(params, self._rows.params)
-
-        def swap() -> None:
-            self._rows.params = params
-            self._memory.swapped()
-
-        self._inbox.append(swap)
+        self._inbox.append(lambda: self._memory.swap(params))
 
     def stats(self) -> EngineStats:
         """What it has done, and has; from any thread."""

@@ -144,13 +144,12 @@ class Handle:
         assert self.beams is not None
         self.found = self._tried(self.beams.found) or []
         for best in self.found[:1]:
-            *tokens, last = best.tokens
-            told = best.logprobs or []
-            self.pushed(tokens, told[:-1])
+            tokens, told = best.tokens, best.logprobs or []
+            self.pushed(tokens[:-1], told[:-1])
             if self.request.guide is not None:
                 # That it can't go on it knows where it is asked.
                 self._tried(self.request.guide.allowed)
-            self.pushed([last], told[-1:])
+            self.pushed(tokens[-1:], told[-1:])
 
     def finish(self, reason: str) -> None:
         """End it, unless it has ended."""

@@ -181,8 +181,9 @@ class Memory:
             self._count(-handle.parked.nbytes)
             handle.parked = None
 
-    def swapped(self) -> None:
-        """Other parameters are sent from now on: what was computed by those before is forgotten."""
+    def swap(self, params: Any) -> None:
+        """Send other parameters from now on: what was computed by those before is forgotten."""
+        self._rows.params = params
         self._texts.forget_weights(self.weights)
         self.weights += 1
 

@@ -12,7 +12,6 @@ from kvjax.engine.drafts import Drafting
 from kvjax.generation.beams.searching import Search
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
-from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Options
 from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
@@ -87,10 +86,9 @@ class Request:
 
 
 def asked(
-    lm: LanguageModel,
+    proposers: Proposers,
     terms: Terms,
     rows: int,
-    proposers: Proposers,
     prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 64,
@@ -125,6 +123,7 @@ def asked(
     Raises:
       ValueError: naming what can't be, and its limit.
     """
+    lm = proposers.lm
     (tokens,) = token_ids(lm, [prompt], [])  # type: ignore[list-item]
     limit = whole_number("max_new_tokens", max_new_tokens, 1)
     least = whole_number("min_new_tokens", min_new_tokens, 0)

@@ -71,34 +71,34 @@ class Rows:
 
     def feed(self, slot: Slot, length: int) -> Report:
         """Send the next tokens of a prompt; their pages are the row's already."""
-        row, start = slot.row, slot.filled
-        one, end = slice(row, row + 1), start + length
+        start, end = slot.filled, slot.filled + length
         ends = end == len(slot.prompt)
-        allowed = self.every(1)
-        if ends and (words := slot.handle.allowed(allowed.shape[1])) is not None:
-            allowed[0] = words
-        piece = Piece(
-            ints(row), self._padded(slot.prompt[start:end]), ints(length), ints(start),
-            self.tables(one), flag(slot.fresh), flag(ends), ints(*slot.forced(1)), allowed,
-            self.board.of(one),
-        )  # fmt: skip
-        return self.run(programs.feed, self.lm.architecture, self.params, piece)
+        words = slot.handle.allowed(words_for(self.lm.config)) if ends else None
+        return self._fed(
+            slot.row, slot.prompt[start:end], start, slot.fresh, slot.forced(1)[0], ends, words
+        )
 
     def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
         """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
         none; their pages are the row's already."""
-        one, fresh = slice(row, row + 1), start == 0 and len(tokens) > 0
-        piece = Piece(
-            ints(row), self._padded(tokens, width), ints(len(tokens)), ints(start),
-            self.tables(one), flag(fresh), flag(False), ints(-1), self.every(1),
-            self.board.of(one),
-        )  # fmt: skip
-        self.run(programs.feed, self.lm.architecture, self.params, piece)
+        self._fed(row, tokens, start, start == 0 and len(tokens) > 0, width=width)
 
-    def _padded(self, tokens: Sequence[int], width: int = 1) -> Any:
-        found: Any = np.zeros((1, self.width(max(len(tokens), width))), np.int32)
-        found[0, : len(tokens)] = tokens
-        return found
+    def _fed(
+        self, row: int, tokens: Sequence[int], start: int, fresh: bool, first: int = -1,
+        ends: bool = False, words: Any = None, width: int = 1,
+    ) -> Report:  # fmt: skip
+        """Send a chunk; ``first``: what is chosen behind it, where that is known."""
+        one, count, allowed = ints(row), len(tokens), self.every(1)
+        padded: Any = np.zeros((1, self.width(max(count, width))), np.int32)
+        padded[0, :count] = tokens
+        if words is not None:
+            allowed[0] = words
+        piece = Piece(
+            one, padded, ints(count), ints(start), self.tables(one), flag(fresh),
+            flag(ends), ints(first), allowed, self.board.of(one),
+        )  # fmt: skip
+        report: Report = self.run(programs.feed, self.lm.architecture, self.params, piece)
+        return report
 
     def decode(
         self, taking: Sequence[tuple[Slot, int]], least: int = 0
@@ -118,7 +118,7 @@ class Rows:
             words = slot.handle.allowed(allowed.shape[1], beam) if forced[at, 0] < 0 else None
             if words is not None:
                 allowed[at] = words
-        tables, asked = self.tables(rows), self.asked(rows)
+        tables, asked = self.tables(rows), self.board.some(rows)
         call = Rounds(rows, lengths, number, tables, forced, allowed, asked)
         report = self.run(
             programs.decode, self.lm.architecture, self.params, call, exact=self.exact
@@ -142,14 +142,8 @@ class Rows:
 
     def tables(self, rows: Any) -> Any:
         """Of some rows; copies, for what is sent may be read later."""
-        there = rows if isinstance(rows, slice) else np.minimum(rows, self.count - 1)
+        there = np.minimum(rows, self.count - 1)
         return tuple(table[there].copy() for table in self.pages.tables)
-
-    def asked(self, rows: Any) -> Any:
-        """What some rows, or all, are asked for."""
-        if len(rows) == self.count:
-            return self.board.all()
-        return self.board.of(np.minimum(rows, self.count - 1))
 
     def every(self, rows: int) -> Any:
         """What allows all tokens."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.core.checks import whole_number
 from kvjax.core.trees import tree_bytes
 from kvjax.engine.checking import Drafted
 from kvjax.engine.drafts import CHECKED
@@ -14,7 +15,7 @@ from kvjax.engine.proposing import Wanted, propose
 from kvjax.engine.rows import Rows
 from kvjax.engine.slots import Slot
 from kvjax.engine.terms import with_slack
-from kvjax.generation.drafts.asked import DraftModel
+from kvjax.generation.drafts.asked import Draft, DraftModel
 from kvjax.generation.drafts.proposals import Second
 from kvjax.generation.loaded import LanguageModel
 from kvjax.layouts import Paged, paged
@@ -98,6 +99,15 @@ class SecondRows:
             self._rows.read(slot.row, part, slot.read)
             slot.read = end
         pages.extend(slot.row, len(text) + more - 1)
+
+
+def second_of(
+    lm: LanguageModel, draft: Draft | None, count: int, max_len: int, chunk: Any
+) -> SecondRows | None:
+    """The rows of a draft, where it has a model; see ``SecondRows``."""
+    if not isinstance(draft, DraftModel):
+        return None
+    return SecondRows(lm, draft, count, max_len, whole_number("prefill_chunk", chunk, 1))
 
 
 def _terms(lm: LanguageModel, draft: DraftModel, count: int, max_len: int, chunk: int) -> Terms:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.cache.creation import allocate
 from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
@@ -26,10 +24,9 @@ from kvjax.generation.guides.elsewhere import guided_programs
 from kvjax.generation.guides.masks import words_for
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.settings import Options
-from kvjax.generation.shapes import Shapes
+from kvjax.generation.shapes import Shapes, cache_of
 from kvjax.generation.widths import chunk_widths, text_capacities
-from kvjax.layouts import Growing
-from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
+from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.sampling.past import past_of
 from kvjax.sampling.scores import Scores
 
@@ -58,15 +55,15 @@ def compiled_for(
     model: Any = Shapes.of(lm, mesh)
     request = prepare(model, [[0]] * batch, options)
     with compiling_for(device):
-        first = _cache(model, policy, request, None)  # what grows, as small as it begins
+        first = cache_of(model, policy, request, None)  # what grows, as small as it begins
         found: dict[str, jax.stages.Compiled] = {}
         capacities = text_capacities(request, first)
         for least, most in capacities:
             of = f" of {most}" if len(capacities) > 1 else ""
-            programs_of = _Programs(model, request, _cache(model, policy, request, most), device)
+            programs_of = _Programs(model, request, cache_of(model, policy, request, most), device)
             if request.search is not None:
                 # A row for each beam, of the pages that they need.
-                wide = _cache(model, request.policy or policy, request, most, request.samples)
+                wide = cache_of(model, request.policy or policy, request, most, request.samples)
                 for name, ready in _Programs(model, request, wide, device).of_search().items():
                     name += "" if name == "first tokens" else of
                     if name not in found:
@@ -81,24 +78,6 @@ def compiled_for(
             for name, ready in programs_of.steps().items():
                 found[f"{name}{of}"] = ready()
     return found
-
-
-def _cache(
-    model: Shapes, policy: PolicyChoice, request: Request, slots: int | None, times: int = 1
-) -> KVCache:
-    """The cache of a request, as shapes; what grows, grown to so many slots; so many rows of each
-    prompt."""
-    each = list(per_layer(policy, model.config))
-    if slots is not None:
-        each = [
-            replace(one, layout=Growing(slots)) if isinstance(one.layout, Growing) else one
-            for one in each
-        ]
-    make = functools.partial(
-        allocate, model.config, each, batch=len(request.prompts) * times, max_len=request.max_len,
-        room=request.capacity, mesh=model.mesh,
-    )  # fmt: skip
-    return jax.eval_shape(make)
 
 
 class _Programs:
@@ -209,7 +188,7 @@ class _Programs:
         """Of a beam search, each when it is asked for."""
         return search_programs(
             self._request, self._model.architecture, self._model.params, self._context,
-            self._logits, self._past, self._compiled,
+            self._logits, self._past, words_for(self._model.config), self._compiled,
         )  # fmt: skip
 
     def _scores(self, tokens: int) -> Scores | None:

@@ -187,8 +187,7 @@ class Session:
 
     def lowered_steps(self) -> dict[str, Lowered]:
         """The same of ``decode``, by name."""
-        halt = np.zeros(self._rows, bool)
-        call, drafter = self._decoding(np.int32(0), halt), self.drafter
+        call, drafter = self._decoding(np.int32(0), np.zeros(self._rows, bool)), self.drafter
         if drafter is None or self._drafts is None:
             return {"decode": programs.decode.lower(*call)}
         self._drafts.fared = self.put(self._drafts.fared)
@@ -203,11 +202,8 @@ class Session:
         return [] if self._drafts is None else self._drafts.lowered_reading(chunks)
 
     def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
-        lm = self._lm
-        return (
-            lm.architecture, lm.params, self.context, self.logits, chunk.tokens, chunk.lengths,
-            chunk.ends,
-        )  # fmt: skip
+        lm, given = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
+        return lm.architecture, lm.params, self.context, self.logits, *given
 
     def _decoding(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[Any, ...]:
         lm = self._lm

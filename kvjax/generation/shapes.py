@@ -1,14 +1,20 @@
-"""A model whose parameters are not there: their shapes alone."""
+"""A model whose parameters are not there, and its cache: their shapes alone."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from kvjax.cache.creation import allocate
+from kvjax.cache.state import KVCache
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.model import Model
+from kvjax.generation.request import Request
+from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
+from kvjax.policies.presets import PolicyChoice, per_layer
 
 _DEFAULTS = GenerationDefaults()
 
@@ -45,3 +51,21 @@ class Shapes:
     def on(self, mesh: Mesh) -> "Shapes":
         """On a mesh."""
         return replace(self, mesh=mesh)
+
+
+def cache_of(
+    model: Shapes, policy: PolicyChoice, request: Request, slots: int | None, times: int = 1
+) -> KVCache:
+    """The cache of a request, as shapes; what grows, grown to so many slots; so many rows of each
+    prompt."""
+    each = list(per_layer(policy, model.config))
+    if slots is not None:
+        each = [
+            replace(one, layout=Growing(slots)) if isinstance(one.layout, Growing) else one
+            for one in each
+        ]
+    make = functools.partial(
+        allocate, model.config, each, batch=len(request.prompts) * times, max_len=request.max_len,
+        room=request.capacity, mesh=model.mesh,
+    )  # fmt: skip
+    return jax.eval_shape(make)

@@ -10,22 +10,18 @@ import jax.numpy as jnp
 
 from kvjax.generation.beams import programs
 from kvjax.generation.beams.steps import Numbers, begun
+from kvjax.generation.guides.elsewhere import Compile
 from kvjax.generation.programs import CHUNK
 from kvjax.generation.request import Request
 from kvjax.sampling.scores import Scores
 
-Compile = Callable[[Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any]
-"""Compiles a call with arguments, of which those of these numbers are donated, and its results:
-all of them shapes."""
-
 
 def search_programs(
     request: Request, architecture: Any, params: Any, context: Any, logits: Any, past: Any,
-    compiled: Compile,
+    words: int, compiled: Compile,
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """What compiles the first tokens and the search, or the two programs of a step under guides, by
-    name; ``context``, ``logits``, ``past``: of
-    a row for each beam."""
+    name; ``context``, ``logits``, ``past``: of a row for each beam; ``words``: of a row's bits."""
     search, filters, scores = request.search, request.filters, request.scores
     assert search is not None and search.beams is not None
     beams, rows, prompts = search.beams, logits.shape[0], len(request.prompts)
@@ -36,7 +32,7 @@ def search_programs(
     since: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
     state = jax.eval_shape(functools.partial(begun, beams=beams, scores=scores), asked, since)
 
-    allowed = jax.ShapeDtypeStruct((rows, -(-logits.shape[1] // 32)), jnp.uint32)
+    allowed = jax.ShapeDtypeStruct((rows, words), jnp.uint32)
 
     def columns(width: int) -> Any:
         each = jax.ShapeDtypeStruct((rows, width), jnp.int32)
