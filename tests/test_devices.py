@@ -359,6 +359,14 @@ def test_the_programs_of_a_generation(device, lm):
     assert aliased >= held // 2 * 64 // 80
 
 
+def wide_layer():
+    """A model of one layer of eight heads of 128 channels, and its parameters."""
+    return tiny_model(
+        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
+        head_dim=128, dtype="bfloat16",
+    )  # fmt: skip
+
+
 SEARCHED = [
     ("v5e", "raw"), ("v5e", "pages"), ("h200", "raw"), ("v5e", "4 bits"), ("h200", "8 bits"),
     ("v5e", "sinks"), ("h200", "pages of 4 bits"),
@@ -372,10 +380,7 @@ SEARCHED = [
 def test_a_search_leaves_its_cache_where_it_is(device, policy):
     """Rows that go on from others are written over in place, a piece at a time: nothing of half a
     layer is made, and temporaries are a few such pieces."""
-    model, _ = tiny_model(
-        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
-        head_dim=128, dtype="bfloat16",
-    )  # fmt: skip
+    model, _ = wide_layer()
     # Pools would else be of a request's few pages.
     paged = {"pages": kvjax.policy("paged", pages=128)}
     paged["pages of 4 bits"] = kvjax.policy("paged", pages=128, bits=4)
@@ -401,10 +406,7 @@ DRAFTED = [("v5e", "8 bits", True), ("h200", "raw", False), ("v5e", "raw", False
 )
 def test_drafts_leave_their_caches_where_they_are(device, policy, looked_up):
     """Passes over one token and over several, in one program: nothing of half a layer is made."""
-    model, params = tiny_model(
-        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
-        head_dim=128, dtype="bfloat16",
-    )  # fmt: skip
+    model, params = wide_layer()
     nothing = GenerationDefaults()
     other = kvjax.LanguageModel(model.config, params, None, nothing, model, "a draft")
     draft = "lookup" if looked_up else kvjax.DraftModel(other, adaptive=False)
@@ -431,10 +433,7 @@ GUIDED = [
     [pytest.param(*cell, marks=needs(cell[0])) for cell in (GUIDED if FULL else GUIDED[:2])],
 )
 def test_steps_with_guides_leave_their_caches_where_they_are(device, policy, more):
-    model, params = tiny_model(
-        num_hidden_layers=1, windows=(None,), num_attention_heads=8, num_key_value_heads=8,
-        head_dim=128, dtype="bfloat16",
-    )  # fmt: skip
+    model, params = wide_layer()
     rows = 2 if "num_beams" in more else 8
     if more.get("draft") == "model":
         nothing = GenerationDefaults()

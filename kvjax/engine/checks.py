@@ -76,15 +76,8 @@ class Checks:
             tokens[at, : 1 + len(known)] = slot.handle.drawn[-1], *known
             count[at], starts[at] = more, slot.filled
         allowed = rows.every(size * wide).reshape(size, wide, -1)
-        found: Any = (
-            which,
-            tokens,
-            count,
-            starts,
-            rows.tables(which),
-            allowed,
-            rows.board.some(which),
-        )
+        tables, asked = rows.tables(which), rows.board.some(which)
+        found: Any = which, tokens, count, starts, tables, allowed, asked
         return Drafted(*found), places
 
     def _send(self, drafted: Drafted) -> Report:
