@@ -45,7 +45,8 @@ def propose(
     """
     before, some = some_of(held, drafted.rows), wanted.count > 0
     cache, settings = before.cache, drafted.asked.sampling
-    past = jax.tree.map(lambda x: jnp.take(x, drafted.rows, axis=0, mode="clip"), past)
+    if len(drafted.rows) < held.cache.batch:
+        past = jax.tree.map(lambda x: jnp.take(x, drafted.rows, axis=0, mode="clip"), past)
     assert past.length is not None
     fresh = some & (wanted.known == 0)
     cache = replace(cache, written=jnp.where(fresh[:, None], 0, cache.written))

@@ -88,17 +88,16 @@ class SecondRows:
     def _read(self, slot: Slot, more: int) -> None:
         """Let a row have the pages of its text and so many tokens more, and read what is missing of
         it, but for what is read with what is proposed."""
-        pages, text = self._rows.pages, [*slot.prompt, *slot.handle.drawn]
+        pages, length = self._rows.pages, slot.filled + 1
         if not slot.read:  # another's was there
             pages.release(slot.row)
-        while len(text) - slot.read > CHECKED + 1:
-            end = min(slot.read + self._chunk, len(text) - 1)
+        while length - slot.read > CHECKED + 1:
+            end, last = min(slot.read + self._chunk, length - 1), self._lm.config.vocab_size - 1
+            text = [*slot.prompt, *slot.handle.drawn][slot.read : end]
             pages.extend(slot.row, end)
-            last = self._lm.config.vocab_size - 1
-            part = [min(token, last) for token in text[slot.read : end]]
-            self._rows.read(slot.row, part, slot.read)
+            self._rows.read(slot.row, [min(token, last) for token in text], slot.read)
             slot.read = end
-        pages.extend(slot.row, len(text) + more - 1)
+        pages.extend(slot.row, length + more - 1)
 
 
 def second_of(

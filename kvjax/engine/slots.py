@@ -98,10 +98,10 @@ class Slot:
         taken, sent = len(self.handle.drawn) - self.count, self.checking
         self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken
         accepted = max(taken - 1, 0)
-        # What it proposed last it has not read.
-        self.read += min(accepted, sent - 1)
         if self.handle.drafts is not None:
             self.handle.drafts.checked(sent, accepted)
+            if self.handle.drafts.by_model:  # which has not read what it proposed last
+                self.read += min(accepted, sent - 1)
         return accepted
 
     def forced(self, rounds: int) -> list[int]:
