@@ -303,7 +303,8 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
     np.testing.assert_allclose(found[44:], wanted[44:], atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", [*map(in_shards, ("raw", "int8")), "hybrid"])
+@pytest.mark.rare
+@pytest.mark.parametrize("policy", ["raw", "int8", "hybrid"])
 def test_requests_that_need_all_pages(policy):
     """One that fits just so, behind texts that were kept, and beside others."""
     kinds = engine_of(policy).terms.kinds

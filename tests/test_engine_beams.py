@@ -117,6 +117,7 @@ def test_a_search_that_gives_its_pages_away_begins_again():
     assert settled(mine)
 
 
+@pytest.mark.rare
 def test_a_search_ends_in_its_middle():
     mine = engine()
     search = mine.submit(PROMPT, **WIDE)

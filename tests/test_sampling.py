@@ -399,12 +399,11 @@ def test_settings_out_of_range_are_refused(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"top_k": 3}, {"top_k": 4, "top_p": 0.7}, {"top_p": 0.9, "typical_p": 0.8},
-        {"min_p": 0.1, "typical_p": 0.7},
+        {"top_k": 4, "top_p": 0.7}, {"min_p": 0.1, "typical_p": 0.7},
         *(
             pytest.param(each, marks=pytest.mark.rare)
             for each in (
-                {"top_p": 0.6}, {"typical_p": 0.6}, {"top_p": 0.8, "min_p": 0.1},
+                {"top_k": 3}, {"top_p": 0.9, "typical_p": 0.8}, {"top_p": 0.6}, {"typical_p": 0.6}, {"top_p": 0.8, "min_p": 0.1},
                 {"top_k": 5, "min_p": 0.2}, {"top_k": 6, "typical_p": 0.7},
             )
         ),

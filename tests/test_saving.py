@@ -88,6 +88,7 @@ RARE = (
     "dynamic",
     "4 and 2 bits",
     "host",
+    "sinks of 8 bits",
 )
 
 
