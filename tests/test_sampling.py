@@ -403,7 +403,8 @@ def test_settings_out_of_range_are_refused(settings, message):
         *(
             pytest.param(each, marks=pytest.mark.rare)
             for each in (
-                {"top_k": 3}, {"top_p": 0.9, "typical_p": 0.8}, {"top_p": 0.6}, {"typical_p": 0.6}, {"top_p": 0.8, "min_p": 0.1},
+                {"top_k": 3}, {"top_p": 0.9, "typical_p": 0.8}, {"top_p": 0.6},
+                {"typical_p": 0.6}, {"top_p": 0.8, "min_p": 0.1},
                 {"top_k": 5, "min_p": 0.2}, {"top_k": 6, "typical_p": 0.7},
             )
         ),
