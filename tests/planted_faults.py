@@ -780,6 +780,11 @@ FAULTS = (
         ("engine_drafts",),
     ),
     Fault(
+        "a draft skips a token it has not read", "engine/second.py",
+        "slot.read = slot.filled + 1",
+        "slot.read = slot.filled + 2", ("engine_drafts",),
+    ),
+    Fault(
         "a row does not wait for its draft", "engine/slots.py",
         "if self.checking:",
         "if self.checking < 0:", ("engine_drafts",),

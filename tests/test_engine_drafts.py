@@ -137,6 +137,29 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
 
 
 @pytest.mark.rare
+def test_a_draft_misses_nothing_of_a_text():
+    """It is often wrong, and proposes next what it would write behind the text itself."""
+    mine, proposed = engine(draft=kvjax.DraftModel(alike(), adaptive=False), pages=40), []
+    its, propose = mine._checks._second, mine._checks._second.propose
+
+    def noting(drafted, some, past):
+        found = propose(drafted, some, past)
+        for at, slot, more in some:
+            text = [*slot.prompt, *slot.handle.drawn]
+            proposed.append((text, found.tokens[at, 1 : 1 + more].tolist()))
+        return found
+
+    its.propose = noting
+    mine.run([[7, 3, 9, 1] * 3], max_new_tokens=NEW, eos_token_ids=())
+    texts, drafts = zip(*proposed, strict=True)
+    alone = kvjax.generate(alike(), texts, max_new_tokens=7, eos_token_ids=())
+    assert len(drafts) > 5 and mine.stats().accepted_tokens < mine.stats().drafted_tokens - 10
+    assert list(drafts) == [
+        tokens[: len(draft)] for tokens, draft in zip(alone.tokens, drafts, strict=True)
+    ]
+
+
+@pytest.mark.rare
 def test_a_draft_without_sense_stops_nobody():
     """Its logits are no numbers, so that it proposes nothing."""
     none = replace(lm(), params=jax.tree.map(lambda x: x * np.nan, lm().params), source="none")
