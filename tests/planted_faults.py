@@ -785,6 +785,11 @@ FAULTS = (
         "slot.read = slot.filled + 2", ("engine_drafts",),
     ),
     Fault(
+        "a row drafts beside others that do not", "engine/checks.py",
+        "check = 0.0 if sum(each) < len(each) else math.inf",
+        "check = float(sum(each) < 0)", ("engine_drafts",),
+    ),
+    Fault(
         "a row does not wait for its draft", "engine/slots.py",
         "if self.checking:",
         "if self.checking < 0:", ("engine_drafts",),

@@ -1,6 +1,7 @@
 """Drafts in an engine, looked up or by a model with rows of its own: no request's text changes."""
 
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -232,6 +233,9 @@ def test_drafts_rest_by_what_they_save():
     price, alone = price_of("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
     drafts = Drafts(Drafting(kvjax.PromptLookup(shortest=1), price), text)
+    assert drafts.takes(7, alone, True) == pytest.approx((1 + price.check) / (1 + 3.8503), rel=1e-4)
+    assert drafts.takes(7, lambda price: replace(price, check=9.0), True) > 2
+    assert drafts.takes(0, alone, True) == math.inf
     assert drafts.next(7, alone) == (7, [1, 2, 3, 1, 2, 3, 1])
     assert drafts.next(0, alone) == (0, [])
     assert beside_others(price, "cpu", 1, 1) == price
@@ -242,6 +246,10 @@ def test_drafts_rest_by_what_they_save():
         drafts.push(new)
         drafts.checked(7, 0)
     assert drafts.idle(7, alone) and drafts.next(7, alone) == (0, [])
+    assert drafts.takes(7, alone, True) == math.inf
+    drafts.push([3, 1, 60])
+    drafts._fared = replace(drafts._fared, rest=0)
+    assert drafts.takes(7, alone, True) == math.inf and drafts.takes(7, alone, False) < 1
     drafts.push([3, 1] * 8)
     assert not drafts.idle(7, alone) and drafts.next(3, alone) == (3, [3, 1, 3])
     dear = Drafts(Drafting(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
@@ -249,6 +257,26 @@ def test_drafts_rest_by_what_they_save():
     free = Drafts(Drafting(kvjax.DraftModel(lm(), 3), None), text)
     free.checked(3, 0)
     assert free.next(7, alone) == (3, [])
+
+
+def test_rows_that_are_checked_alone_draft_together_or_not_at_all():
+    """For the pass of the others takes no less without one of them."""
+    mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
+    drafted = lambda: mine.stats().drafted_tokens  # noqa: E731
+    first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
+    until(mine, lambda: drafted() > 0)
+    other = mine.submit([5, 6], max_new_tokens=16, eos_token_ids=(), draft=None)
+    until(mine, lambda: len(other.tokens) > 0)
+    before = drafted()
+    until(mine, lambda: len(other.tokens) > 10)
+    assert drafted() == before and not first.done and other.drafts is None
+    assert settled(mine) and drafted() > before
+    load, price = mine._checks.load, price_of("cpu", 1, 7, 0.0)
+    row = lambda takes: SimpleNamespace(taking=[0], takes=lambda most, load: takes)  # noqa: E731
+    assert load([])(price) == price
+    assert load([row(1.4), row(0.5)])(price).check == 0.0
+    for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
+        assert load([*map(row, each)])(price).check == math.inf
 
 
 def test_what_requests_are_drafted_by():

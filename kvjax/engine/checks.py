@@ -1,6 +1,8 @@
 """Drafts of an engine's rows: proposed, where a model does that, and checked."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,17 @@ class Checks:
         self.most = min([CHECKED, *(span for span in spans if span is not None)])
         self.together = 1 if rows.platform == "cpu" else rows.count
 
-    def load(self, rows: int) -> Load:
-        """What drafts cost beside so many rows that decode: where each is checked alone, it does
-        not take part in their pass."""
-        size = next((n for n in self._rows.sizes if n >= rows), self._rows.count)
-        if self.together > 1 or rows < 1:
+    def load(self, slots: Sequence[Slot]) -> Load:
+        """What drafts cost where these rows decode. Where each is checked alone, it leaves their
+        pass, which takes no less for it unless all do: so all draft, or none."""
+        rows = sum(len(slot.taking) for slot in slots)
+        if self.together > 1 or not rows:
             return lambda price: price
-        return lambda price: beside_others(price, self._rows.platform, rows, size)
+        size = next((n for n in self._rows.sizes if n >= rows), self._rows.count)
+        beside = lambda price: beside_others(price, self._rows.platform, rows, size)  # noqa: E731
+        each = [slot.takes(self.most, beside) for slot in slots]
+        check = 0.0 if sum(each) < len(each) else math.inf
+        return lambda price: replace(beside(price), check=check)
 
     def send(self, drafts: Sequence[Draft]) -> tuple[Report, list[int]]:
         """Send drafts of rows, at most ``together``, whose pages are the rows' already; and where

@@ -1,5 +1,6 @@
 """A request's drafts: what proposes them, and how many tokens are worth it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,20 @@ class Drafts:
         self._fared = self._fared.rested(len(tokens))
         if self._lookups is not None:
             self._lookups.push(tokens)
+
+    def takes(self, most: int, load: Load, known: bool) -> float:
+        """What a token takes with drafts of at most so many, of what it takes without: infinity
+        where there are none, and 1 where they are made whatever they take. ``known``: whether the
+        text is there to be looked up; else it is thought that something is found."""
+        if self._price is None:
+            return 1.0
+        most = max(min(most, self._most), 0)
+        if self._lookups is not None and known:
+            most = len(self._lookups.found(most))
+        if self._fared.rest > 0 or not most:
+            return math.inf
+        found: Any = np.array([most])
+        return float(self._fared.takes(found, load(self._price))[0])
 
     def idle(self, most: int, load: Load) -> bool:
         """Whether nothing is drafted for now, of at most so many tokens, whatever they may be: for

@@ -205,11 +205,12 @@ class Scheduler:
         """Send rounds of decoding of all rows that have read their prompts."""
         some = [slot for slot in self.running if not slot.reading]
         rounds = min(self._rows.rounds, max(tokens // max(len(some), 1), 1))
-        load = self._checks.load(sum(len(slot.taking) for slot in some))
+        for slot in some:
+            self._settle(slot)
+        load = self._checks.load(some)
         taking: list[tuple[Slot, int]] = []
         drafts: list[Draft] = []
         for slot in sorted(some, key=lambda slot: rank(slot.handle)):
-            self._settle(slot)
             count, known = slot.draft(self._checks.most, load)
             if count and self._slots[slot.row] is slot and self._room_for(slot, 1 + count):
                 drafts.append((slot, count, known))

@@ -1,5 +1,6 @@
 """Requests that have a row, and those that wait for one."""
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,12 @@ class Slot:
         if known > 0 or handle.flying:
             return min(most, max(known, 0))
         return min(most, 1) if guided else most
+
+    def takes(self, most: int, load: Load) -> float:
+        """What its tokens take with drafts, of what they take without: see ``Drafts.takes``."""
+        drafts = self.handle.drafts
+        known = not self.handle.flying
+        return math.inf if drafts is None else drafts.takes(min(most, self.left - 1), load, known)
 
     def draft(self, most: int, load: Load) -> tuple[int, list[int]]:
         """How many drafted tokens to check next, at most so many, and which, where that is known:

@@ -122,6 +122,13 @@ class Acceptance:
         rest = xp(self.rest).maximum(self.rest - passes, 0)
         return replace(self, rest=rest, passes=self.passes + passes)
 
+    def takes(self, most: Rows, price: Price) -> Array:
+        """What a token of each row takes where at most so many are drafted, of what it takes
+        without: below 1 drafts are worth it."""
+        count, gain = self._best(most, price)
+        drafting = price.token * count
+        return (1 + price.check + drafting) / (1 + gain + drafting)
+
     def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
         """How many tokens of each row, at most so many, are worth drafting, and what they save, in
         passes: each is accepted where all before it are."""
