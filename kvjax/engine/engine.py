@@ -72,7 +72,8 @@ class Engine(Runs):
       prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
       host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
       draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
-        of its own, in pages, and keeps its parameters. CPUs draft only where few rows decode.
+        of its own, in pages, and keeps its parameters. CPUs draft where all rows that decode do,
+        and it is worth it.
 
     Raises:
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
