@@ -110,18 +110,6 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
     assert 20 < after.accepted_tokens < after.drafted_tokens
 
 
-def test_a_row_waits_for_its_draft_though_others_come():
-    """One that was worth it alone, and is not beside them: how long the row is shows when it is
-    back."""
-    mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
-    handle = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=NEW)
-    until(mine, lambda: mine.stats().drafted_tokens > 0)
-    (slot,) = mine._scheduler.running
-    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
-    assert slot.checking and handle.drafts.idle(7, busy) and slot.rounds(8, 7, busy) == 0
-    assert settled(mine)
-
-
 def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     """It is the model itself, so all that it says is right: behind prompts of several chunks, and
     what it missed while it rested."""
@@ -260,11 +248,15 @@ def test_drafts_rest_by_what_they_save():
 
 
 def test_rows_that_are_checked_alone_draft_together_or_not_at_all():
-    """For the pass of the others takes no less without one of them."""
+    """For the pass of the others takes no less without one of them. A row whose draft is being
+    checked waits for that though others come: how long it is shows when that is back."""
     mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
     drafted = lambda: mine.stats().drafted_tokens  # noqa: E731
     first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
     until(mine, lambda: drafted() > 0)
+    (slot,) = mine._scheduler.running
+    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
+    assert slot.checking and first.drafts.idle(7, busy) and slot.rounds(8, 7, busy) == 0
     other = mine.submit([5, 6], max_new_tokens=16, eos_token_ids=(), draft=None)
     until(mine, lambda: len(other.tokens) > 0)
     before = drafted()
