@@ -191,7 +191,7 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
 
     model = lm.on(kvjax.make_mesh(data=2, tensor=2)) if name == "mesh" else lm
     more = {"use_cache": False} if name == "none" else {"cache": GUIDED[name]}
-    given = {**GIVEN, **more, "n": 3, "logprobs": 1, "repetition_penalty": 1.2}
+    given = {**GIVEN, **more, "n": 3, "logprobs": 0, "repetition_penalty": 1.2}
     prompts = [*PROMPTS, PROMPTS[0]]  # as many as data does not divide
     wanted = kvjax.generate(model, prompts, logits_hook=hook, **given)
     running = kvjax.stream(model, prompts, guide=[*map(Form, prompts)], **given)

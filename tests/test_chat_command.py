@@ -54,9 +54,8 @@ def test_every_command(talk, tiny_llama, tmp_path):
     chat.undo()
     lines = ["ab", "//c", "/edit 1 d  e", "/edit fg", "/retry", "/system none", "", "h"]
     lines += ["/system", "/undo", f"/save {tmp_path / 'x'}", "/show", f"/load {tmp_path / 'x'}"]
-    code, out, err = talk(
-        *lines, "/system -", "/exit", "ignored", options=("--system", "sys", "--lookup", *OPTIONS)
-    )
+    options = ("--system", "sys", "--draft-layers", 1, *OPTIONS)  # which /load has again
+    code, out, err = talk(*lines, "/system -", "/exit", "ignored", options=options)
     shown = f"system: none\n1 > fg\n{chat.turns[0].answer}\n(there is no system prompt)\n"
     assert (code, out) == (0, wanted + shown)
     for words in ("(taken back: h)", "(saved in ", "(1 turn from "):

@@ -142,14 +142,19 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
 
 def test_drafts_change_no_answer(tiny_llama, tmp_path):
     """Nor what is read; a chat in a folder asks for its draft's model again."""
-    chats = [begun(tiny_llama, draft=x) for x in (None, kvjax.DraftModel(tiny_llama, 3), "lookup")]
+    drafts = {
+        "none": None, "model": kvjax.DraftModel(tiny_llama, 3), "lookup": "lookup",
+        "settings": kvjax.PromptLookup(),
+    }  # fmt: skip
+    chats = [begun(tiny_llama, draft=draft) for draft in drafts.values()]
     for text in ("ab", "abab", "cd"):
         assert len({said(chat.send(text)) for chat in chats}) == 1
     assert len({(chat.turns, str(held(chat).tokens)) for chat in chats}) == 1
     assert len({(chat.stats.prefilled, chat.stats.reread) for chat in chats}) == 1
-    for chat, name in zip(chats[1:], ("model", "lookup"), strict=True):
+    for chat, (name, draft) in zip(chats, drafts.items(), strict=True):
         chat.save(tmp_path / name)
-    assert kvjax.Chat.load(tiny_llama, tmp_path / "lookup").settings["draft"] == "lookup"
+        if name != "model":
+            assert kvjax.Chat.load(tiny_llama, tmp_path / name).settings["draft"] == draft
     with pytest.raises(ValueError, match="draft could not be saved: give it again"):
         kvjax.Chat.load(tiny_llama, tmp_path / "model")
 
@@ -369,8 +374,13 @@ def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             kvjax.Chat(tiny_llama, **settings)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'n'"):
-        kvjax.Chat(tiny_llama, n=2)
+    for name in "n", "num_beams":
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            kvjax.Chat(tiny_llama, **{name: 2})
+        chat = begun(tiny_llama)
+        chat.settings[name] = 2
+        with pytest.raises(ValueError, match=f"'{name}' is no setting of a chat's answers"):
+            chat.send("ab")
     with pytest.raises(ValueError, match="has no tokenizer"):
         kvjax.Chat(replace(tiny_llama, tokenizer=None))
     mesh = kvjax.make_mesh(data=2, devices=jax.devices()[:2])

@@ -150,6 +150,10 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
     ):  # fmt: skip
         assert_refused(run(*model, *words), message)
+    lark.write_text('start: s\ns: "a" s | s "b" s')
+    for words in (), ("--n", 2, "--temperature", 1):
+        code, _, err = run(*model, "--grammar", lark, *words)
+        assert code == 2 and "its guide can't go on: parser error" in err and "state>" not in err
 
 
 def test_several_texts(run, tiny_llama_dir, tiny_llama):

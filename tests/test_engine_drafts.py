@@ -247,7 +247,7 @@ def test_drafts_rest_by_what_they_save():
     assert free.next(7, alone) == (3, [])
 
 
-def test_rows_that_are_checked_alone_draft_together_or_not_at_all():
+def test_rows_draft_together_or_not_at_all():
     """For the pass of the others takes no less without one of them. A row whose draft is being
     checked waits for that though others come: how long it is shows when that is back."""
     mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
@@ -267,8 +267,10 @@ def test_rows_that_are_checked_alone_draft_together_or_not_at_all():
     row = lambda takes: SimpleNamespace(taking=[0], takes=lambda most, load: takes)  # noqa: E731
     assert load([])(price) == price
     assert load([row(1.4), row(0.5)])(price).check == 0.0
-    for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
-        assert load([*map(row, each)])(price).check == math.inf
+    for mine._checks.together in 1, ROWS:
+        for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
+            assert load([*map(row, each)])(price).check == math.inf
+    assert load([row(0.5)])(price) == replace(price, check=0.0)
 
 
 def test_what_requests_are_drafted_by():

@@ -18,7 +18,7 @@ from kvjax.chats.turns import ChatStats, Turn
 from kvjax.core.checks import whole_number, whole_or_none
 from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.settings import Compiling, spelled_out
+from kvjax.generation.settings import Answering, spelled_out
 from kvjax.memory.weights import encodes
 from kvjax.policies.presets import PolicyChoice, policy
 
@@ -38,7 +38,7 @@ class Chat:
     ``settings``: those of each answer, by name, which may be changed between turns.
     """
 
-    @spelled_out(Compiling)
+    @spelled_out(Answering)
     def __init__(
         self,
         lm: LanguageModel,
@@ -52,7 +52,7 @@ class Chat:
         max_new_tokens: int = 512,
         stop: str | Sequence[str] | None = None,
         seed: int = 0,
-        **settings: Unpack[Compiling],
+        **settings: Unpack[Answering],
     ) -> None:
         """Begin a conversation; nothing runs yet.
 
@@ -111,8 +111,9 @@ class Chat:
         Args:
           lm: the same model.
           folder: where it was saved.
-          settings: as of ``Chat``, in place of those that were saved; a ``logits_hook`` can't be
-            saved, and must be given again. ``max_len`` may be larger than it was.
+          settings: as of ``Chat``, in place of those that were saved; a ``logits_hook``, a
+            guide and a draft's model can't be saved, and must be given again. ``max_len`` may be
+            larger than it was.
 
         Raises:
           CheckpointError: if there is no chat, or one of another model; if a file was cut or

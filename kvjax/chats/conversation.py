@@ -18,11 +18,12 @@ from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.settings import CacheChoice, Options
+from kvjax.generation.settings import Answering, CacheChoice, Options
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
 from kvjax.policies.presets import PolicyChoice
 
+_SETTINGS = Answering.__annotations__.keys() | {"max_new_tokens", "stop"}
 _AGAIN = 2**32
 """Between the seeds of a turn's answers."""
 
@@ -85,6 +86,8 @@ class Conversation:
         self, ids: list[int], cache: CacheChoice, seed: int, settings: dict[str, Any]
     ) -> Request:
         """A request for one answer, checked."""
+        for name in settings.keys() - _SETTINGS:
+            raise ValueError(f"{name!r} is no setting of a chat's answers")
         new = settings["max_new_tokens"]
         # Where there is no room for as many as an answer must have, it has what there is.
         least = settings.get("min_new_tokens", 0)

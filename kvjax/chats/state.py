@@ -14,6 +14,7 @@ from kvjax.chats.turns import Turn
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import read_as_written
 from kvjax.core.settings import from_bytes, to_bytes
+from kvjax.generation.drafts.asked import PromptLookup
 
 Kept = tuple[list[Turn], Known, Counter[str]]
 
@@ -61,6 +62,8 @@ def _written(name: str, value: Any) -> Any:
         return json.loads(to_bytes((tuple(value) if isinstance(value, list) else value,)))
     if name == "logit_bias" and value is not None:
         return list(value.items())  # JSON has texts alone as keys
+    if isinstance(value, PromptLookup):
+        return asdict(value)
     return value
 
 
@@ -70,6 +73,8 @@ def _read(name: str, value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
     if name == "logit_bias" and value is not None:
         return {token: bias for token, bias in value}
+    if name == "draft" and isinstance(value, dict):
+        return PromptLookup(**value)
     return value
 
 

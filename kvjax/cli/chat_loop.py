@@ -110,8 +110,11 @@ class Talk:
             _note(f"(saved in {rest})")
         else:
             assert name == "load" and name in COMMANDS
+            # What can't be saved, if it was, is this chat's.
+            draft = chat.settings.get("draft")
+            given = {} if draft is None else {"draft": draft}
             with shown("loading"):
-                self.chat = type(chat).load(chat.lm, _folder(name, rest))
+                self.chat = type(chat).load(chat.lm, _folder(name, rest), **given)
             _note(f"({_counted(len(self.chat.turns), 'turn')} from {rest})")
         return True
 
@@ -160,7 +163,10 @@ def _edited(rest: str, turns: int) -> tuple[int, str]:
     if not number.isdecimal():
         number, text = str(turns), rest
     if not turns or not 1 <= int(number) <= turns:
-        raise ValueError(f"there is no turn {number} to edit: the chat has {turns}, 1 the first")
+        raise ValueError(
+            f"there is no turn {number} to edit: the chat has {turns}, 1 the first; of "
+            "a text that begins with a number name its turn too"
+        )
     if not text.strip():
         raise ValueError("/edit takes a number of a turn, unless it is the last, and its new text")
     return int(number) - 1, text

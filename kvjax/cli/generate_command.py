@@ -180,6 +180,7 @@ def generate(
                 typer.echo(headed(result))
                 typer.echo(one_line(asdict(result.stats)), err=True)
                 _warn(result.stats)
+            guiding.check_kept(result)
             return
         running = kvjax.stream(lm, [entry], **settings)
         with shown("reading the prompt"):

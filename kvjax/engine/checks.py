@@ -14,7 +14,7 @@ from kvjax.engine.drafts import CHECKED, Load
 from kvjax.engine.rows import Rows
 from kvjax.engine.second import SecondRows
 from kvjax.engine.slots import Slot
-from kvjax.generation.drafts.acceptance import beside_others
+from kvjax.generation.drafts.acceptance import Price, beside_others
 
 Draft = tuple[Slot, int, list[int]]
 """A row of whose draft so many tokens are to be checked, and which, where these are known."""
@@ -33,13 +33,17 @@ class Checks:
         self.together = 1 if rows.platform == "cpu" else rows.count
 
     def load(self, slots: Sequence[Slot]) -> Load:
-        """What drafts cost where these rows decode. Where each is checked alone, it leaves their
-        pass, which takes no less for it unless all do: so all draft, or none."""
+        """What drafts cost where these rows decode. Those that draft leave the pass of the others,
+        which takes no less for it unless all do: so all draft, or none."""
         rows = sum(len(slot.taking) for slot in slots)
-        if self.together > 1 or not rows:
+        if not rows:
             return lambda price: price
         size = next((n for n in self._rows.sizes if n >= rows), self._rows.count)
-        beside = lambda price: beside_others(price, self._rows.platform, rows, size)  # noqa: E731
+
+        def beside(price: Price) -> Price:
+            alone = self.together == 1
+            return beside_others(price, self._rows.platform, rows, size) if alone else price
+
         each = [slot.takes(self.most, beside) for slot in slots]
         check = 0.0 if sum(each) < len(each) else math.inf
         return lambda price: replace(beside(price), check=check)

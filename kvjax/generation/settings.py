@@ -34,8 +34,8 @@ class Drawing(TypedDict, total=False):
     typical_p: float | None
 
 
-class Compiling(Drawing, total=False):
-    """What chooses programs."""
+class Answering(Drawing, total=False):
+    """What chooses programs of a text by itself."""
 
     repetition_penalty: float | None
     frequency_penalty: float | None
@@ -48,9 +48,14 @@ class Compiling(Drawing, total=False):
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
     draft: DraftChoice | None
+    guide: RowGuides | None
+
+
+class Compiling(Answering, total=False):
+    """What chooses programs."""
+
     num_beams: int
     num_beam_groups: int
-    guide: RowGuides | None
 
 
 class Searching(TypedDict, total=False):

@@ -23,7 +23,7 @@ class History:
             self._steps.append(jax.tree.map(lambda x, at=step: self._apart(x[:, at]), columns))
 
     def _apart(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(-1, self._beams, *x.shape[1:])
+        return x.reshape(len(x) // self._beams, self._beams, *x.shape[1:])
 
     def paths(self, length: np.ndarray, beam: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of texts of ``length`` tokens whose last one is of ``beam``, int[batch, n] both: tokens

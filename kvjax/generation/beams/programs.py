@@ -180,7 +180,7 @@ def _of_beams(x: Array, parent: Array) -> Array:
 
 def _of_rows(tree: Any) -> Any:
     """Arrays [batch, beams, ...] as arrays of rows."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
 def _branched(context: Context, search: Searched, parent: Array) -> Context:

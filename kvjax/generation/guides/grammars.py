@@ -123,7 +123,7 @@ class GrammarGuide:
         words[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(self._beyond)
         # Where nothing may come, and where the text may end, all ends are alike.
         if self._matcher.is_error() or not words.any():
-            self.error = " ".join(self._matcher.get_error().split()) or "no token may come next"
+            self.error = self._why() or "no token may come next"
             return self._only_ends
         return words | self._only_ends if (words & self._only_ends).any() else words
 
@@ -138,4 +138,8 @@ class GrammarGuide:
         if token in self.ends:
             self._ended = True
         elif not self._ended and not self.error and not self._matcher.consume_token(token):
-            self.error = " ".join(self._matcher.get_error().split())
+            self.error = self._why()
+
+    def _why(self) -> str:
+        """What llguidance says, but for its state."""
+        return " ".join(self._matcher.get_error().partition("<state>")[0].split())
