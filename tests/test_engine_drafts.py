@@ -110,6 +110,7 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
     assert 20 < after.accepted_tokens < after.drafted_tokens
 
 
+@pytest.mark.rare
 def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     """It is the model itself, so all that it says is right: behind prompts of several chunks, and
     what it missed while it rested."""

@@ -60,23 +60,31 @@ def randomise(model: Any, torch: Any, seed: int = 0) -> Any:
 def make_reference(
     torch: Any, transformers: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Reference]:
-    """Make a checkpoint of a model type and a config's fields, and run it."""
+    """Make a checkpoint of a model type and a config's fields, and run it; ``precision``: in which
+    dtype."""
 
-    def make(model_type: str, save: dict | None = None, **fields: Any) -> Reference:
+    def make(
+        model_type: str, save: dict | None = None, precision: str = "float32", **fields: Any
+    ) -> Reference:
         config = transformers.AutoConfig.for_model(model_type, **fields)
         model = randomise(transformers.AutoModelForCausalLM.from_config(config), torch)
         model = model.to(getattr(torch, (save or {}).get("dtype", "float32")))
         folder = tmp_path_factory.mktemp(model_type)
         options = {k: v for k, v in (save or {}).items() if k != "dtype"}
         model.save_pretrained(folder, **options)
-        return run_reference(folder, torch, transformers)
+        return run_reference(folder, torch, transformers, precision=precision)
 
     return make
 
 
-def run_reference(folder: Path, torch: Any, transformers: Any, length: int = LENGTH) -> Reference:
-    """Logits of a checkpoint as Transformers loads it, in float32, without a cache."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def run_reference(
+    folder: Path, torch: Any, transformers: Any, length: int = LENGTH, precision: str = "float32"
+) -> Reference:
+    """Logits of a checkpoint as Transformers loads it in this dtype, without a cache."""
+    # Experts in groups have no float64.
+    more = {} if precision == "float32" else {"experts_implementation": "eager"}
+    dtype = getattr(torch, precision)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).eval()
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokens = np.random.default_rng(1).integers(0, vocab, (3, length)).astype(np.int32)
     with torch.no_grad():
