@@ -110,7 +110,7 @@ class Talk:
             _note(f"(saved in {rest})")
         else:
             assert name == "load" and name in COMMANDS
-            # What can't be saved, if it was, is this chat's.
+            # A draft's model can't be saved, and changes no text: this chat's goes on.
             draft = chat.settings.get("draft")
             given = {} if draft is None else {"draft": draft}
             with shown("loading"):
