@@ -47,7 +47,7 @@ def row(device: str, policy: str, new: int, path: str) -> dict[str, Any]:
 
 def chosen(device: str, policy: str, new: int) -> str:
     """The path that the table takes first."""
-    return by_table(KINDS[device].platform, policy == "host", new)[0]
+    return by_table(KINDS[device].target, policy == "host", new)[0]
 
 
 def markdown(device: str) -> str:

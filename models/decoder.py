@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from kvjax.core.compat import flax_0_12_list
+
 from .config import DecoderConfig
 from .frame import Call, Frame, Layer, Logits, Rotary
 from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
@@ -132,7 +134,7 @@ class Stack(nnx.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
         )
-        self.layers = nnx.List(
+        self.layers = flax_0_12_list(
             block(config, layer, rngs=rngs) for layer in range(config.num_hidden_layers)
         )
         self.norm = _norm(config, config.hidden_size)

@@ -18,6 +18,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kvjax.core.compat import flax_0_12_list
+
 from . import gemma_parts
 from .config_families import Gemma3nConfig
 from .frame import Call, Logits
@@ -123,8 +125,9 @@ class Stack(gemma_parts.Stack):
         super().__init__(config, block, rngs=rngs)
         hidden = config.hidden_size
 
-        def others() -> nnx.List:
-            return nnx.List(linear(config, hidden, hidden, rngs) for _ in range(config.streams - 1))
+        def others() -> Any:
+            count = config.streams - 1
+            return flax_0_12_list(linear(config, hidden, hidden, rngs) for _ in range(count))
 
         self.altup_projections, self.altup_unembed_projections = others(), others()
 

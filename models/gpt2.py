@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from kvjax.core.compat import flax_0_12_list
+
 from .config import GPT2Config
 from .frame import Call, Frame, Layer, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
@@ -80,7 +82,7 @@ class Stack(nnx.Module):
 
         self.wte = embedding(config.vocab_size)
         self.wpe = embedding(config.max_position_embeddings)
-        self.h = nnx.List(
+        self.h = flax_0_12_list(
             Block(config, layer, rngs=rngs) for layer in range(config.num_hidden_layers)
         )
         self.ln_f = _norm(config)

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.device import on_cpu
+from kvjax.core.target import on_cpu
 
 Hidden = Float[Array, "batch new hidden"]
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from kvjax.core.compat import flax_0_12_list
+
 from .config_families import NeoXConfig
 from .frame import Call, Frame, Layer, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
@@ -79,7 +81,7 @@ class Stack(nnx.Module):
         self.embed_in = Embedding(
             config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
         )
-        self.layers = nnx.List(
+        self.layers = flax_0_12_list(
             Block(config, layer, rngs=rngs) for layer in range(config.num_hidden_layers)
         )
         self.final_layer_norm = _norm(config)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.attention.mask import Bias
 from kvjax.cache.state import KVCache
+from kvjax.core.compat import flax_0_12_list
 from kvjax.core.typing import Counts
 from kvjax.generation.sources import UNREAD
 
@@ -44,7 +45,7 @@ class EncoderBlock(nnx.Module):
     """One layer of the encoder: every token sees every other."""
 
     def __init__(self, config: T5Config, layer: int, *, rngs: nnx.Rngs):
-        self.layer = nnx.List(
+        self.layer = flax_0_12_list(
             [
                 SelfAttentionPart(config, biased=layer == 0, rngs=rngs),
                 FeedForwardPart(config, rngs=rngs),
@@ -89,7 +90,7 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, config: T5Config, layer: int, *, rngs: nnx.Rngs):
         self.number = layer
-        self.layer = nnx.List(
+        self.layer = flax_0_12_list(
             [
                 SelfAttentionPart(config, biased=layer == 0, rngs=rngs),
                 CrossAttentionPart(config, rngs=rngs),
@@ -113,7 +114,7 @@ class Stack(nnx.Module):
     """The layers of one side, and the norm behind them."""
 
     def __init__(self, config: T5Config, block: type[Any], layers: int, *, rngs: nnx.Rngs):
-        self.block = nnx.List(block(config, layer, rngs=rngs) for layer in range(layers))
+        self.block = flax_0_12_list(block(config, layer, rngs=rngs) for layer in range(layers))
         self.final_layer_norm = norm(config)
 
     def bias(self, *, both_ways: bool) -> Bias:

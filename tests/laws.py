@@ -141,6 +141,7 @@ def fill(cache: Any, sizes: Any, text: Any, lengths: Any, true: Any, tolerance: 
         begins += take
     kvjax.check(cache)
     assert np.asarray(cache.length).tolist() == begins.tolist() == list(lengths)
+    assert len({x.committed for x in jax.tree.leaves(cache)}) == 1
     return cache
 
 
@@ -170,6 +171,9 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
     changed = operation.change(cache)
     kvjax.check(changed)
     assert memory_kinds(changed) == kinds, name
+    # As `jnp.zeros` is, unless a memory was named.
+    named = kinds[0] == {"pinned_host"} or name == "migrate"
+    assert {x.committed for x in jax.tree.leaves(changed)} == {named}, name
     assert np.asarray(changed.length).tolist() == begins, name
     take = np.array([WIDTH, 9, 3])
     found, changed = step(changed, begins, take, WIDTH, texts(), operation.rows)

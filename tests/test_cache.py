@@ -16,7 +16,7 @@ import kvjax
 from kvjax.cache.status import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.core.rotary import rotary_table
 from tests import naive
-from tests.matrix import BLOCK, CODECS, FULL, RAW, codes, tiny_config
+from tests.matrix import BLOCK, CODECS, FULL, LAYOUTS, RAW, codes, held, teams, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20
@@ -411,9 +411,24 @@ def test_users_see_the_dtype_that_they_asked_for(dtype):
     assert "LayerCache" not in kvjax.__all__
 
 
-def test_every_leaf_is_committed():
-    cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
-    assert all(leaf.committed for leaf in jax.tree.leaves(cache))
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "narrow"])
+@pytest.mark.parametrize("codecs", teams()[::3], ids="-".join)
+def test_arrays_are_committed_where_a_device_a_mesh_or_a_memory_is_named(layout, codecs):
+    """And else as uncommitted as those of `jnp.zeros`."""
+
+    def committed(**settings):
+        cache = kvjax.init_cache(CONFIG, held(codecs, layout, **place).policy, **sizes, **settings)
+        return {leaf.committed for leaf in jax.tree.leaves(cache)}
+
+    sizes, place = {"batch": 2, "max_len": 64}, {}
+    assert committed() == {False}
+    assert committed(mesh=kvjax.make_mesh(data=2)) == {True}
+    with jax.default_device(jax.devices()[1]):
+        cache = kvjax.init_cache(CONFIG, held(codecs, layout).policy, **sizes)
+    assert {leaf.committed for leaf in jax.tree.leaves(cache)} == {False}
+    assert {x for leaf in jax.tree.leaves(cache) for x in leaf.devices()} == {jax.devices()[1]}
+    place = {"placement": "host"}
+    assert committed() == {True}
 
 
 def test_overflow_in_a_users_own_loop_is_recorded_and_raised():

@@ -16,6 +16,7 @@ import kvjax
 from kvjax.adapters import linen
 from kvjax.adapters import nnx as ours
 from kvjax.adapters.running import running
+from kvjax.core.compat import flax_0_12_list
 
 VOCAB, WIDTH, HEADS = 61, 32, 4
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 20)).astype(np.int32)
@@ -41,7 +42,7 @@ class Model(nnx.Module):
     def __init__(self, kv_heads: int | None = None, **options: Any):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=nnx.initializers.normal(1), rngs=rngs)
-        self.layers = nnx.List(
+        self.layers = flax_0_12_list(
             nnx.MultiHeadAttention(
                 HEADS, WIDTH, num_kv_heads=kv_heads, decode=False, rngs=rngs,
                 attention_fn=ours.attention_fn(layer, **options),

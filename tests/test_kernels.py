@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.paths import by_table
+from kvjax.core.target import Target
 from kvjax.core.trees import tree_bytes
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
@@ -235,12 +236,14 @@ def test_refused(path, policy, settings, reason):
 @pytest.mark.parametrize(
     ("call", "path"),
     [
-        (("cpu", False, 1), ["blocks"]),
-        (("gpu", False, 1), ["pallas", "buckets"]),
-        (("gpu", False, 33), ["pallas", "blocks"]),
-        (("gpu", True, 1), ["blocks"]),
-        (("tpu", False, 512), ["pallas", "blocks"]),
-        (("tpu", True, 1), ["blocks"]),
+        ((Target("cpu"), False, 1), ["blocks"]),
+        ((Target("gpu", (8, 0)), False, 1), ["pallas", "buckets"]),
+        ((Target("gpu", (12, 0)), False, 33), ["pallas", "blocks"]),
+        ((Target("gpu", (8, 0)), True, 1), ["blocks"]),
+        ((Target("gpu", (7, 5)), False, 1), ["buckets"]),
+        ((Target("gpu", (7, 5)), False, 33), ["blocks"]),
+        ((Target("tpu"), False, 512), ["pallas", "blocks"]),
+        ((Target("tpu"), True, 1), ["blocks"]),
     ],
 )
 def test_the_table(call, path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.core.target import Target
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
@@ -56,8 +57,8 @@ def test_the_order_of_accelerators():
     changes no logit."""
 
     class Accelerator(kvjax.Host):
-        def platform(self):
-            return "gpu"
+        def target(self):
+            return Target("gpu")
 
     config, found = tiny_config(num_hidden_layers=3, windows=(None,) * 3), []
     for place in (Accelerator(0), Accelerator(1)):  # as it is traced for one, both times
@@ -311,6 +312,6 @@ def test_a_policy_of_another_cache_asks_for_the_platform_again():
     """Fixed in a cache, the platform that computes is open in what another one is made by."""
     config = tiny_config()
     made = kvjax.init_cache(config, "static", max_len=8).layers[0].policy
-    elsewhere = replace(made, placement=replace(made.placement, computes="tpu"))
+    elsewhere = replace(made, placement=replace(made.placement, computes=Target("tpu")))
     again = kvjax.init_cache(config, elsewhere, max_len=8).layers[0].policy
     assert made == again and again.placement.platform() == "cpu"

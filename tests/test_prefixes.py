@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvjax
-from kvjax.core.device import computing_on
 from kvjax.core.errors import CheckpointError
+from kvjax.core.target import Target, computing_on
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
@@ -628,7 +628,10 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     kvjax.save_cache(tmp_path / "cache", kvjax.init_cache(lm.config, max_len=8))
     with pytest.raises(CheckpointError, match="holds a cache, and not a tree of prefixes"):
         kvjax.PrefixTree.load(tmp_path / "cache", lm)
-    with computing_on("tpu"), pytest.raises(CheckpointError, match="by another kind of device"):
+    with (
+        computing_on(Target("tpu")),
+        pytest.raises(CheckpointError, match="by another kind of device"),
+    ):
         kvjax.PrefixTree.load(tmp_path / "tree", lm)
     tree.clear()
     tree.weights = 0

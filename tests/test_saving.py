@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kvjax
 from kvjax import models
 from kvjax.core import files
-from kvjax.core.device import computing_on
 from kvjax.core.errors import CacheOverflowError, CheckpointError
+from kvjax.core.target import Target, computing_on
 from kvjax.operations.fingerprints import fingerprint
 from tests.matrix import CODECS, tiny_config
 from tests.test_prefixes import POLICIES, small
@@ -173,16 +173,16 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
 )
 def test_from_an_accelerators_form_and_to_it(name, tmp_path):
     """Codes stay those that were encoded there, in whichever order a device keeps them."""
-    with computing_on("tpu"):
+    with computing_on(Target("tpu")):
         cache = filled(CELLS[name])
         kvjax.save_cache(tmp_path / "tpu", cache)
         wanted = numbers(cache)
     here, _ = kvjax.load_cache(tmp_path / "tpu")
-    assert {x.policy.placement.computes for x in here.layers} == {"cpu"}
+    assert {x.policy.placement.platform() for x in here.layers} == {"cpu"}
     kvjax.save_cache(tmp_path / "cpu", here)
-    with computing_on("tpu"):
+    with computing_on(Target("tpu")):
         back, _ = kvjax.load_cache(tmp_path / "cpu")
-        assert {x.policy.placement.computes for x in back.layers} == {"tpu"}
+        assert {x.policy.placement.platform() for x in back.layers} == {"tpu"}
         again = numbers(back)
     for one, two, three in zip(wanted, numbers(here), again, strict=True):
         kept = min(one.shape[1], two.shape[1])  # a ring's slack is the device's affair

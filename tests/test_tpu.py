@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
@@ -21,7 +20,8 @@ from kvjax.attention import attending
 from kvjax.attention import call as calls
 from kvjax.attention.kernels import common, tiling
 from kvjax.codecs.codec import plain_mix, plain_scores
-from kvjax.core.device import computing_on
+from kvjax.core.compat import JAX
+from kvjax.core.target import Target, computing_on
 from kvjax.placement.spread import Spread
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
@@ -54,14 +54,27 @@ POLICIES = {
 """The cells of the kernel: each codec that it reads, and each order, once."""
 
 
+STRICTLY = JAX >= (0, 8)
+"""Whether kernels can be interpreted strictly: JAX 0.7 fails to where they are in a branch."""
+
+
+def assert_no_races():
+    """Of the kernels that were interpreted last."""
+    if STRICTLY:
+        from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+        assert interpreter.races is None or not interpreter.races.races_found
+
+
 @pytest.fixture
 def strict(monkeypatch):
     """Kernels of small tiles, so that a text has some, interpreted strictly."""
     monkeypatch.setattr(tiling, "LONGEST", 128)
     monkeypatch.setattr(tiling, "ROWS", 128)
-    monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
-        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
-    ))  # fmt: skip
+    if STRICTLY:
+        monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
+            detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+        ))  # fmt: skip
     # Traces that were made with other settings must not be found, nor others find those with these.
     monkeypatch.setattr(attending, "_traced_once", attending._traced)
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
@@ -87,7 +100,7 @@ def run(policy, platform, path, head_dim, calls, dtype="float32", settings=()):
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=head_dim, dtype=dtype
     )
-    with computing_on(platform):
+    with computing_on(Target(platform)):
         cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
     generator, found = np.random.default_rng(0), []
     for new in calls:
@@ -142,7 +155,7 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict
     tolerance = 2e-2 if dtype == "bfloat16" else 5e-6
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
-    assert interpreter.races is None or not interpreter.races.races_found
+    assert_no_races()
     kvjax.check(cache)
     for here, wanted in zip(by_position(cache), by_position(there), strict=True):
         assert wanted.keys() <= here.keys()  # a ring may have room for some more
@@ -171,7 +184,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     text = [generator.normal(size=(2, n, total, 64)).astype("float32") for n in (HEADS, KV, KV)]
 
     def fed(platform, path, calls):
-        with computing_on(platform):
+        with computing_on(Target(platform)):
             cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
         begin, found = 0, []
         for new in calls:
@@ -186,7 +199,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     runs = [fed(platform, None, cut) for cut in ((96, 1, 96, 96, 1), (145, 145))]
     for found, _ in runs:
         np.testing.assert_allclose(found, wanted, atol=5e-6 * np.abs(wanted).max())
-    assert interpreter.races is None or not interpreter.races.races_found
+    assert_no_races()
     assert_same(*(by_position(cache) for _, cache in runs))
 
 
@@ -221,7 +234,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     for platform in ("cpu", "tpu"):
         policy = replace(POLICIES[name], layout=kvjax.Growing(start=256))
         _, cache = run(policy, platform, None, 64, (200,))
-        with computing_on(platform):
+        with computing_on(Target(platform)):
             cache = kvjax.grow(cache, 384)
             both, other = twice(cache, kvjax.fork(cache))
         found.append([by_position(x) for x in (cache, both, other)])
@@ -291,7 +304,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
     policy, numbers = replace(POLICIES[name], placement=kvjax.Host()), {}
     _, cache = run(policy, "tpu", None, 64, (200,))
     wanted = by_position(cache)
-    with computing_on("tpu"):
+    with computing_on(Target("tpu")):
         for placement in (kvjax.Device(), kvjax.Host(), kvjax.Device()):
             cache = kvjax.migrate(cache, placement)
             numbers[placement] = by_position(cache)
@@ -303,7 +316,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.rare), "int4"])
 def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
     """Each device has the units of its heads, which go from one device there, and back."""
-    monkeypatch.setattr(Spread, "platform", "tpu")
+    monkeypatch.setattr(Spread, "target", Target("tpu"))
     policy = replace(POLICIES[name], placement=kvjax.Host())
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=4, head_dim=64)
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 200, 64)), "float32")
@@ -314,7 +327,7 @@ def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
         cache = kvjax.append(cache, 0, numbers, numbers, lengths=jnp.array([200, 3]))
         return kvjax.advance(cache, 200, jnp.array([200, 3]))
 
-    with computing_on("tpu"):
+    with computing_on(Target("tpu")):
         wanted = by_position(filled(None))
         spread = filled(mesh)
         assert_same(by_position(spread), wanted)
@@ -336,7 +349,7 @@ def test_vmap_over_caches_of_accelerators(name, platform):
     )
 
     def run(queries, keys, values, length):
-        with computing_on(platform):
+        with computing_on(Target(platform)):
             cache = kvjax.init_cache(config, POLICIES[name], batch=1, max_len=128)
         cache = kvjax.append(cache, 0, keys, values, lengths=length)
         return kvjax.attend(queries, cache, 0, lengths=length)[:, :, :3]
@@ -464,7 +477,7 @@ def test_gradients_pass_by_the_kernel():
              for n, h in enumerate((HEADS, KV, KV))]  # fmt: skip
 
     def mixed(queries, keys, values, path, platform):
-        with computing_on(platform):
+        with computing_on(Target(platform)):
             cache = kvjax.init_cache(config, batch=2, max_len=64)
         cache = kvjax.append(cache, 0, keys, values)
         return jnp.sum(jnp.sin(kvjax.attend(queries, cache, 0, path=path)))

@@ -42,14 +42,14 @@ class Decoder(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(POSITIONS, WIDTH, rngs=rngs)
-        self.blocks = nnx.List(Block(layer, rngs=rngs) for layer in range(LAYERS))
+        self.blocks = nnx.Sequential(*(Block(layer, rngs=rngs) for layer in range(LAYERS)))
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         # before: places = jnp.arange(tokens.shape[1])[None]
         places = positions(tokens)  # cache
         x, mask = self.tokens(tokens) + self.positions(places), nnx.make_causal_mask(tokens)
-        for block in self.blocks:
+        for block in self.blocks.layers:
             x = block(x, mask)
         return jnp.asarray(self.tokens.attend(self.norm(x)))
 

@@ -5,7 +5,7 @@ from jax import lax
 
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call
-from kvjax.core.device import on_cpu
+from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed
 
 TOGETHER = 4

@@ -27,8 +27,8 @@ from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
 from kvjax.core.checks import refuse_symbolic
-from kvjax.core.device import computing_on
 from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.target import Target, computing_on
 from kvjax.core.typing import Counts, LayerNumber, Mixed, Queries
 from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
@@ -140,35 +140,37 @@ def mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixe
     which derivatives are asked for: its trace is not kept, but that of a pytree of arrays is. No
     way that serves one is without a derivative.
     """
-    platform = view.held.policy.placement.platform()
+    target = view.held.policy.placement.target()
     if mask.bias is not None:
         arrays, form = jax.tree.flatten(mask.bias)
         if _is_kept(arrays, form):
-            return _biased(platform, way, form, kinds, view, replace(mask, bias=None), arrays)
-        return _traced(platform, way, kinds, view, mask)
+            return _biased(target, way, form, kinds, view, replace(mask, bias=None), arrays)
+        return _traced(target, way, kinds, view, mask)
     if way in DIFFERENTIABLE:
-        return _traced_once(platform, way, kinds, view, mask)
-    return _by_kernel(platform, way, kinds, view, mask)
+        return _traced_once(target, way, kinds, view, mask)
+    return _by_kernel(target, way, kinds, view, mask)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _by_kernel(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+def _by_kernel(
+    target: Target, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask
+) -> Mixed:
     """By a path that has no derivative; that of the walk is the same."""
-    mixed: Mixed = _traced_once(platform, way, kinds, view, mask)
+    mixed: Mixed = _traced_once(target, way, kinds, view, mask)
     return mixed
 
 
 @_by_kernel.defjvp
-def _by_walk(platform: str, way: Path, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_traced_once, platform, blockwise), primals, tangents)
+def _by_walk(target: Target, way: Path, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(_traced_once, target, blockwise), primals, tangents)
 
 
-def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
-    """What queries see of a layer, by a path, as it is traced for a platform. ``kinds``: at their
+def _traced(target: Target, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+    """What queries see of a layer, by a path, as it is traced for a target. ``kinds``: at their
     positions, and capped where that is something else."""
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
-        with computing_on(platform):
+        with computing_on(target):
             return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
     heads = kinds[0].shape[1]
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
@@ -190,12 +192,12 @@ def _traced(platform: str, way: Path, kinds: tuple[Mixed, ...], view: View, mask
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
     layer = View(view.held.specs(), rows, rows, rows, everywhere, rows, everywhere)
-    with computing_on(platform):
+    with computing_on(target):
         specs = divided, layer, specs, everywhere
         return spread.run(on_each, specs, divided, kinds, view, mask, arrays)
 
 
-_traced_once = jax.jit(_traced, static_argnames=("platform", "way"))
+_traced_once = jax.jit(_traced, static_argnames=("target", "way"))
 
 
 def _is_kept(arrays: list[Any], form: Any) -> bool:
@@ -208,13 +210,13 @@ def _is_kept(arrays: list[Any], form: Any) -> bool:
     return bool(arrays) and all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("platform", "way", "form"))
+@functools.partial(jax.jit, static_argnames=("target", "way", "form"))
 def _biased(
-    platform: str, way: Path, form: Any, kinds: tuple[Mixed, ...], view: View, mask: Mask,
+    target: Target, way: Path, form: Any, kinds: tuple[Mixed, ...], view: View, mask: Mask,
     arrays: list[Any],
 ) -> Mixed:  # fmt: skip
     """``_traced_once`` with the bias of that form and those arrays."""
-    return _traced(platform, way, kinds, view, replace(mask, bias=form.unflatten(arrays)))
+    return _traced(target, way, kinds, view, replace(mask, bias=form.unflatten(arrays)))
 
 
 def check_queries(queries: Queries, held: LayerCache, batch: int) -> None:

@@ -10,7 +10,7 @@ from kvjax.attention.call import Call, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
-from kvjax.core.device import on_cpu
+from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed
 
 FINE = 128
@@ -169,7 +169,7 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
         # Pages are copied by one operation however many they are, for which a CPU's threads divide
         # the work.
-        shared = (numbers, 4) if section.pages is None else (1, 1)
+        shared = (1, 1) if section.pages is not None and on_cpu() else (numbers, 4)
         fine, coarse = _block_sizes(section.size, section.unit, *shared)
         fine = section.fitting(fine)
         coarse = max(section.fitting(coarse, fine), fine)

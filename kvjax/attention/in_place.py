@@ -13,7 +13,7 @@ from kvjax.attention.blocks import FILLED, SCORES, as_stored
 from kvjax.attention.call import Call
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.core.device import on_cpu
+from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed, Rows
 
 

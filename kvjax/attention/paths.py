@@ -12,6 +12,8 @@ from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
 from kvjax.attention.call import Call, Unserved
 from kvjax.attention.in_place import over_pages
+from kvjax.attention.kernels.choice import kernels_for
+from kvjax.core.target import Target
 from kvjax.core.typing import Mixed
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -20,17 +22,26 @@ Path = Callable[[Call], Mixed]
 raises ``Unserved`` when it is traced."""
 
 
+BRANCHES, KERNELS = "takes branches at no cost", "has kernels"
+"""What a target can do."""
+
 TABLE = (
-    # platform, whether the body is behind a tail, queries a call at most: None for all
-    ("cpu", None, None, "blocks"),
+    # what the target can do, whether the body is behind a tail, queries a call: None for any
+    (BRANCHES, None, None, "blocks"),
     (None, True, None, "blocks"),  # fetches what is filled, and no more
-    ("tpu", None, None, "pallas"),
-    ("gpu", None, None, "pallas"),
+    (KERNELS, None, None, "pallas"),
     (None, None, SHORT, "buckets"),
     (None, None, None, "blocks"),
 )
 """The first line that fits, and whose path serves the call, counts. Those of TPUs and GPUs go by
 what their compilers show (``benchmarks/results/abstract-devices/paths-v5e.md``, ``-h200.md``)."""
+
+
+def abilities(target: Target) -> set[str]:
+    """What a target can do."""
+    if target.platform == "cpu":
+        return {BRANCHES}
+    return {KERNELS} if kernels_for(target) else set()
 
 
 def _pallas(call: Call) -> Mixed:
@@ -73,21 +84,20 @@ def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
     """
     if name is None:
         placement = policy.placement
-        return _first(by_table(placement.platform(), placement.behind_tail, queries))
+        return _first(by_table(placement.target(), placement.behind_tail, queries))
     if name not in PATHS:
         raise ValueError(f"unknown attention path {name!r}: there are {', '.join(PATHS)}")
     return PATHS[name]
 
 
-def by_table(platform: str, behind_tail: bool, queries: int) -> tuple[str, ...]:
-    """The names of the paths for a platform (cpu, gpu, tpu), a body that a placement keeps behind a
-    tail or not, and so many queries: the first that serves a call is taken."""
+def by_table(target: Target, behind_tail: bool, queries: int) -> tuple[str, ...]:
+    """The names of the paths for a target, a body that a placement keeps behind a tail or not, and
+    so many queries: the first that serves a call is taken."""
+    able = {None, *abilities(target)}
     found = [
         path
-        for on, behind, most, path in TABLE
-        if on in (None, platform)
-        and behind in (None, behind_tail)
-        and (most is None or queries <= most)
+        for ability, behind, most, path in TABLE
+        if ability in able and behind in (None, behind_tail) and (most is None or queries <= most)
     ]
     # Kernels alone may not serve a call.
     other = _mixed.get() or next(x for x in found if x != "pallas")

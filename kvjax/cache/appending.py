@@ -29,8 +29,9 @@ from kvjax.cache.status import MISSED_LAYER
 from kvjax.cache.storing import store_tokens
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.device import computing_on, fetch
+from kvjax.core.device import fetch
 from kvjax.core.rotary import RotaryTable
+from kvjax.core.target import Target, computing_on
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Rows
 
 
@@ -88,9 +89,9 @@ def append(
     layers = fetched_ahead(cache.layers, entry, cache.sources, number, (keys, cache.length))
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
-    platform = old.policy.placement.platform()
+    target = old.policy.placement.target()
     rows = cache.length, count
-    new = with_tokens(platform, old, keys, values, *rows, rotary, cache.table(entry), index)
+    new = with_tokens(target, old, keys, values, *rows, rotary, cache.table(entry), index)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     new = replace(new, strip_of=None if new.strip is None else index)
@@ -160,16 +161,16 @@ def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
     return replace(cache, status=cache.status | jnp.where(other, MISSED_LAYER, 0))
 
 
-@functools.partial(jax.jit, static_argnames="platform")
+@functools.partial(jax.jit, static_argnames="target")
 def with_tokens(
-    platform: str, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    target: Target, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
     rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
 ) -> LayerCache:  # fmt: skip
     """A layer, or one of a stack, with the first ``count`` tokens of a call behind the ``length``
-    of each row. Layers that are alike share a trace, which is made for a platform."""
+    of each row. Layers that are alike share a trace, which is made for a target."""
     spread = old.policy.placement.spread
     call = old, keys, values, length, count, rotary, table, index
-    with computing_on(platform):
+    with computing_on(target):
         if spread is None:
             parts = store_tokens(*call)
         else:

@@ -15,7 +15,7 @@ from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value, whole_number, whole_or_none
-from kvjax.core.device import check_here
+from kvjax.core.device import check_here, committed_alike
 from kvjax.core.trees import tell_flax
 from kvjax.placement.budget import Budget
 from kvjax.placement.spread import spread_over
@@ -130,7 +130,7 @@ def allocate(
         tuple(layers), *rows, sources=sources, positions=limit,
         turned_for=rotary_length(config, reach), budget=budget, stacks=stacks,
     )  # fmt: skip
-    return with_pools(cache)
+    return committed_alike(with_pools(cache))
 
 
 def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | None) -> None:

@@ -148,7 +148,7 @@ class LayerCache:
         return replace(self, keys=placement.near(self.keys), values=placement.near(self.values))
 
     def placed(self) -> "LayerCache":
-        """With every array where the policy says, committed."""
+        """With every array where the policy says."""
         placement = self.policy.placement
         if (spread := placement.spread) is not None:
             specs, kind = self.specs(), placement.memory_kind

@@ -12,8 +12,8 @@ from kvjax.cache.admission import positions_from
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail
 from kvjax.cache.stacking import one_of, with_one
 from kvjax.codecs import Codec, Store
-from kvjax.core.device import traced_for
 from kvjax.core.rotary import RotaryTable, apply_rotary
+from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Ring, Run, shared
 from kvjax.placement.mesh import TENSOR

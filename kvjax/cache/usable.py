@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, refuse_symbolic, refuse_traced, refuse_used_up
+from kvjax.core.device import committed_alike
 from kvjax.core.typing import LayerNumber
 from kvjax.placement.device import beside
 
@@ -147,6 +148,7 @@ def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
         length, written, status, pools = layers[0].policy.placement.put(rows)
         for entry in away:
             layers[entry] = layers[entry].placed()
-    return replace(
+    there = replace(
         cache, layers=tuple(layers), length=length, written=written, status=status, pools=pools
     )
+    return committed_alike(there)

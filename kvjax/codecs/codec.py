@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from kvjax.core.device import on_cpu
+from kvjax.core.target import current_target, on_cpu
 from kvjax.core.trees import tree_bytes
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""
 SINGLY = 4
 """Rows up to which one text's are multiplied one by one."""
+SUMMED = 16
+"""Rows up to which a GPU multiplies and sums in one program, which reads keys and values as they
+are stored. Its libraries of matrix products are given copies of them, decoded."""
 
 Store = Any
 """A pytree of arrays [batch, ...]: what a codec keeps, units or blocks of tokens on axis 2."""
@@ -97,7 +101,10 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     """Scores with keys as numbers: see ``Codec.scores``. With few queries, CPUs multiply float32
     keys many times faster as the first factor, and a text's very few queries one by one; without
     the barrier the compiler would exchange the factors again."""
-    keys = tokens_of(keys).astype(queries.dtype)
+    keys = tokens_of(keys)
+    if _is_summed(queries):
+        return _summed(queries[:, :, :, None], keys[:, :, None], 4)
+    keys = keys.astype(queries.dtype)
     if queries.shape[2] >= FEW or queries.dtype.itemsize != 4 or not on_cpu():
         return product("bhqd,bhkd->bhqk", queries, keys)
     if queries.shape[0] == 1 and queries.shape[2] <= SINGLY:
@@ -109,7 +116,25 @@ def plain_scores(queries: Array, keys: Array) -> Array:
 
 def plain_mix(weights: Array, values: Array) -> Array:
     """A mixture of values as numbers: see ``Codec.mix``."""
-    return product("bhqk,bhkd->bhqd", weights.astype(values.dtype), tokens_of(values))
+    values = tokens_of(values)
+    weights = weights.astype(values.dtype)
+    if _is_summed(weights):
+        # Without the barrier the compiler would keep them in float32, twice the bytes.
+        return _summed(lax.optimization_barrier(weights)[..., None], values[:, :, None], 3)
+    return product("bhqk,bhkd->bhqd", weights, values)
+
+
+def _is_summed(rows: Array) -> bool:
+    """Whether rows are so few that a GPU multiplies them by ``_summed``."""
+    return rows.shape[2] <= SUMMED and current_target().platform == "gpu"
+
+
+def _summed(a: Array, b: Array, axis: int) -> Array:
+    """Products of numbers, summed along an axis in float32. The order of the products is pinned:
+    a compiler would have the numbers turned round to sum along the last axis, in a copy of all."""
+    products = a.astype(jnp.float32) * b.astype(jnp.float32)
+    order = Layout(major_to_minor=tuple(range(products.ndim)))
+    return jnp.sum(with_layout_constraint(products, order), axis)
 
 
 def long_scores(queries: Array, keys: Array) -> Array:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from kvjax.codecs._scales import WithScales, finite, in_range, mean, rounded, undifferentiable
@@ -189,6 +190,6 @@ def unpack(packed: Array, bits: int) -> Array:
         whole = packed.shape[-2]
         low, high = packed[..., : whole * 2 // 3, :], packed[..., whole * 2 // 3 :, :]
         return unpack(low, 2) | unpack(high, 1) << 2
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None, None]
+    shifts = bits * lax.broadcasted_iota(jnp.uint8, (8 // bits, 1, 1), 0)
     codes = (packed[..., None, :, :] >> shifts) & jnp.uint8(2**bits - 1)
     return codes.reshape(*packed.shape[:-2], -1, packed.shape[-1])

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.codecs import MULTIPLE, Codec, Store, tokens_of
 from kvjax.core.checks import whole_number
-from kvjax.core.device import default_device
+from kvjax.core.target import default_device
 from kvjax.core.trees import state, static_field, tree_bytes
 from kvjax.core.typing import CachedKeysValues, KeysValues
 

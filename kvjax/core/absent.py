@@ -17,8 +17,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from kvjax.core.compat import jax_0_8_libtpu
 from kvjax.core.errors import MissingCompilerError
 from kvjax.core.gpus import described
+from kvjax.core.target import Target
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,24 @@ class Kind:
     l2: int = 0
     generation: tuple[int, int] = (0, 0)
 
+    @property
+    def target(self) -> Target:
+        """What is traced for it."""
+        return Target(self.platform, self.generation if self.platform == "gpu" else None)
+
 
 GIB = 2**30
+
+
+def _gpu(
+    name: str, generation: tuple[int, int], gib: float, bandwidth: float, cores: int, clock: float,
+    l2: int,
+) -> Kind:  # fmt: skip
+    """One of NVIDIA's, by the name that its driver reports; ``l2`` in MiB."""
+    memory = int(gib * GIB)
+    return Kind("gpu", memory, bandwidth, "", name, cores, clock, l2 * 2**20, generation)
+
+
 _SQUARE = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4"
 KINDS = {
@@ -48,14 +66,20 @@ KINDS = {
     "v6e": Kind("tpu", 32 * GIB, 1640e9, _SQUARE),
     "v5p": Kind("tpu", 95 * GIB, 2765e9, _CUBE),
     # NVIDIA's data sheets
-    "a100": Kind(
-        "gpu", 80 * GIB, 2.039e12, "", "NVIDIA A100-SXM4-80GB", 108, 1.41, 40 << 20, (8, 0)
+    "t4": _gpu("Tesla T4", (7, 5), 15, 320e9, 40, 1.59, 4),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 2.039e12, 108, 1.41, 40),
+    "a100-40gb": _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 40, 1.555e12, 108, 1.41, 40),
+    "a10": _gpu("NVIDIA A10", (8, 6), 22.5, 600e9, 72, 1.695, 6),
+    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", (8, 6), 24, 936e9, 82, 1.695, 6),
+    "l4": _gpu("NVIDIA L4", (8, 9), 22.5, 300e9, 58, 2.04, 48),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 24, 1.008e12, 128, 2.52, 72),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 3.35e12, 132, 1.98, 50),
+    "h200": _gpu("NVIDIA H200", (9, 0), 141, 4.8e12, 132, 1.98, 50),
+    "b200": _gpu("NVIDIA B200", (10, 0), 179, 8e12, 148, 1.965, 126),
+    "rtxpro6000": _gpu(
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 96, 1.597e12, 188, 2.6, 128
     ),
-    "h100": Kind(
-        "gpu", 80 * GIB, 3.35e12, "", "NVIDIA H100 80GB HBM3", 132, 1.98, 50 << 20, (9, 0)
-    ),
-    "h200": Kind("gpu", 141 * GIB, 4.8e12, "", "NVIDIA H200", 132, 1.98, 50 << 20, (9, 0)),
-}  # fmt: skip
+}
 """What a name stands for."""
 
 _PACKAGES = {
@@ -137,14 +161,14 @@ def kind_of(device: Any) -> Kind | None:
     given = device.device_kind
     if given in names:
         return KINDS[names[given]]
-    return next((kind for kind in KINDS.values() if kind.name and kind.name in given), None)
+    return next((kind for kind in KINDS.values() if kind.name == given), None)
 
 
 @contextmanager
 def compiling_for(device: Any) -> Iterator[None]:
     """It is the default device, and a cache of programs, which can't give back those of a device
     that is not here, is not heard of."""
-    with jax.default_device(device), warnings.catch_warnings():
+    with jax.default_device(device), jax_0_8_libtpu(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation cache")
         yield
 

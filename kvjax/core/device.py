@@ -1,26 +1,18 @@
-"""The device that everything is on unless somebody says otherwise."""
+"""Arrays put on devices, and fetched from them."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from kvjax.core.absent import is_absent
 from kvjax.core.checks import is_traced
+from kvjax.core.target import default_device
 
-
-def default_device() -> Any:
-    """JAX's default device: the first of its platform, where only a platform was named."""
-    chosen = jax.config.values["jax_default_device"]
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]
+_T = TypeVar("_T")
 
 
 def own_memory(device: Any) -> str:
@@ -32,27 +24,62 @@ def own_memory(device: Any) -> str:
     return kind
 
 
-_computing: ContextVar[str | None] = ContextVar("computing", default=None)
+def put_here(tree: _T) -> _T:
+    """A pytree's arrays in the memory that devices compute in: NumPy's on the default device,
+    uncommitted, as ``jnp.zeros`` is, and JAX's on the devices that they are on."""
+    return jax.tree.map(_put_here, tree)
 
 
-@contextmanager
-def computing_on(platform: str) -> Iterator[None]:
-    """Trace what is inside for a platform, whatever the default device is."""
-    token = _computing.set(platform)
-    try:
-        yield
-    finally:
-        _computing.reset(token)
+def _put_here(x: Any) -> Any:
+    if is_traced(x):
+        far = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jax.device_put(x, jax.memory.Space.Device) if far else x
+    if not isinstance(x, jax.Array):
+        return jnp.asarray(x)
+    kind = own_memory(next(iter(x.devices())))
+    near = x.sharding.memory_kind in (None, kind)
+    return x if near else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def traced_for() -> str:
-    """The platform that is traced for here: by ``computing_on``, or else the default device's."""
-    return _computing.get() or str(default_device().platform)
+def put_on_one(tree: _T) -> _T:
+    """A pytree's arrays on the default device, committed, from wherever they are."""
+    device = default_device()
+    return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=own_memory(device)))
 
 
-def on_cpu() -> bool:
-    """Whether what is traced here is for a CPU."""
-    return traced_for() == "cpu"
+def put_beside(tree: _T, array: jax.Array) -> _T:
+    """A pytree's numbers and arrays where ``array`` is, and as committed as that."""
+    if array.committed:
+        return jax.device_put(tree, array.sharding)
+    with jax.default_device(next(iter(array.devices()))):
+        return jax.tree.map(jnp.asarray, tree)
+
+
+def committed_alike(tree: _T) -> _T:
+    """Arrays as they are, or all committed where some of them are. Programs give back committed all
+    that they compute beside such, and would be compiled again when they are given that."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
+    if not any(x.committed for x in leaves):
+        return tree
+    return committed(tree)
+
+
+def committed_as(tree: _T, others: Any) -> _T:
+    """Arrays as they are, or all committed where some of ``others`` are, which programs are given
+    beside them."""
+    named = any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(others))
+    return committed(tree) if named else tree
+
+
+def committed(tree: _T) -> _T:
+    """The same arrays where they are, committed."""
+    return jax.tree.map(_committed, tree)
+
+
+def _committed(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
+        return x
+    return jax.device_put(x, x.sharding)
 
 
 def fetch(tree: Any) -> Any:

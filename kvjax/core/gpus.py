@@ -1,23 +1,48 @@
 """GPUs as their compiler is told of them, where none is here."""
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from kvjax.core.compat import jax_0_10_describes
+
+
+class _Generation(NamedTuple):
+    """Of a compute capability, per streaming multiprocessor: bytes of shared memory, and of those
+    what one block can't have; threads; and floating-point units."""
+
+    shared: int
+    reserved: int
+    threads: int
+    units: int
+
+
+_GENERATIONS = {
+    (7, 5): _Generation(65536, 0, 1024, 64),
+    (8, 0): _Generation(167936, 1024, 2048, 64),
+    (8, 6): _Generation(102400, 1024, 1536, 128),
+    (8, 9): _Generation(102400, 1024, 1536, 128),
+    (9, 0): _Generation(233472, 1024, 2048, 128),
+    (10, 0): _Generation(233472, 1024, 2048, 128),
+    (12, 0): _Generation(102400, 1024, 1536, 128),
+}
+"""CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
 
 
 def described(kind: Any) -> str:
     """A GPU as XLA's compiler describes it (``stream_executor.GpuTargetConfigProto``)."""
     major, minor = kind.generation
-    shared = {8: 167936, 9: 233472}[major]
+    each = _GENERATIONS[kind.generation]
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    return f"""
+    return jax_0_10_describes(
+        f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {shared - 1024}
-  threads_per_core_limit: 2048
+  shared_memory_per_core: {each.shared}
+  shared_memory_per_block_optin: {each.shared - each.reserved}
+  threads_per_core_limit: {each.threads}
   core_count: {kind.cores}
-  fpus_per_core: {128 if major >= 9 else 64}
+  fpus_per_core: {each.units}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -42,3 +67,4 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "{kind.name}"
 """
+    )

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.core.device import committed
+
 
 def ints(*numbers: int) -> Any:
     """int32[n]."""
@@ -14,12 +16,6 @@ def ints(*numbers: int) -> Any:
 def flag(truth: bool) -> Any:
     """bool[1]."""
     return np.array([truth])
-
-
-def committed(params: Any) -> Any:
-    """The same arrays where they are, for good: else those of a trainer, which are, would be
-    compiled for again."""
-    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), params)
 
 
 def forms(params: Any) -> Any:

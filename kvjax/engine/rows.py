@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from kvjax.cache.creation import allocate
+from kvjax.core.device import committed
 from kvjax.engine import programs
-from kvjax.engine.arrays import committed, flag, ints
+from kvjax.engine.arrays import flag, ints
 from kvjax.engine.board import Board
 from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
@@ -53,15 +54,20 @@ class Rows:
         self.sizes = [count]
         while not exact and self.sizes[0] > 1 and len(self.sizes) < SIZES:
             self.sizes.insert(0, -(-self.sizes[0] // 2))
-        cache = allocate(
-            lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
+        # All that its programs are given is committed: else they would be compiled again beside
+        # parameters of a trainer, which are.
+        cache = committed(
+            allocate(
+                lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
+            )
         )
         placement = cache.layers[0].policy.placement
         self.revocable, self.platform = cache.revocable, placement.platform()
         zeros = np.zeros(count, np.int32)
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
-        self._held = Held(replace(cache, pools=()), *placement.put((Progress(*numbers), past)))
+        rows = committed(placement.put((Progress(*numbers), past)))
+        self._held = Held(replace(cache, pools=()), *rows)
         texts.pool.take_up(cache.layers)
         self.pages, self.board = RowPages(texts, count), Board(count, placement)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, refuse_traced
-from kvjax.core.device import default_device
+from kvjax.core.target import default_device
 from kvjax.core.typing import Array, Tokens
 from kvjax.policies.model_config import CacheShape, layer_heads
 

@@ -11,7 +11,7 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
-from kvjax.core.device import fetch
+from kvjax.core.device import committed_as, fetch, put_beside
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacities import grown_to, most_tokens
@@ -73,7 +73,8 @@ class Session:
         request, vocab = self._request, self._lm.config.vocab_size
         if request.to_read is not None:
             self._lm = self._lm.reading(request.to_read, request.policy or "static")
-        self.context = self._new_context() if context is None else context
+        context = self._new_context() if context is None else context
+        self.context = committed_as(context, self._lm.params)
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
         self._limit = self.put(np.int32(request.limit))
         if request.draft is not None and self.cache is not None:
@@ -81,11 +82,11 @@ class Session:
             self._drafts = Drafts(self._lm, request, request.draft, platform)
 
     def put(self, tree: Any) -> Any:
-        """Numbers, and arrays with one or more for each row, where the context is: committed, or
-        each would compile anew beside it."""
+        """Numbers, and arrays with one or more for each row, where the context is, and as committed
+        as that: else each would compile anew beside it."""
         spread = self._request.spread
         if spread is None:
-            return jax.device_put(tree, jax.tree.leaves(self.context)[-1].sharding)
+            return put_beside(tree, jax.tree.leaves(self.context)[-1])
         return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 
     def fill(self, chunk: Chunk) -> None:

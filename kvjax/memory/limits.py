@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.core.checks import whole_number, whole_or_none
-from kvjax.core.device import default_device
+from kvjax.core.target import default_device
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import device_bytes
 from kvjax.memory.weights import Loaded, Plannable, weight_bytes

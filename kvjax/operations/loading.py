@@ -13,10 +13,11 @@ from kvjax.cache.layer import layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_or_none
 from kvjax.core.context import outside
-from kvjax.core.device import traced_for
+from kvjax.core.device import committed_alike
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import read_as_written, read_folder
 from kvjax.core.settings import from_bytes
+from kvjax.core.target import current_target
 from kvjax.layouts import UNLIMITED, paged
 from kvjax.operations.conversion import under
 from kvjax.operations.fingerprints import Weighed, fingerprint
@@ -86,12 +87,13 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: in
     """The cache of settings and arrays, in the form of the device here; one that grows may do so to
     ``max_len``."""
     saved, sources, positions, turned_for, budget = settings
-    here, layers = traced_for(), []
+    here, layers = current_target(), []
     length = arrays["length"]
     for entry, (policy, kv_heads, head_dim, window) in enumerate(saved):
-        raw = policy.raw and tuple(codec.resolve(None, here) for codec in policy.raw)
+        raw = policy.raw and tuple(codec.resolve(None, here.platform) for codec in policy.raw)
         policy = replace(
-            policy, keys=policy.keys.resolve(None, here), values=policy.values.resolve(None, here),
+            policy, keys=policy.keys.resolve(None, here.platform),
+            values=policy.values.resolve(None, here.platform),
             raw=raw, layout=_growing_to(policy.layout, max_len),
         )  # fmt: skip
         like = layer_shapes(policy, len(length), kv_heads, head_dim)
@@ -113,7 +115,7 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: in
         _pool(kind.layout.pool or 0, arrays[f"table {number}"])
         for number, kind in enumerate(cache.pagings)
     ]
-    cache = replace(cache, pools=put(tuple(pools)))
+    cache = committed_alike(replace(cache, pools=put(tuple(pools))))
     if all(layer.policy.placement.computes == here for layer in layers):
         return cache
     there = [

@@ -16,6 +16,7 @@ from kvjax.cache.status import LOST
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
+from kvjax.core.device import committed_alike, put_on_one
 from kvjax.core.typing import Array
 from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
@@ -116,10 +117,11 @@ def moved(
                 del anew
                 status |= jnp.where(lost, LOST, 0)
             held[entry] = moving
-        return replace(
+        there = replace(
             cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status,
             pools=tuple(pools.values()),
         )  # fmt: skip
+        return committed_alike(there)
 
 
 def _pools_under(
@@ -166,11 +168,12 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         # From device to device: between the hosts' memories of two meshes nothing is copied.
         near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
         anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
-        moving = _in_order(anew.placed(), policy)
+        there = put_on_one(anew) if spread is None else anew.placed()
+        moving = _in_order(there, policy)
         moving = jax.block_until_ready(moving.placed() if far else moving)
         _let_go_of_other(old, moving)
         layers.append(moving)
-    put = layers[0].policy.placement.put
+    put = put_on_one if spread is None else layers[0].policy.placement.put
     length, written, status, pools = put(
         (cache.length, jnp.stack(marks, axis=1), status, cache.pools)
     )

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
-from kvjax.core.device import default_device, own_memory, traced_for
+from kvjax.core.device import put_here
+from kvjax.core.target import Target, current_target
 from kvjax.layouts import Share
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.placement.spread import Spread
@@ -20,12 +20,11 @@ class Device:
     """In the memory of the default device, or of the devices of a mesh.
 
     ``spread``: how a cache is spread over a mesh, which ``init_cache(..., mesh=)`` says, and
-    ``migrate``. ``computes``: the platform that computes on its arrays, which is fixed when a cache
-    is made.
+    ``migrate``. ``computes``: what computes on its arrays, which is fixed when a cache is made.
     """
 
     spread: Spread | None = field(default=None, kw_only=True, repr=False)
-    computes: str | None = field(default=None, kw_only=True, repr=False)
+    computes: Target | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
     """The place's name, in ``nbytes`` and reports."""
@@ -64,23 +63,22 @@ class Device:
         return replace(self, spread=other.spread, computes=other.computes)
 
     def fixed(self) -> Self:
-        """With the platform that computes, the one here now where it is open."""
-        return replace(self, computes=self.platform())
+        """With what computes, the devices here now where it is open."""
+        return replace(self, computes=self.target())
 
-    def platform(self) -> str:
-        """The name of the platform that computes on these arrays: cpu, gpu or tpu."""
+    def target(self) -> Target:
+        """What computes on these arrays."""
         if self.computes is not None:
             return self.computes
-        return traced_for() if self.spread is None else self.spread.platform
+        return current_target() if self.spread is None else self.spread.target
+
+    def platform(self) -> str:
+        """The name of its platform: cpu, gpu or tpu."""
+        return self.target().platform
 
     def put(self, tree: _T) -> _T:
-        """Move a pytree's arrays [batch, ...] there, committed: an uncommitted array beside a
-        committed one would compile every step a second time."""
-        if self.spread is not None:
-            return self.spread.put(tree, self.spread.of_rows)
-        device = default_device()
-        # Named, or what is on the host would stay there.
-        return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=own_memory(device)))
+        """Move a pytree's arrays [batch, ...] there."""
+        return put_here(tree) if self.spread is None else self.spread.put(tree, self.spread.of_rows)
 
     def put_tokens(self, tree: _T) -> _T:
         """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
@@ -89,7 +87,7 @@ class Device:
         return self.spread.put(tree, self.spread.of_tokens)
 
     def store(self, body: _T, orders: Any) -> _T:
-        """Move a body's arrays, kept in these orders, to where they are kept, committed."""
+        """Move a body's arrays, kept in these orders, to where they are kept."""
         if self.spread is not None:
             return self.spread.put_bodies(body, orders)
         return self.put(body)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.device import default_device
+from kvjax.core.target import default_device
 from kvjax.placement.device import _T, Device
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.device import traced_for
+from kvjax.core.target import traced_for
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.device import traced_for
+from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
 from kvjax.placement.device import Device

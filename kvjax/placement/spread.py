@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from kvjax.core.checks import is_traced
 from kvjax.core.context import check_context
-from kvjax.core.device import default_device, own_memory, put_over
+from kvjax.core.device import own_memory, put_over
+from kvjax.core.target import Target, default_device, target_of
 from kvjax.placement.mesh import DATA, SEQUENCE, TENSOR, refuse_axis
 from kvjax.placement.order import Order
 
@@ -76,11 +77,11 @@ class Spread:
         return self.mesh.size
 
     @property
-    def platform(self) -> str:
-        """The name of the devices' platform."""
+    def target(self) -> Target:
+        """What its devices are."""
         if isinstance(self.mesh, AbstractMesh):
-            return default_device().platform
-        return self.mesh.devices.flat[0].platform
+            return target_of(default_device())
+        return target_of(self.mesh.devices.flat[0])
 
     def spec(self, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
         """A spec, in the one form that compiled programs give back as well: axes of one device, and

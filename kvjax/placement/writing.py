@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kvjax.core.device import traced_for
+from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
 from kvjax.placement.device import Device

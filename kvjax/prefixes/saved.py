@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.device import traced_for
 from kvjax.core.errors import CheckpointError
 from kvjax.core.settings import from_bytes, to_bytes
+from kvjax.core.target import traced_for
 from kvjax.core.typing import Array
 from kvjax.prefixes.nodes import DEVICE, Kept, Key, Node, below
 from kvjax.prefixes.terms import Terms

@@ -1,32 +1,47 @@
 """The path ``pallas``: a layer's body by a kernel, its tail and sinks beside it."""
 
+import importlib
 from typing import Any
 
 from kvjax.attention.buckets import prefix
-from kvjax.attention.call import Call
-from kvjax.attention.kernels import mosaic, triton
+from kvjax.attention.call import Call, Unserved
+from kvjax.attention.kernels.choice import kernels_for
 from kvjax.attention.kernels.common import Reading, refuse
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
-from kvjax.core.device import traced_for
+from kvjax.core.target import current_target
 from kvjax.core.typing import Mixed
 
 
 def pallas(call: Call) -> Mixed:
     """Softmax over every section by flash decoding, or in one piece where the kernel can't read a
-    smaller one: by Mosaic on TPUs, by Triton elsewhere.
+    smaller one: by the first of the target's kernels that can read the largest.
 
     Raises:
-      ValueError: if the call has a bias, or the layer is stored in a way that the kernel can't
-        read.
+      Unserved: if the target has no kernel, the call has a bias, or the layer is stored in a way
+        that no kernel can read.
     """
+    target = current_target()
+    names = kernels_for(target)
+    if not names:
+        raise Unserved(f"the attention path 'pallas' has no kernel for {target}")
+    for name in names[:-1]:
+        try:
+            return _by(_module(name), call)
+        except Unserved:
+            continue
+    return _by(_module(names[-1]), call)
+
+
+def _by(kernel: Any, call: Call) -> Mixed:
+    """By one of the kernels."""
     largest = max(call.sections, key=lambda each: each.size * each.unit)
-    refuse("pallas", refusals(call, largest.as_pages()))
+    refuse("pallas", _refusals(kernel, call, largest.as_pages()))
 
     def over(section: Section, before: Partial | None = None) -> Partial:
         pages = section.as_pages()
-        if section is largest or not any(refusals(call, pages).values()):
-            found: Partial = _kernels().decode(Reading.of(call, pages), before)
+        if section is largest or not any(_refusals(kernel, call, pages).values()):
+            found: Partial = kernel.decode(Reading.of(call, pages), before)
             return found
         return prefix(section, section.size, call.rows(section), call.mask, before)
 
@@ -36,11 +51,10 @@ def pallas(call: Call) -> Mixed:
     return call.finish(found)
 
 
-def refusals(call: Call, section: Section) -> dict[str, object]:
+def _refusals(kernel: Any, call: Call, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
     if section.placement.behind_tail:
         return {"reads nothing on the host": True}
-    kernel = _kernels()
     head_dim = call.queries.shape[3]
     return {
         "adds no bias to scores": call.mask.bias is not None,
@@ -50,6 +64,6 @@ def refusals(call: Call, section: Section) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _kernels() -> Any:
-    """The module of the platform's kernel."""
-    return mosaic if traced_for() == "tpu" else triton
+def _module(name: str) -> Any:
+    """A kernel's module."""
+    return importlib.import_module(f"kvjax.attention.kernels.{name}")

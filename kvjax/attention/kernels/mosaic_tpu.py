@@ -26,6 +26,7 @@ from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
+from kvjax.core.compat import jax_0_8_in_hbm
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
@@ -135,7 +136,7 @@ def _where_it_is(store: Array) -> Array:
     the fast memory would copy it there first, and back behind its update. Rows narrower than the
     lanes are left to the compiler: they have to be turned, and are copied in any case."""
     narrow = store.shape[3] < LANES
-    return store if narrow else pltpu.with_memory_space_constraint(store, pltpu.HBM)
+    return store if narrow else jax_0_8_in_hbm(store)
 
 
 def _in_stats(found: Partial, rows: int) -> tuple[Array, Array]:

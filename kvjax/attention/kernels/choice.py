@@ -1,0 +1,24 @@
+"""Which kernels a target can run, with the JAX that is here. Nothing of Pallas is loaded for it."""
+
+from kvjax.core import compat
+from kvjax.core.target import Target
+
+AMPERE = 8, 0
+"""The first compute capability for which XLA compiles Triton, and Mosaic has matrix products."""
+
+
+def kernels_for(target: Target) -> tuple[str, ...]:
+    """The modules of ``kvjax.attention.kernels`` whose kernels a target can run, in the order in
+    which they are tried. A CPU interprets them, where they are asked for by name."""
+    if target.platform == "tpu":
+        return ("mosaic_tpu",)
+    there = []
+    if compat.has_mosaic_gpu():
+        there.append("mosaic_gpu")
+    if compat.has_triton():
+        there.append("triton")
+    if target.platform == "cpu":
+        return tuple(there[-1:])
+    if target.capability is None:  # not one of NVIDIA's
+        return tuple(name for name in there if name == "triton")
+    return tuple(there) if target.capability >= AMPERE else ()

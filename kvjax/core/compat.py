@@ -1,0 +1,95 @@
+"""Differences between the versions of JAX and Flax that kvjax runs on, and nothing else.
+
+The oldest are those of Colab: JAX 0.7.2 and Flax 0.11.2. Each function is named after the version
+that makes it unnecessary.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """Of an installed package, as numbers; () of one that is not installed."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+
+
+JAX = _version("jax")
+"""JAX's version: major, minor, patch."""
+
+
+def flax_0_12_list(modules: Iterable[Any]) -> Any:
+    """``nnx.List(modules)``. Before Flax 0.12 a module's attribute could be a plain list of
+    others, and there was no other kind."""
+    from flax import nnx
+
+    make: Any = getattr(nnx, "List", list)
+    return make(modules)
+
+
+def jax_0_10_describes(gpu: str) -> str:
+    """A description of a GPU, without the lines that older compilers refuse to read."""
+    if JAX >= (0, 10):
+        return gpu
+    unknown = r" *(thread_dim|device_vendor|device_address|ecc_enabled|name:|driver|runtime)"
+    return "\n".join(line for line in gpu.splitlines() if not re.match(unknown, line))
+
+
+def jax_0_8_in_hbm(x: Any) -> Any:
+    """An array, pinned in a TPU's large memory for a Pallas kernel. JAX 0.7 takes no such array in
+    a kernel whose grid is dynamic, so there it is left to the compiler."""
+    if JAX < (0, 8):
+        return x
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+@contextmanager
+def jax_0_8_libtpu() -> Iterator[None]:
+    """Compile for TPUs that are not here by Colab's libtpu, which is older than JAX 0.7 expects.
+
+    JAX asks a TPU that is here how old its libtpu is, and without one takes the newest. This one
+    reads kernels of the form before, and ends the process where it is asked for its layouts.
+    """
+    if JAX >= (0, 8) or not () < _version("libtpu") < (0, 0, 22):
+        yield
+        return
+    kernels: Any = importlib.import_module("jax._src.tpu_custom_call")
+    programs: Any = importlib.import_module("jax._src.interpreters.pxla")
+    before = kernels.get_ir_version, programs.is_default_layout
+    kernels.get_ir_version = lambda ctx: 7
+    programs.is_default_layout = lambda layout, sharding, aval: True
+    try:
+        yield
+    finally:
+        kernels.get_ir_version, programs.is_default_layout = before
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether JAX lowers Pallas kernels by Triton, and means to keep that: JAX 0.12 says that it
+    will be removed."""
+    return JAX < (0, 12) and _has("jax.experimental.pallas.triton", "CompilerParams")
+
+
+@functools.cache
+def has_mosaic_gpu() -> bool:
+    """Whether JAX has the parts of Mosaic GPU that our kernel is made of: since JAX 0.12."""
+    return JAX >= (0, 12) and _has("jax.experimental.pallas.mosaic_gpu", "kernel", "mma")
+
+
+def _has(module: str, *names: str) -> bool:
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return False
+    return all(hasattr(found, name) for name in names)

@@ -1,0 +1,66 @@
+"""What programs are traced for: a platform, and what its devices can do."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices that a program is traced for.
+
+    ``platform``: cpu, gpu or tpu. ``capability``: of NVIDIA's GPUs, their compute capability, such
+    as (8, 0); None of all other devices.
+    """
+
+    platform: str
+    capability: tuple[int, int] | None = None
+
+
+def target_of(device: Any) -> Target:
+    """The target of a device."""
+    given = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform != "gpu" or given is None:
+        return Target(device.platform)
+    return Target("gpu", (int(given[1]), int(given[2])))
+
+
+def default_device() -> Any:
+    """JAX's default device: the first of its platform, where only a platform was named."""
+    chosen = jax.config.values["jax_default_device"]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
+
+
+_computing: ContextVar[Target | None] = ContextVar("computing", default=None)
+
+
+@contextmanager
+def computing_on(target: Target) -> Iterator[None]:
+    """Trace what is inside for a target, whatever the default device is."""
+    token = _computing.set(target)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
+
+
+def current_target() -> Target:
+    """What is traced for here: by ``computing_on``, or else the default device."""
+    return _computing.get() or target_of(default_device())
+
+
+def traced_for() -> str:
+    """The platform of ``current_target``."""
+    return current_target().platform
+
+
+def on_cpu() -> bool:
+    """Whether what is traced here is for a CPU."""
+    return traced_for() == "cpu"
