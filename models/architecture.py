@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import note_non_finite, note_tokens
 from kvjax.cache.usable import usable
@@ -36,6 +37,7 @@ class Architecture:
 
     config: Config
 
+    @automatic
     def apply(
         self,
         params: Params,

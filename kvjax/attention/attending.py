@@ -22,6 +22,7 @@ from kvjax.attention.call import Call
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
+from kvjax.cache.explicit import automatic
 from kvjax.cache.stacking import strip_is_there
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
@@ -34,6 +35,7 @@ from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
 
 
+@automatic
 def attend(
     queries: Queries,
     cache: KVCache,

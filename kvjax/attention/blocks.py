@@ -10,6 +10,7 @@ from kvjax.attention.call import Call, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
+from kvjax.core import control
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed
 
@@ -65,7 +66,7 @@ def blockwise(call: Call, *, even: bool = False) -> Mixed:
         count = whole // QUERIES
         split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
         at = jnp.stack(jnp.split(call.mask.queries[:, :whole], count, axis=1))
-        found = lax.scan(next_part, split, jnp.arange(count))[0][0]
+        found = control.scan(next_part, split, jnp.arange(count))[0][0]
         mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)
@@ -104,8 +105,8 @@ def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
         found = softmax_over(section, call.mask, rows, begin, size, after=found, whole=True)
         return found, jnp.all(jnp.isfinite(found.mixed))
 
-    more, done = lax.cond(full, in_one_piece, lambda found: (found, jnp.bool_(False)), found)
-    return lax.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
+    more, done = control.cond(full, in_one_piece, lambda found: (found, jnp.bool_(False)), found)
+    return control.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
 
 
 def _evenly(found: Partial, section: Section, call: Call) -> Partial:
@@ -123,12 +124,12 @@ def _evenly(found: Partial, section: Section, call: Call) -> Partial:
         if not limited:
             return visit(found)
         wanted = mask.reaches(*section.span(start, size), section)
-        return lax.cond(wanted, visit, lambda found: found, found)
+        return control.cond(wanted, visit, lambda found: found, found)
 
     filled = jnp.clip(section.filled(call.near()), 0, section.size)
     # A bias may be asked for its derivative, which a loop of any length has not.
     stop_at = section.size if mask.bias else filled
-    return lax.fori_loop(0, -(-stop_at // size), one, found)
+    return control.fori_loop(0, -(-stop_at // size), one, found)
 
 
 def _fits(section: Section, rows: Array) -> bool:
@@ -183,12 +184,12 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
         def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
             start, found = carry
             wanted = (start < end) & call.mask.reaches(*section.span(start, size), section)
-            found = lax.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
+            found = control.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
             return (start + size, found), None
 
         # The start is carried: a list of starts would be memory that grows with the capacity.
         step = jax.checkpoint(one, prevent_cse=False)
-        return lax.scan(step, (first, found), length=blocks)[0][1]
+        return control.scan(step, (first, found), length=blocks)[0][1]
 
     begin = jnp.int32(section.first)
     if coarse == fine:
@@ -205,7 +206,7 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
         return walk(found, behind, -(-rest // fine), fine, stop)
 
     # A few turns of a loop that skip all they see cost as much as a small block.
-    return lax.cond(filled > whole * coarse, finely, lambda found: found, found)
+    return control.cond(filled > whole * coarse, finely, lambda found: found, found)
 
 
 def _block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:

@@ -8,13 +8,13 @@ there is one a layer, over at most ``BUCKETS`` programs that are all compiled wi
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
+from kvjax.core import control
 from kvjax.core.typing import Array, Mixed
 
 BUCKETS = 8
@@ -51,7 +51,7 @@ def bucketed(call: Call) -> Mixed:
         return call.finish(over(sizes[0]))
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
     # Devices that divide the keys may each take another size: they meet behind it.
-    return call.finish(lax.switch(index, [functools.partial(over, size) for size in sizes]))
+    return call.finish(control.switch(index, [functools.partial(over, size) for size in sizes]))
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
@@ -84,7 +84,7 @@ def prefix(
     if piece == units:
         return over(begin, before)
     found = Partial.of_none(rows) if before is None else before
-    return lax.scan(one, (begin, found), length=-(-units // piece))[0][1]
+    return control.scan(one, (begin, found), length=-(-units // piece))[0][1]
 
 
 def _units(section: Section, tokens: int) -> int:

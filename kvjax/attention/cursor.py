@@ -9,6 +9,7 @@ from kvjax.attention.attending import attend
 from kvjax.attention.uncached import self_attend
 from kvjax.cache.admission import begun, positions_from
 from kvjax.cache.appending import advance, append
+from kvjax.cache.explicit import automatic
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
@@ -35,6 +36,7 @@ class Step:
             return jnp.arange(self.new, dtype=jnp.int32)[None]
         return positions_from(self.cache.length, self.new)
 
+    @automatic
     def attend(
         self,
         layer: LayerNumber,
@@ -80,6 +82,7 @@ class Step:
         mixed = attend(queries, cache, layer, rotary=rotary, **sight)
         return mixed, replace(self, cache=_between_layers(cache))
 
+    @automatic
     def done(self) -> KVCache | None:
         """The cache, with the call's tokens counted; None where there is none.
 
@@ -104,6 +107,7 @@ def _between_layers(cache: KVCache) -> KVCache:
     return replace(cache, layers=layers)
 
 
+@automatic
 def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -> Step:
     """Begin a call: the one object that its layers are handed::
 

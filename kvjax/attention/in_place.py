@@ -6,13 +6,13 @@ pages are multiplied, each with its owner's queries, and not copied at all.
 """
 
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import FILLED, SCORES, as_stored
 from kvjax.attention.call import Call
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
+from kvjax.core import control
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed, Rows
 
@@ -44,8 +44,8 @@ def over_pages(call: Call) -> Mixed:
     def nothing() -> tuple[Mixed, Array]:
         return jnp.zeros_like(call.queries), jnp.bool_(False)
 
-    mixed, done = lax.cond(pays, try_it, nothing)
-    mixture: Mixed = lax.cond(done, lambda: mixed, lambda: evenly(call))
+    mixed, done = control.cond(pays, try_it, nothing)
+    mixture: Mixed = control.cond(done, lambda: mixed, lambda: evenly(call))
     return mixture
 
 
@@ -72,7 +72,7 @@ def _multiplied(
 
     last = jnp.max(jnp.where(at < len(owner), jnp.arange(at.shape[1]) + 1, 0))
     sums = jnp.zeros((len(at), *mixed.shape[1:]), mixed.dtype)
-    return Partial(highest, total, lax.fori_loop(0, last, column, sums))
+    return Partial(highest, total, control.fori_loop(0, last, column, sums))
 
 
 def _served(call: Call) -> bool:

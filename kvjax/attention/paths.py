@@ -13,6 +13,7 @@ from kvjax.attention.buckets import SHORT, bucketed
 from kvjax.attention.call import Call, Unserved
 from kvjax.attention.in_place import over_pages
 from kvjax.attention.kernels.choice import kernels_for
+from kvjax.core.context import divided_by_the_compiler
 from kvjax.core.target import Target
 from kvjax.core.typing import Mixed
 from kvjax.policies.cache_policy import CachePolicy
@@ -41,7 +42,8 @@ def abilities(target: Target) -> set[str]:
     """What a target can do."""
     if target.platform == "cpu":
         return {BRANCHES}
-    return {KERNELS} if kernels_for(target) else set()
+    # Where the compiler divides a program among devices, it can't divide a kernel.
+    return {KERNELS} if kernels_for(target) and not divided_by_the_compiler() else set()
 
 
 def _pallas(call: Call) -> Mixed:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from kvjax.attention.attending import check_queries, mixture, scale_of
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.mask import Bias, Mask
+from kvjax.cache.explicit import automatic
 from kvjax.cache.state import LayerCache
 from kvjax.cache.view import View
 from kvjax.codecs import Raw
@@ -16,6 +17,7 @@ from kvjax.layouts import Dense
 from kvjax.policies.cache_policy import CachePolicy
 
 
+@automatic
 def self_attend(
     queries: Queries,
     keys: KeysValues,

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax.cache.admission import begun, check_new, in_step, note_numbers
+from kvjax.cache.explicit import automatic
 from kvjax.cache.fetching import fetched_ahead
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, Pending, with_rows
@@ -35,6 +36,7 @@ from kvjax.core.target import Target, computing_on
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Rows
 
 
+@automatic
 def append(
     cache: KVCache,
     layer: LayerNumber,
@@ -109,6 +111,7 @@ def _noted(pending: Pending, entry: int, index: Array | None) -> Pending:
     return replace(pending, turns=tuple(turns))
 
 
+@automatic
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     """Count the tokens that all layers have appended as held.
 

@@ -15,6 +15,7 @@ from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value, whole_number, whole_or_none
+from kvjax.core.context import outside
 from kvjax.core.device import check_here, committed_alike
 from kvjax.core.trees import tell_flax
 from kvjax.placement.budget import Budget
@@ -34,6 +35,7 @@ from kvjax.policies.positions import position_limit, rotary_length
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
+@outside
 def init_cache(
     config: CacheShape,
     policy: PolicyChoice | None = None,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.sections import sections
 from kvjax.cache.stacking import strip_is_there
@@ -13,6 +14,7 @@ from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, Rows, SlotPositions
 
 
+@automatic
 def read(
     cache: KVCache, layer: LayerNumber, *, rotary: RotaryTable | None = None
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import check_arrays
 from kvjax.core.checks import refuse_traced
@@ -106,6 +107,7 @@ def check(cache: KVCache) -> None:
                 raise error(sentence.format(cache=cache, rows=rows, way=way))
 
 
+@automatic
 def clear_status(cache: KVCache) -> KVCache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
     check_arrays("kvjax.clear_status", cache)

@@ -12,6 +12,7 @@ from kvjax.cache.admission import positions_from
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail
 from kvjax.cache.stacking import one_of, with_one
 from kvjax.codecs import Codec, Store
+from kvjax.core import control
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
@@ -113,7 +114,7 @@ def _behind_tail(
             return jax.tree.map(lambda x: x[:, :, 0], encoded())
 
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
-        block = lax.cond(jnp.any(stop > start), one, lambda: nothing)
+        block = control.cond(jnp.any(stop > start), one, lambda: nothing)
         blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
@@ -164,7 +165,7 @@ def _row_after_row(
         return far, near
 
     rows = jnp.where(jnp.any(count > 0), count.shape[0], 0)
-    far, near = lax.fori_loop(0, rows, one, (body, jax.tree.leaves(old.fetched)))
+    far, near = control.fori_loop(0, rows, one, (body, jax.tree.leaves(old.fetched)))
     return kind.unflatten(far), kind.unflatten(near) if near else None
 
 

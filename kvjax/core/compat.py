@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jax import lax
+
 
 def _version(package: str) -> tuple[int, ...]:
     """Of an installed package, as numbers; () of one that is not installed."""
@@ -41,6 +43,21 @@ def jax_0_10_describes(gpu: str) -> str:
         return gpu
     unknown = r" *(thread_dim|device_vendor|device_address|ecc_enabled|name:|driver|runtime)"
     return "\n".join(line for line in gpu.splitlines() if not re.match(unknown, line))
+
+
+def jax_0_10_varying(aval: Any) -> frozenset[str]:
+    """Along which axes of a ``jax.shard_map`` an array varies, where that is checked."""
+    if JAX < (0, 10):
+        return getattr(aval, "vma", frozenset())
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
+
+
+def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
+    """``lax.pcast(x, axes, to="varying")``, which JAX 0.7 calls ``pvary``."""
+    if JAX < (0, 8):
+        return lax.pvary(x, axes)
+    return lax.pcast(x, axes, to="varying")
 
 
 def jax_0_8_in_hbm(x: Any) -> Any:

@@ -3,26 +3,101 @@ are."""
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import AxisType
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from kvjax.core.checks import is_traced
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_NONE = Mesh(np.empty((), object), ())
+_home: ContextVar[Mesh | None] = ContextVar("home", default=None)
 
 
 def outside(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call`` as it is where no mesh is set. For what begins its own programs, outside ``jit``."""
+    """``call`` as it is where no mesh is set. For what begins its own programs, outside ``jit``.
+
+    Arrays on a mesh of explicit axes are given to it on automatic ones, the same arrays under
+    another type, and what it gives is on the mesh of those again.
+    """
 
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if jax.sharding.get_abstract_mesh().empty:
+        if not jax.sharding.get_abstract_mesh().empty and not is_traced(jnp.zeros(())):
+            with jax.set_mesh(_NONE):
+                return called(*args, **kwargs)
+        home = _explicit((args, kwargs))
+        if home is None:
             return call(*args, **kwargs)
-        with jax.set_mesh(None):
-            return call(*args, **kwargs)
+        token = _home.set(home)
+        try:
+            args, kwargs = jax.tree.map(_on_automatic, (args, kwargs))
+            return at_home(call(*args, **kwargs), home)
+        finally:
+            _home.reset(token)
 
     return called
+
+
+def home() -> Mesh | None:
+    """The mesh of explicit axes that arrays of ``outside`` came from; None if there is none."""
+    return _home.get()
+
+
+def at_home(tree: _T, home: Mesh | None) -> _T:
+    """Arrays on the mesh that ``home`` gave, where it gave one."""
+    return tree if home is None else jax.tree.map(functools.partial(_on_explicit, home), tree)
+
+
+def _explicit(tree: Any) -> Mesh | None:
+    """A mesh of explicit axes that arrays are on."""
+    for x in jax.tree.leaves(tree):
+        if (mesh := _mesh_of(x)) is not None and AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def _mesh_of(x: Any) -> Mesh | None:
+    """The mesh that an array is on; none of one that is traced."""
+    if not isinstance(x, jax.Array) or is_traced(x) or not isinstance(x.sharding, NamedSharding):
+        return None
+    mesh = x.sharding.mesh
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+@functools.lru_cache(maxsize=16)
+def _automatic(mesh: Mesh) -> Mesh:
+    """The same devices and names, with automatic axes."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def _on_automatic(x: Any) -> Any:
+    mesh = _mesh_of(x)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return x
+    there = NamedSharding(_automatic(mesh), x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    return jax.device_put(x, there)
+
+
+def _on_explicit(home: Mesh, x: Any) -> Any:
+    if _mesh_of(x) != _automatic(home):
+        return x
+    there = NamedSharding(home, x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    return jax.device_put(x, there)
+
+
+def divided_by_the_compiler() -> bool:
+    """Whether the mesh that is set has automatic axes of several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return False
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind is AxisType.Auto and size > 1 for kind, size in axes)
 
 
 def check_context(sizes: Mapping[str, int]) -> None:

@@ -47,11 +47,20 @@ def put_on_one(tree: _T) -> _T:
     return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=own_memory(device)))
 
 
-def put_beside(tree: _T, array: jax.Array) -> _T:
-    """A pytree's numbers and arrays where ``array`` is, and as committed as that."""
-    if array.committed:
-        return jax.device_put(tree, array.sharding)
-    with jax.default_device(next(iter(array.devices()))):
+def put_beside(tree: _T, rows: jax.Array) -> _T:
+    """A pytree's numbers and arrays where ``rows`` is, and as committed as that: an array with a
+    number for each row, of several devices which may have some each."""
+    place = rows.sharding
+    if isinstance(place, NamedSharding):
+        everywhere = NamedSharding(place.mesh, PartitionSpec(), memory_kind=place.memory_kind)
+
+        def one(x: Any) -> Any:
+            return jax.device_put(x, place if np.shape(x)[:1] == rows.shape else everywhere)
+
+        return jax.tree.map(one, tree)
+    if rows.committed:
+        return jax.device_put(tree, place)
+    with jax.default_device(next(iter(rows.devices()))):
         return jax.tree.map(jnp.asarray, tree)
 
 
@@ -67,8 +76,19 @@ def committed_alike(tree: _T) -> _T:
 def committed_as(tree: _T, others: Any) -> _T:
     """Arrays as they are, or all committed where some of ``others`` are, which programs are given
     beside them."""
-    named = any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(others))
-    return committed(tree) if named else tree
+    named = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and x.committed)
+    if (one := next(named, None)) is None:
+        return tree
+    if isinstance(one.sharding, NamedSharding):
+        return jax.tree.map(functools.partial(_on_mesh, one.sharding.mesh), tree)
+    return committed(tree)
+
+
+def _on_mesh(mesh: Any, x: Any) -> Any:
+    """An array on all devices of a mesh, if it is on none."""
+    if not isinstance(x, jax.Array) or x.committed:
+        return x
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def committed(tree: _T) -> _T:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.cache.admission import admit
 from kvjax.cache.state import KVCache
+from kvjax.core import control
 from kvjax.core.typing import Array, Counts, Tokens
 
 PIECE = 1024
@@ -53,7 +53,7 @@ def in_parts(
         return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
 
     last = jnp.zeros((batch, 1, vocab), jnp.float32)
-    (cache, last), every = jax.lax.scan(one, (cache, last), (parts, real))
+    (cache, last), every = control.scan(one, (cache, last), (parts, real))
     if last_only:
         return last, cache
     logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)

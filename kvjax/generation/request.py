@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
+from kvjax.core.context import home
 from kvjax.core.device import fetch
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
@@ -57,7 +59,7 @@ class Request:
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
     what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
     it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
-    all.
+    all; ``home``: the mesh that its cache is given back on, see ``kvjax.core.context``.
     """
 
     prompts: list[list[int]]
@@ -84,6 +86,7 @@ class Request:
     before: list[list[int]] | None = None
     guides: tuple[FormOfText | None, ...] | None = None
     search: Search | None = None
+    home: Mesh | None = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -212,7 +215,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
-        draft=draft,
+        draft=draft, home=home(),
         search=search,
     )  # fmt: skip
 

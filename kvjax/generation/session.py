@@ -86,7 +86,9 @@ class Session:
         as that: else each would compile anew beside it."""
         spread = self._request.spread
         if spread is None:
-            return put_beside(tree, jax.tree.leaves(self.context)[-1])
+            cache = self.context.cache
+            rows = self.context.length if cache is None else cache.length
+            return put_beside(tree, rows)
         return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 
     def fill(self, chunk: Chunk) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.context import at_home
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
@@ -111,6 +112,7 @@ class Stream(Pieces):
         texts = self._texts([row.text for row in asked])
         tokens = [row.tokens for row in asked]
         cache: Any = self._session.cache if self._request.prefixes is None else None
+        cache = at_home(cache, self._request.home)
         both = zip(self._request.texts, self._rows, strict=True)
         self._session.end([prompt + row.tokens for prompt, row in both])
         result = GenerationResult(

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, with_rows
+from kvjax.core import control
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, Rows
 from kvjax.operations.rows import without
@@ -126,9 +126,9 @@ def _copied(
             return jax.tree.map(_one(placement, number - row, source, row, start, size),
                                 stores, orders)  # fmt: skip
 
-        return lax.fori_loop(0, turns, copy, stores)
+        return control.fori_loop(0, turns, copy, stores)
 
-    stores = lax.fori_loop(0, batch * layers, row_of, stores)
+    stores = control.fori_loop(0, batch * layers, row_of, stores)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, given)
 
 

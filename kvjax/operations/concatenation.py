@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.usable import usable
@@ -21,6 +22,7 @@ from kvjax.operations.stacks import stack, unstack
 from kvjax.policies.cache_policy import CachePolicy
 
 
+@automatic
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
     """The rows of several caches in one, which holds as much as the largest of them.
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.filling import filled
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
@@ -26,6 +27,7 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
 @layer_by_layer
+@automatic
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
     """The same text in a cache of another policy: dense to ring, float32 to bfloat16.
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
+from kvjax.core import control
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
@@ -151,7 +152,7 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
         part = placement.far(placement.near(order.piece(x, unit, 1)))
         return lax.dynamic_update_slice_in_dim(into, part, unit * order.step, axis=order.axis)
 
-    return lax.fori_loop(0, x.shape[order.axis] // order.step, one, into)
+    return control.fori_loop(0, x.shape[order.axis] // order.step, one, into)
 
 
 def mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.paging import trimmed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import OUT_OF_PAGES, REWOUND_TOO_FAR
@@ -14,6 +15,7 @@ from kvjax.core.typing import Counts, Rows
 from kvjax.layouts import UNLIMITED
 
 
+@automatic
 def rewindable(cache: KVCache) -> Rows:
     """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
 
@@ -27,6 +29,7 @@ def rewindable(cache: KVCache) -> Rows:
     return jnp.min(jnp.stack(each), axis=0)
 
 
+@automatic
 def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     """Forget the newest tokens.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.explicit import automatic
 from kvjax.cache.paging import forked, freed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import NO_SUCH_ROW, OUT_OF_PAGES
@@ -19,6 +20,7 @@ from kvjax.operations.rewinding import whole_numbers
 from kvjax.operations.stacks import layer_by_layer
 
 
+@automatic
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
     cache = usable("kvjax.fork", cache, between=False)
@@ -27,6 +29,7 @@ def fork(cache: KVCache) -> KVCache:
 
 
 @layer_by_layer
+@automatic
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     """The cache of some rows, in the order asked for; one row may be asked for often.
 
@@ -61,6 +64,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
 
 
 @layer_by_layer
+@automatic
 def repeat(cache: KVCache, times: int) -> KVCache:
     """Every row ``times`` times, one behind the other: one prompt, several continuations.
 
@@ -99,6 +103,7 @@ def without(cache: KVCache, had: SomeRows | None) -> KVCache:
     return replace(cache, length=length, status=cache.status | status)
 
 
+@automatic
 def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     """Empty rows, status and all, without touching the arrays.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.creation import check_stacks, stacks_of
+from kvjax.cache.explicit import automatic
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.cache.status import LOST
@@ -21,6 +22,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+@automatic
 def stack(cache: KVCache) -> KVCache:
     """The same with the arrays of layers that are alike in one, [layers, batch, kv_heads, max_len,
     head_dim] of each, for a model that goes through its layers by ``lax.scan``. All is copied;
@@ -60,6 +62,7 @@ def stack(cache: KVCache) -> KVCache:
     )  # fmt: skip
 
 
+@automatic
 def unstack(cache: KVCache) -> KVCache:
     """The same with every layer's arrays its own. All of it is copied."""
     cache = usable("kvjax.unstack", cache)

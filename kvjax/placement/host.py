@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from kvjax.core import control
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.target import default_device
 from kvjax.placement.device import _T, Device
@@ -57,7 +57,7 @@ class Host(Device):
         # This is always true, which they can't know.
         there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
         empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return lax.cond(there, _fetched, empty, part)
+        return control.cond(there, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
         return jax.device_put(part, jax.memory.Space.Host)

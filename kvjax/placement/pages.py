@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.core import control
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
@@ -110,7 +111,7 @@ def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, tar
             return order.with_row(into, at, start, placement.far(placement.near(page)))
 
         turns = jnp.where(jnp.any(source >= 0), len(source), 0)
-        return lax.fori_loop(0, turns, copy, store)
+        return control.fori_loop(0, turns, copy, store)
 
     return jax.tree.map(one, stores, orders)
 
@@ -154,7 +155,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
             unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
             return order.with_row(into, pages[number], jnp.int32(0), unit)
 
-        return lax.fori_loop(0, jnp.sum(pages >= 0), write, store)
+        return control.fori_loop(0, jnp.sum(pages >= 0), write, store)
 
     return jax.tree.map(one, stores, orders, contents)
 

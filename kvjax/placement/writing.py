@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from kvjax.core import control
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
@@ -121,7 +122,7 @@ def _row_by_row(
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
         # With as many turns as rows it is differentiable.
-        into = lax.fori_loop(0, rows, one, into)
+        into = control.fori_loop(0, rows, one, into)
     return into
 
 
@@ -162,7 +163,7 @@ def _row_into_pages(
         at = page if layer is None else (layer, page)
         return _write_one(into, at, x, run, found, order, near, far, copy)
 
-    return one(jnp.int32(0), into) if len(mine) == 1 else lax.fori_loop(0, len(mine), one, into)
+    return one(jnp.int32(0), into) if len(mine) == 1 else control.fori_loop(0, len(mine), one, into)
 
 
 def _write_one(

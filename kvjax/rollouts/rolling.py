@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.creation import allocate
+from kvjax.cache.explicit import automatic
 from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
@@ -43,6 +44,7 @@ from kvjax.sampling.past import Past
 
 @spelled_out(RolloutSettings)
 @outside
+@automatic
 def rollout(
     lm: LanguageModel,
     params: Any,
