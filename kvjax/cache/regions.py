@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.core.numbers import beside_slots
 from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Layout, Part, Region, Share, Split, paged
 
@@ -37,7 +38,7 @@ def placed(
     is a cursor as well."""
 
     def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if share is None else Share(index[0][:, None], share.count)
+        own = None if share is None else Share(beside_slots(index[0]), share.count)
         return of(own).positions(length, written, slots)
 
     cursors = (length, written)
@@ -54,10 +55,10 @@ def own_tokens(split: Split, before: Rows, length: Rows, count: int) -> dict[str
     first = jnp.int32(0) if share is None else share.index * each
 
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
-        positions = before[:, None] + slots
-        there = (positions >= split.tail.sinks) & (positions < length[:, None])
+        positions = beside_slots(before) + slots
+        there = (positions >= split.tail.sinks) & (positions < beside_slots(length))
         if share is not None:
-            there &= (slots >= first[:, None]) & (slots < first[:, None] + each)
+            there &= (slots >= beside_slots(first)) & (slots < beside_slots(first) + each)
         return jnp.where(there, positions, -1)
 
     def span(start: Array, size: int) -> tuple[Array, Array]:

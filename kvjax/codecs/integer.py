@@ -92,7 +92,7 @@ class Integer(WithScales):
             return rounded(reach / self._levels, kind, up=True), zero
         largest = jnp.max(jnp.abs(x), axes, keepdims=True)
         scale = rounded(largest / (self._levels / 2), kind, up=True)
-        return scale, -scale * self._middle
+        return scale, -scale * self.middle
 
     def _fit_one_bit(self, x: Array, axes: tuple[int, ...], kind: Any) -> tuple[Array, Array]:
         middle = mean(x, axes) if self.zero_point else jnp.zeros((), x.dtype)
@@ -115,16 +115,16 @@ class Integer(WithScales):
         if self.zero_point:
             whole = jnp.round((x - zero) / step)
         elif self.bits == 8:  # a code stands in the middle: the sum must not round a second time
-            whole = jnp.round(x / step) + self._middle
+            whole = jnp.round(x / step) + self.middle
         else:
-            whole = jnp.round(x / step + self._middle)
+            whole = jnp.round(x / step + self.middle)
         return jnp.clip(whole, self._lowest, 2**self.bits - 1)
 
     def wide(self, store: Packed) -> Array:
         split = self.groups.split(unpack(store.codes, self.bits).astype(jnp.float32))
         scale = self.each(store.scale)
         if store.zero is None:
-            return in_range(self.groups.join((split - self._middle) * scale), self.dtype)
+            return in_range(self.groups.join((split - self.middle) * scale), self.dtype)
         return in_range(self.groups.join(split * scale + self.each(store.zero)), self.dtype)
 
     def tiled(self, block: int, parts: int, head_dim: int) -> bool:
@@ -138,7 +138,7 @@ class Integer(WithScales):
         codes, side = orders.codes.run(codes, part % each, each)
         numbers = codes.astype(jnp.float32)
         if store.zero is None:
-            numbers = numbers - self._middle
+            numbers = numbers - self.middle
         return [self.scaled(numbers, side, store, orders, part, parts)]
 
     @property
@@ -152,7 +152,7 @@ class Integer(WithScales):
         return 1 if self.bits == 8 and not self.zero_point else 0
 
     @property
-    def _middle(self) -> float:
+    def middle(self) -> float:
         """The code of 0 without a zero point."""
         return self._lowest + self._levels / 2
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.numbers import beside_slots
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -90,7 +91,7 @@ class Dense:
         return [Run(length, 0, self.slots)]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
-        return jnp.where(slots < length[:, None], slots, -1)
+        return jnp.where(slots < beside_slots(length), slots, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         return positions

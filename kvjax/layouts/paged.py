@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
-from kvjax.core.numbers import xp
+from kvjax.core.numbers import beside_slots, xp
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -190,10 +190,10 @@ class Paged:
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
-        held, marks, size = slots, written[:, None], self.page_size
+        held, marks, size = slots, beside_slots(written), self.page_size
         if not self.straight:
             held = self._page_in(slots // size, marks) * size + slots % size
-        there = held < length[:, None]
+        there = held < beside_slots(length)
         if self.window is not None:
             there &= (held >= marks - self._seen) | (held < self.sinks)
         return jnp.where(there, held, -1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.numbers import beside_slots
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -154,11 +155,11 @@ class Ring:
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         """A slot holds the last position that was ever written to it. After a rewind that can be
         one that is no longer part of the text."""
-        newest = written[:, None] - 1 - self.sinks
+        newest = beside_slots(written) - 1 - self.sinks
         held = newest - (newest - (slots - self.sinks)) % self._ring
         held = jnp.where(held >= 0, held + self.sinks, -1)
         held = jnp.where(slots < self.sinks, slots, held)
-        return jnp.where(held < length[:, None], held, -1)
+        return jnp.where(held < beside_slots(length), held, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         turned = self.sinks + (positions - self.sinks) % self._ring
