@@ -69,7 +69,7 @@ class Mask:
         if section.split is not None:
             raw_from = _raw_from(section.split, queries, call)
             raw = section.split.is_raw(keys, raw_from)
-            seen &= raw if section.raw else ~raw
+            seen &= raw if section.raw else raw ^ True  # kernels know no other "not"
         return seen
 
     def reaches(self, low: Array, high: Array, section: Section) -> Array:

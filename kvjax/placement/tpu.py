@@ -170,8 +170,17 @@ def folded(head_dim: int) -> int:
 
 def grain(platform: str) -> int:
     """Of what the slots of a layer are a multiple: a TPU's compiler turns an array round whose rows
-    fill no whole tiles, and copies it wherever the other order is wanted."""
-    return SUBLANES if platform == "tpu" else 1
+    fill no whole tiles, and copies it wherever the other order is wanted; and a GPU's kernels fetch
+    whole tiles into shared memory."""
+    return 1 if platform == "cpu" else SUBLANES
+
+
+def grain_of_blocks(platform: str, slots: int, block: int) -> int:
+    """The same of blocks, each of which has rows of its own, but for its scales: these are whole
+    tiles on a TPU where many are."""
+    if platform != "tpu":
+        return 1
+    return SUBLANES if slots >= SUBLANES * SUBLANES * block else SUBLANES // 2
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from kvjax.core.checks import whole_number
 from kvjax.layouts import Dense, Layout, Split, paged
 from kvjax.paging.kinds import Paging
 from kvjax.placement.device import Device
-from kvjax.placement.tpu import folded, grain, orders_of
+from kvjax.placement.tpu import folded, grain, grain_of_blocks, orders_of
 from kvjax.policies.model_config import layer_windows
 
 
@@ -91,11 +91,9 @@ class CachePolicy:
     @property
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
-        grain = self.grain
-        # A block has rows of its own, but for its scales: they are whole tiles where many are.
-        many = self.layout.slots >= grain * grain * self.block
-        parts = self.placement.parts * (grain if many else max(grain // 2, 1))
-        return Split(self.layout, self.block, self.recent, parts, grain)
+        blocks = grain_of_blocks(self.placement.platform(), self.layout.slots, self.block)
+        parts = self.placement.parts * blocks
+        return Split(self.layout, self.block, self.recent, parts, self.grain)
 
     @property
     def stored(self) -> Layout:

@@ -12,6 +12,8 @@ H200, B200 and others, and interpreted on CPUs, where races are looked for.
 
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.attention.kernels.common import Reading, compiled, refuse
+from kvjax.attention.kernels import common
+from kvjax.attention.kernels.common import Reading, refuse
 from kvjax.attention.kernels.mosaic_gpu_stores import (
     TERMS,
     Form,
@@ -55,6 +58,7 @@ ROOM = 96
 """KiB that it takes, where fewer pieces are enough: so two programs run beside each other."""
 GRAIN, LANES = 16, 8
 """What matrix units multiply together: rows and sums of so many, for so many tokens or channels."""
+KIB = 1024
 WHOLE = 128
 """Numbers that are written together."""
 
@@ -68,7 +72,7 @@ class Plan:
     ``warps``: of four, those that divide rows of queries; the others divide tokens. ``piece``:
     units that are fetched together, and ``steps``: pieces in shared memory. ``run``: tokens that
     are multiplied together. ``product``: the dtype of what is multiplied, ``queries``: of queries.
-    ``swizzles``: of keys and values in shared memory, bytes.
+    ``swizzle``: of numbers in shared memory, bytes.
     """
 
     forms: tuple[Form, Form]
@@ -78,7 +82,7 @@ class Plan:
     piece: int
     steps: int
     queries: Any
-    swizzles: tuple[int, int]
+    swizzle: int
 
     @property
     def product(self) -> Any:
@@ -137,19 +141,21 @@ class Plan:
     def scratch(self, written: int, fenced: bool) -> dict[str, Any]:
         """Shared memory, by name."""
         found: dict[str, Any] = {}
+        tiles = (
+            plgpu.TilingTransform((LANES, self.swizzle // 2)),
+            plgpu.SwizzleTransform(self.swizzle),
+        )
         for which, form in enumerate(self.forms):
-            swizzle = self.swizzles[which]
-            tiles = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-            shape, planes = (self.rows_of(which), self.head_dim), self.planes(which)
-            direct = {} if planes else {"transforms": tiles}
-            found[f"fetched_{which}"] = plgpu.SMEM((self.steps, *shape), form.dtype, **direct)
-            if planes:
-                found[f"made_{which}"] = plgpu.SMEM(
-                    (planes, *shape), self.product, transforms=tiles
-                )
+            shape = self.steps, self.rows_of(which), self.head_dim
+            direct: Any = {} if self.planes(which) else {"transforms": tiles}
+            found[f"fetched_{which}"] = plgpu.SMEM(shape, form.dtype, **direct)
             for name in form.of_tokens:
                 each = self.piece, form.groups, self.unit
                 found[f"{name}_{which}"] = plgpu.SMEM(each, jnp.float32)
+        # Keys' first, and then values' in their place: planes one behind the other.
+        made = max(self.planes(which) * self.rows_of(which) for which in (0, 1))
+        if made:
+            found["made"] = plgpu.SMEM((made, self.head_dim), self.product, transforms=tiles)
         wide = self.queries == jnp.float32
         weights = len(self.runs), self.forms[1].groups, self.rows, self.run
         found["weights"] = plgpu.SMEM(weights, jnp.float32 if wide else self.product)
@@ -159,16 +165,18 @@ class Plan:
             found["arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=self.steps)
         return found
 
-    def bytes(self) -> int:
-        """Of all of that."""
-        total = 4 * self.rows * self.head_dim + 1024
-        for each in self.scratch(self.rows, False).values():
-            total += -(-each.dtype.itemsize * _size(each.shape) // 1024) * 1024
+    def written(self, rows: int) -> int:
+        """Of so many rows of queries those of a program whose mixtures are written: so many that
+        they are whole writes."""
+        some = (n for n in range(min(rows, self.rows), self.rows) if n * self.head_dim % WHOLE == 0)
+        return next(some, self.rows)
+
+    def bytes(self, rows: int) -> int:
+        """Of all of that for so many rows, each rounded up, and of what sums across warps take."""
+        total = 2 * KIB
+        for each in self.scratch(self.written(rows), False).values():
+            total += -(-each.dtype.itemsize * math.prod(each.shape) // KIB) * KIB
         return total
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return functools.reduce(int.__mul__, shape, 1)
 
 
 def decode(reading: Reading, before: Partial | None = None) -> Partial:
@@ -189,17 +197,13 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     scalars, _ = reading.scalars(plan.piece * section.unit, at)
     pieces = -(-(section.first + section.size) // plan.piece)
     splits = _splits(batch * kv_heads * blocks, pieces)
-    groups = plan.forms[0].groups
-    sums = queries.astype(jnp.float32).reshape(*queries.shape[:3], groups, -1).sum(-1)
-    given = [queries, sums.swapaxes(2, 3), scalars, at]
+    given = [queries, scalars, at]
     given += [] if section.pages is None else [section.pages]
     stores = [
         arrays_of(codec, store)
         for codec, store in zip(section.codecs, (section.keys, section.values), strict=True)
     ]
-    # Rows of queries that there are, and as many more as make whole writes.
-    written = next(n for n in (*range(min(rows, plan.rows), plan.rows), plan.rows)
-                   if n * head_dim % WHOLE == 0)  # fmt: skip
+    written = plan.written(rows)
     place = (batch, kv_heads * blocks, splits)
     shapes = (plan.rows,), (plan.rows,), (written, head_dim)
     bare, capability = reading.bare(), current_target().capability or (9, 0)
@@ -218,24 +222,31 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             grid=place,
             grid_names=("row", "head", "share"),
             scratch_types=plan.scratch(written, fenced),
-            compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=2048),
+            compiler_params=plgpu.CompilerParams(
+                reduction_scratch_bytes=2 * KIB, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
             interpret=interpret or None,
         )(*arrays)
 
-    highest, total, mixed = compiled(run, *given, *stores[0], *stores[1])
-    missing = [(0, 0)] * 3 + [(0, plan.rows - written), (0, 0)]
-    joined = Partial(highest, total, jnp.pad(mixed, missing)).joined(2)
-    every = (x.reshape(batch, kv_heads, blocks * plan.rows, *x.shape[3:]) for x in joined)
+    # What is interpreted has effects, which `lax.platform_dependent` has no room for.
+    interpret = common.INTERPRETED if default_device().platform == "cpu" else False
+    highest, total, mixed = run(*given, *stores[0], *stores[1], interpret=interpret)
+    # Fewer than a program has are written where there are no more.
+    found = Partial(highest[..., :written], total[..., :written], mixed)
+    found = found.joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in found))
+    every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in found)
     found = Partial(*(x[:, :, :rows] for x in every))
     found = found._replace(mixed=in_tiles(section.codecs[1]).unturn(found.mixed))
     return found if before is None else before.merge(found)
 
 
-def refusals(section: Section, head_dim: int) -> dict[str, object]:
-    """What the kernel can't read, and whether a section is such."""
+def refusals(section: Section, rows: Array) -> dict[str, object]:
+    """What the kernel can't read for rows of queries [batch, kv_heads, rows, head_dim], and whether
+    a section is such."""
+    head_dim = rows.shape[3]
     forms = [form_of(codec, section.unit, head_dim) for codec in section.codecs]
     known = None not in forms
-    fits = known and _plan_of(section, head_dim, 1, jnp.dtype(jnp.float32)) is not None
+    fits = known and _plan_of(section, head_dim, rows.shape[2], rows.dtype) is not None
     return {
         f"can't read {section.codecs} in a kernel": not known,
         f"takes multiples of {GRAIN} tokens and channels that share bytes and scales, and no more "
@@ -266,6 +277,8 @@ def _plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | N
     if None in forms or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return None
     units = page = jax.tree.leaves(section.keys)[0].shape[2]
+    if section.unit == 1 and units % LANES:
+        return None
     if section.pages is None or section.pages.shape[1] == 1:
         page = 1 << 30  # units of a row alone, one behind the other
     capability = current_target().capability or (9, 0)
@@ -275,18 +288,16 @@ def _plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | N
 
 @functools.lru_cache(maxsize=256)
 def _planned(
-    forms: tuple[Form, Form], unit: int, units: int, page: int, head_dim: int, rows: int, dtype: Any,
-    shared: int,
+    forms: tuple[Form, Form], unit: int, units: int, page: int, head_dim: int, rows: int,
+    dtype: Any, shared: int,
 ) -> Plan | None:  # fmt: skip
     """``_plan_of`` for a store of so many units, which ``page`` divides."""
     wanted = min(rows, MOST if head_dim <= 128 else MOST // 2)
     needed = -(-FETCHED // min(form.rows for form in forms))
-    sizes = (TOKENS, TOKENS // 2, TOKENS // 4) if unit == 1 else (needed, 1)
-    swizzles = [
-        next((s for s in (128, 64, 32) if head_dim // form.groups % (s // 2) == 0), 0)
-        for form in forms
-    ]
-    if 0 in swizzles:
+    sizes = (TOKENS, TOKENS // 2, TOKENS // 4) if unit == 1 else (needed,)
+    widths = [head_dim // form.groups for form in forms]
+    swizzle = next((s for s in (128, 64, 32) if all(n % (s // 2) == 0 for n in widths)), None)
+    if swizzle is None:
         return None
     for most, size, steps, warps in itertools.product(
         (ROOM, shared), sizes, range(AHEAD, 1, -1), (1, 2, 4)
@@ -294,12 +305,11 @@ def _planned(
         piece = min(1 << size.bit_length() - 1, 1 << units.bit_length() - 1, page)
         if GRAIN * warps < wanted and warps < 4:
             continue
-        plan = Plan(forms, unit, head_dim, warps, piece, steps, dtype, tuple(swizzles))
+        plan = Plan(forms, unit, head_dim, warps, piece, steps, dtype, swizzle)
         across = LANES * 4 // warps  # tokens, or channels, that all warps take together
-        widths = [head_dim // form.groups for form in forms]
         whole = all(n % across == n % GRAIN == 0 for n in (plan.run, *widths))
         along = all(form.along % plan.run == 0 for form in forms)
-        if whole and along and plan.bytes() <= min(most, shared) * 1024:
+        if whole and along and plan.bytes(rows) <= min(most, shared) * KIB:
             return plan
     return None
 
@@ -339,12 +349,13 @@ class _Side:
         plan, which = self.plan, self.which
         if plan.planes(which):
             shape = plan.rows_of(which), plan.head_dim
-            how = plgpu.Layout.SMEM_GMEM_COPY(shape, plan.product, plan.swizzles[which])
+            how = plgpu.Layout.SMEM_GMEM_COPY(shape, plan.product, plan.swizzle)
             stored = plgpu.load(
                 self.shared[f"fetched_{which}"].at[slot], layout=how, optimized=False
             )
             for n, x in enumerate(self.form.made(stored, plan.queries, plan.product)):
-                plgpu.store(self.shared[f"made_{which}"].at[n], x, optimized=False)
+                into = self.shared["made"].at[pl.ds(n * shape[0], shape[0])]
+                plgpu.store(into, x, optimized=False)
         for name in self.form.of_tokens:
             for at, group in itertools.product(range(plan.piece), range(self.form.groups)):
                 source = self.arrays[name].at[row, 0, unit + at, :, group]
@@ -356,12 +367,13 @@ class _Side:
         """Of a run's tokens and a group's channels: references to 16-bit numbers that add up."""
         plan, width = self.plan, self.plan.head_dim // self.form.groups
         plane, first = plan.where(self.which, run)
-        some = pl.ds(first, plan.run), pl.ds(group * width, width)
+        channels = pl.ds(group * width, width)
         if not plan.planes(self.which):
-            return [self.shared[f"fetched_{self.which}"].at[(slot, *some)]]
-        made = self.shared[f"made_{self.which}"]
-        terms = self.form.terms(plan.queries)
-        return [made.at[(plane + n, *some)] for n in range(terms)]
+            fetched = self.shared[f"fetched_{self.which}"]
+            return [fetched.at[slot, pl.ds(first, plan.run), channels]]
+        terms = range(plane, plane + self.form.terms(plan.queries))
+        begins = [n * plan.rows_of(self.which) + first for n in terms]
+        return [self.shared["made"].at[pl.ds(n, plan.run), channels] for n in begins]
 
     def of_tokens(self, run: tuple[int, int], group: int) -> Undone:
         """What undoes the numbers of a run's tokens: float32[run]."""
@@ -374,13 +386,15 @@ class _Side:
 
         return undone(self.form, load, self.plan.where(self.which, run)[0])
 
-    def of_channels(self, row: Any, unit: Any, run: tuple[int, int], layout: Any) -> Undone:
-        """What undoes the numbers of channels, the means among them: float32[head_dim]."""
+    def of_channels(
+        self, row: Any, unit: Any, run: tuple[int, int], channels: Any, layout: Any
+    ) -> Undone:
+        """What undoes the numbers of some channels, the means among them: float32[channels]."""
         form = self.form
 
         def load(name: str) -> Array:
             group = 0 if name == "mean" else run[1] * self.plan.run // form.along
-            numbers = self.arrays[name].at[row, 0, unit + run[0], group]
+            numbers = self.arrays[name].at[row, 0, unit + run[0], group, channels]
             return plgpu.load(numbers, layout=layout, optimized=False).astype(jnp.float32)
 
         plane = self.plan.where(self.which, run)[0]
@@ -402,7 +416,7 @@ def _program(
     fetches, and barriers tell what has arrived.
     """
     row, head, share = (lax.axis_index(name) for name in ("row", "head", "share"))
-    queries_ref, sums_ref, scalars_ref, at_ref, *rest = refs[:-3]
+    queries_ref, scalars_ref, at_ref, *rest = refs[:-3]
     outs = [ref.at[row, head, share] for ref in refs[-3:]]
     table_ref = rest.pop(0) if columns else None
     block, own = lax.rem(head, blocks), lax.div(head, blocks)
@@ -440,22 +454,20 @@ def _program(
             plgpu.barrier_wait(shared["arrived"].at[slot])
             return
         # Each copy is a group of its own; near the end there are fewer behind this piece's.
-        more = piece + steps - 2 < end
-        pl.when(more)(lambda: plgpu.wait_gmem_to_smem(2 * (steps - 2)))
-        pl.when(jnp.logical_not(more))(lambda: plgpu.wait_gmem_to_smem(0))
+        last = piece + steps - 2
+        pl.when(last < end)(lambda: plgpu.wait_gmem_to_smem(2 * (steps - 2)))
+        pl.when(last >= end)(lambda: plgpu.wait_gmem_to_smem(0))
 
-    def times(a: list[Array], b: list[Any], into: Array, turned: bool = False) -> Array:
+    def loaded_of(numbers: Any) -> Array:
+        return plgpu.load(numbers, layout=plan.second, optimized=False)
+
+    def times(a: list[Array], b: list[Array], into: Array) -> Array:
         """A product of sums of terms; of those of numbers of 32 bits as many as count."""
         most = max(len(a), len(b))
-        loaded = [
-            plgpu.load(x.transpose((1, 0)) if turned else x, layout=plan.second, optimized=False)
-            for x in b
-        ]
-        return functools.reduce(
-            lambda total, pair: _dot(total, a[pair[0]], loaded[pair[1]], interpreted),
-            [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < most],
-            into,
-        )
+        pairs = itertools.product(range(len(a)), range(len(b)))
+        for i, j in ((i, j) for i, j in pairs if i + j < most):
+            into = _dot(into, a[i], b[j], interpreted)
+        return into
 
     def zeros(*shape: int) -> Array:
         layout = plan.sums if len(shape) == 2 else plan.sums.reduce(1)
@@ -468,40 +480,53 @@ def _program(
     queries = queries.astype(jnp.float32)
     plain = terms_of(queries, plan.product, some)
     at = plgpu.load(at_ref.at[row, block], layout=plan.sums.reduce(1), optimized=False)
-    at = lax.broadcast_in_dim(at, (rows, run), (0,))
+    at = plgpu.layout_cast(lax.broadcast_in_dim(at, (rows, run), (0,)), plan.sums)
     groups, widths = (
         [form.groups for form in plan.forms],
         [head_dim // form.groups for form in plan.forms],
     )
+    # Four warps' rows are laid out as those of sums, but not to Mosaic's knowledge.
+    own = plan.sums if plan.warps == 4 else plan.first
+
+    def summed(channels: Any, factor: Callable[[Any], Array] | None = None) -> Array:
+        """Queries, or products of them, summed over channels: float32[rows]."""
+        found = queries_ref.at[row, head, :, channels]
+        found = plgpu.load(found, layout=own, optimized=False).astype(jnp.float32)
+        if factor is not None:
+            found = found * _down(factor(own.reduce(0)), found, own)
+        return plgpu.layout_cast(jnp.sum(found, axis=1), plan.sums.reduce(1))
+
+    every = pl.ds(0, head_dim)
     sums = [
-        plgpu.load(sums_ref.at[row, head, n], layout=plan.sums.reduce(1), optimized=False)
-        for n in range(groups[0])
+        summed(pl.ds(n * widths[0], widths[0]))
+        for n in range(groups[0] if keys.form.adds_to_tokens else 0)
     ]
 
     def scores_of(which: tuple[int, int], place: Any, unit: Any, slot: Any) -> Array:
         """Of a run of keys: float32[rows, run]."""
         terms, offset = plain, None
-        if keys.form.along or "mean" in keys.form.arrays:
-            factor, more = keys.of_channels(place, unit, which, plan.first.reduce(0))
-            if factor is not None:
-                terms = terms_of(queries * _down(factor, queries), plan.product, some)
-            if more is not None:
-                offset = jnp.sum(queries * _down(more, queries), axis=1)
-                offset = plgpu.layout_cast(offset, plan.sums.reduce(1))
+        undoing = functools.partial(keys.of_channels, place, unit, which, every)
+        if keys.form.along:
+            factor = undoing(plan.first.reduce(0)).factor
+            terms = terms_of(queries * _down(factor, queries, plan.first), plan.product, some)
+        if keys.form.adds_to_channels:
+            offset = summed(every, lambda layout: undoing(layout).offset)
         total = None
         for group in range(groups[0]):
             part = slice(group * widths[0], (group + 1) * widths[0])
-            found = keys.numbers(which, slot, group)
-            product = times([x[:, part] for x in terms], found, zeros(rows, run), turned=True)
+            turned = [loaded_of(x.transpose((1, 0))) for x in keys.numbers(which, slot, group)]
+            product = times([x[:, part] for x in terms], turned, zeros(rows, run))
             if keys.form.of_tokens:
                 factor, more = keys.of_tokens(which, group)
                 if factor is not None:
-                    product = product * _down(factor, product)
+                    product = product * _down(factor, product, plan.sums)
                 if more is not None:
-                    product = product + _along(sums[group], product) * _down(more, product)
+                    product = product + _along(sums[group], product, plan.sums) * _down(
+                        more, product, plan.sums
+                    )
             total = product if total is None else total + product
         assert total is not None
-        return total if offset is None else total + _along(offset, total)
+        return total if offset is None else total + _along(offset, total, plan.sums)
 
     def seen_of(which: tuple[int, int], piece: Any, start: Any) -> tuple[Array, Array]:
         """Which of a run's tokens queries see, and the first slot."""
@@ -525,7 +550,7 @@ def _program(
             if values.form.of_tokens:
                 factor, more = values.of_tokens(plan.runs[which], group)
                 assert factor is not None
-                scaled = weights * _down(factor, weights)
+                scaled = weights * _down(factor, weights, plan.sums)
             kept = scaled.astype(shared["weights"].dtype)
             plgpu.store(shared["weights"].at[which, group], kept, optimized=False)
             if more is None:
@@ -535,7 +560,7 @@ def _program(
                 lower = values.form.middle * values.form.shift(plane)
                 after[group] = after[group] - kept.astype(jnp.float32) * lower
             else:
-                after[group] = after[group] + weights * _down(more, weights)
+                after[group] = after[group] + weights * _down(more, weights, plan.sums)
         return after
 
     def mixed_with(
@@ -543,43 +568,31 @@ def _program(
     ) -> list[Array]:
         """Mixtures, float32[rows, width] of each group, with a run's values."""
         found = []
-        raw = "scale" not in values.form.arrays
+        raw, run_of = "scale" not in values.form.arrays, plan.runs[which]
         for group, total in enumerate(mixed):
             weights = plgpu.load(
                 shared["weights"].at[which, group], layout=plan.first, optimized=False
             )
-            terms = (
-                terms_of(weights.astype(jnp.float32), plan.product, TERMS) if wide else [weights]
-            )
-            refs = values.numbers(plan.runs[which], slot, group)
-            loaded = [plgpu.load(x, layout=plan.second, optimized=False) for x in refs]
+            terms = terms_of(weights, plan.product, TERMS) if wide else [weights]
+            loaded = [loaded_of(x) for x in values.numbers(run_of, slot, group)]
             if raw:  # no weight makes 0 of what is no number
                 seen = there(first, piece, (run, widths[1]))
                 loaded = [jnp.where(seen, x, jnp.zeros_like(x)) for x in loaded]
-            most = max(len(terms), len(loaded))
-            pairs = [
-                (a, b) for a, b in itertools.product(range(len(terms)), range(len(loaded)))
-                if a + b < most
-            ]  # fmt: skip
+            channels = pl.ds(group * widths[1], widths[1])
             factor = offset = None
             if values.form.along or "mean" in values.form.arrays:
                 factor, offset = values.of_channels(
-                    place, unit, plan.runs[which], plan.sums.reduce(0)
+                    place, unit, run_of, channels, plan.sums.reduce(0)
                 )
-            product = total if factor is None else zeros(rows, widths[1])
-            for a, b in pairs:
-                product = _dot(product, terms[a], loaded[b], interpreted)
-            if factor is not None:
-                product = total + product * _down(factor, product)
+            if factor is None:
+                product = times(terms, loaded, total)
+            else:
+                product = times(terms, loaded, zeros(rows, widths[1]))
+                product = total + product * _down(factor, product, plan.sums)
             if offset is not None:
                 ones = plgpu.layout_cast(jnp.ones((run, widths[1]), plan.product), plan.second)
-                every = zeros(rows, widths[1])
-                for term in terms:
-                    every = _dot(every, term, ones, interpreted)
-                part = offset  # groups of channels have none of their own beside means
-                if groups[1] > 1:
-                    part = offset[group * widths[1] : (group + 1) * widths[1]]
-                product = product + every * _down(part, product)
+                totals = times(terms, [ones], zeros(rows, widths[1]))
+                product = product + totals * _down(offset, product, plan.sums)
             found.append(product)
         return found
 
@@ -591,40 +604,38 @@ def _program(
             plgpu.commit_smem()  # what was read of the next slot was read
         pl.when(piece + steps - 1 < end)(lambda: fetch(piece + steps - 1))
         start, place, unit = where(piece)
-        for side in sides:
-            side.make(place, unit, slot)
+        keys.make(place, unit, slot)
         scores, firsts = [], []
         for which in plan.runs:
             products = reading.scores(scores_of(which, place, unit, slot))
             seen, first = seen_of(which, piece, start)
             scores.append(jnp.where(seen, products, LOWEST))
             firsts.append(first)
+        values.make(place, unit, slot)
         above = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
         above = jnp.maximum(highest, jnp.maximum(above, LOWEST / 2))  # see Partial.of
         shrink = jnp.exp(highest - above)
-        total = total * _along(shrink, total)
-        added = [x * _along(shrink, x) for x in added]
+        total = total * _along(shrink, total, plan.sums)
+        added = [x * _along(shrink, x, plan.sums) for x in added]
         for n, products in enumerate(scores):
-            weights = jnp.exp(products - _along(above, products))
+            weights = jnp.exp(products - _along(above, products, plan.sums))
             total = total + weights
             added = weigh(n, weights, added)
-        mixed = [x * _along(shrink, x) for x in mixed]
+        mixed = [x * _along(shrink, x, plan.sums) for x in mixed]
         for n in range(len(plan.runs)):
             mixed = mixed_with(n, mixed, piece, firsts[n], place, unit, slot)
         return above, total, mixed, added
 
     for n in range(steps - 1):
         pl.when(begin + n < end)(functools.partial(fetch, begin + n))
-    adding = groups[1] if values.form.of_tokens and (
-        values.form.middle or "zero" in values.form.arrays
-    ) else 0  # fmt: skip
+    adding = groups[1] if values.form.adds_to_tokens else 0
     highest, total, mixed, added = lax.fori_loop(
         begin, end, visit,
         (zeros(rows) + LOWEST, zeros(rows, run), [zeros(rows, widths[1])] * groups[1],
          [zeros(rows, run)] * adding),
     )  # fmt: skip
     for n, x in enumerate(added):
-        mixed[n] = mixed[n] + _along(jnp.sum(x, axis=1), mixed[n])
+        mixed[n] = mixed[n] + _along(jnp.sum(x, axis=1), mixed[n], plan.sums)
     plgpu.store(outs[0], highest, optimized=False)
     plgpu.store(outs[1], jnp.sum(total, axis=1), optimized=False)
     into = shared.get("mixed", outs[2])
@@ -641,11 +652,11 @@ def _dot(total: Array, a: Array, b: Array, interpreted: bool) -> Array:
     return plgpu.mma(total, a, b)
 
 
-def _down(numbers: Array, like: Array) -> Array:
+def _down(numbers: Array, like: Array, layout: Any) -> Array:
     """Numbers [columns], the same in all rows."""
-    return lax.broadcast_in_dim(numbers, like.shape, (1,))
+    return plgpu.layout_cast(lax.broadcast_in_dim(numbers, like.shape, (1,)), layout)
 
 
-def _along(numbers: Array, like: Array) -> Array:
+def _along(numbers: Array, like: Array, layout: Any) -> Array:
     """Numbers [rows], the same in all columns."""
-    return lax.broadcast_in_dim(numbers, like.shape, (0,))
+    return plgpu.layout_cast(lax.broadcast_in_dim(numbers, like.shape, (0,)), layout)

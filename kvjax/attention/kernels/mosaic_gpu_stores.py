@@ -66,6 +66,17 @@ class Form:
         """What tokens have numbers of."""
         return () if self.along else tuple(x for x in self.arrays if x in ("scale", "zero"))
 
+    @property
+    def adds_to_tokens(self) -> bool:
+        """Whether something is added to the scaled numbers of each token."""
+        return bool(self.of_tokens) and (self.middle != 0 or "zero" in self.arrays)
+
+    @property
+    def adds_to_channels(self) -> bool:
+        """Whether something is added to the scaled numbers of each channel."""
+        shifted = self.along and (self.middle != 0 or "zero" in self.arrays)
+        return bool(shifted) or "mean" in self.arrays
+
     def terms(self, queries: Any) -> int:
         """16-bit numbers that add up to a stored one, for queries of a dtype."""
         return TERMS if self.dtype == queries == jnp.float32 else 1

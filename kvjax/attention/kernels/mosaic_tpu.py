@@ -233,8 +233,10 @@ def _along(count: int, axis: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)
 
 
-def refusals(section: Section, head_dim: int) -> dict[str, object]:
-    """What the kernel can't read, and whether a section is such."""
+def refusals(section: Section, rows: Array) -> dict[str, object]:
+    """What the kernel can't read for rows of queries [batch, kv_heads, rows, head_dim], and whether
+    a section is such."""
+    head_dim = rows.shape[3]
     parts = max(in_tiles(codec).parts for codec in section.codecs) * folded_sides(section.orders)
     ordered = all(order.read_by_tiles for order in jax.tree.leaves(section.orders))
     readable = (section.unit == 1 or ordered) and all(

@@ -55,12 +55,11 @@ def _refusals(kernel: Any, call: Call, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
     if section.placement.behind_tail:
         return {"reads nothing on the host": True}
-    head_dim = call.queries.shape[3]
     return {
         "adds no bias to scores": call.mask.bias is not None,
         f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
         "reads no keys that are stored before their rotation": section.table is not None,
-        **kernel.refusals(section, head_dim),
+        **kernel.refusals(section, call.rows(section)),
     }  # fmt: skip
 
 

@@ -102,8 +102,10 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     return found if before is None else before.merge(found)
 
 
-def refusals(section: Section, head_dim: int) -> dict[str, object]:
-    """What the kernel can't read, and whether a section is such."""
+def refusals(section: Section, rows: Array) -> dict[str, object]:
+    """What the kernel can't read for rows of queries [batch, kv_heads, rows, head_dim], and whether
+    a section is such."""
+    head_dim = rows.shape[3]
     stores = section.keys, section.values
     cores = [in_tiles(codec).core for codec in section.codecs]
     units = [math.prod(x.shape[3:]) for x in jax.tree.leaves(stores)]
