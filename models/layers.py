@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.target import on_cpu
+from kvjax.core.products import contract_last
 
 Hidden = Float[Array, "batch new hidden"]
 
@@ -22,10 +22,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
 }
 """By the names that ``hidden_act`` and ``activation_function`` have in ``config.json``."""
-
-
-FEW = 64
-"""Rows up to which a CPU multiplies float32 weights faster as the first factor."""
 
 
 class Linear(nnx.Module):
@@ -131,28 +127,6 @@ class FeedForward(nnx.Module):
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
     """Random weights for training from scratch: normal, deviation 0.02."""
     return (0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype)
-
-
-def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
-    """float32[..., out]: ``x @ weight.T`` without the transpose."""
-    rows = x.size // x.shape[-1]
-    if rows > FEW or not on_cpu():
-        return _products(x, weight)
-    flat = x.reshape(rows, x.shape[-1])
-    if x.dtype.itemsize < 4 and rows == 1:
-        # Of 16 bits, one row alone takes ten times as long as two: all weights are widened for it.
-        found = _products(jnp.pad(flat, [(0, 1), (0, 0)]), weight)[:1]
-    elif x.dtype.itemsize < 4 or rows == 1:
-        found = _products(flat, weight)
-    else:
-        # Without the barrier the compiler would exchange the factors again.
-        found = lax.optimization_barrier(_products(weight, flat)).T
-    return found.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _products(x: Float[Array, "... in"], y: Float[Array, "out in"]) -> Array:
-    axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
 
 
 def split_heads(

@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.core.compat import jax_0_8_libtpu
 from kvjax.core.errors import MissingCompilerError
@@ -153,6 +154,30 @@ def device_or_mesh(given: Any) -> tuple[Any, Mesh | None]:
     if isinstance(given, Mesh):
         return given.devices.flat[0], given
     return device_of(given), None
+
+
+class Named(NamedTuple):
+    """Devices that are not here, by name: their kind, and of a mesh its axes."""
+
+    kind: str
+    shape: tuple[int, ...] | None
+    axes: tuple[str, ...] = ()
+    types: tuple[AxisType, ...] = ()
+
+    def make(self) -> Any:
+        """The device, or the mesh."""
+        if self.shape is None:
+            return absent(self.kind)
+        devices = np.array(absent_devices(self.kind, math.prod(self.shape))).reshape(self.shape)
+        return Mesh(devices, self.axes, axis_types=self.types)
+
+
+def named(device: Any, mesh: Mesh | None) -> Named:
+    """A device that is not here, or a mesh of such, by the name of its kind."""
+    kind = next(name for name, kind in KINDS.items() if kind == kind_of(device))
+    if mesh is None:
+        return Named(kind, None)
+    return Named(kind, mesh.devices.shape, mesh.axis_names, mesh.axis_types)
 
 
 def kind_of(device: Any) -> Kind | None:

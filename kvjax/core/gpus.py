@@ -2,7 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
 from kvjax.core.compat import jax_0_10_describes
+from kvjax.core.target import target_of
 
 
 class _Generation(NamedTuple):
@@ -68,3 +71,29 @@ dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "{kind.name}"
 """
     )
+
+
+_own: list[tuple[int, int]] = []
+
+
+def own_capability() -> tuple[int, int] | None:
+    """The compute capability that this process compiles kernels for: of its GPU, or, where it has
+    none, the first that it was asked for; None before that. JAX's compiler of Mosaic kernels keeps
+    to one in a process."""
+    if not _own and jax.default_backend() == "gpu":
+        own = target_of(jax.local_devices()[0]).capability
+        _own.extend([] if own is None else [own])
+    return _own[0] if _own else None
+
+
+def check_capability(asked: tuple[int, int]) -> None:
+    """Raise ``ValueError`` where this process compiles kernels for another one."""
+    own = own_capability()
+    if own is None:
+        _own.append(asked)
+    elif own != asked:
+        raise ValueError(
+            f"this process compiles kernels for GPUs of compute capability {own[0]}.{own[1]}, and "
+            f"JAX compiles them for one capability in a process: compile for {asked[0]}.{asked[1]} "
+            "in another, with JAX_PLATFORMS=cpu"
+        )

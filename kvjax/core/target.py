@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 
+AMPERE = 8, 0
+"""The first compute capability with bfloat16, and for which XLA compiles Triton."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -20,6 +23,12 @@ class Target:
 
     platform: str
     capability: tuple[int, int] | None = None
+
+    @property
+    def before_ampere(self) -> bool:
+        """Whether it is one of NVIDIA's GPUs without bfloat16, and without what XLA has Triton
+        compile: a T4."""
+        return self.capability is not None and self.capability < AMPERE
 
 
 def target_of(device: Any) -> Target:

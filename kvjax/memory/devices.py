@@ -14,12 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.creation import init_cache
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import compiling_for, device_or_mesh, kind_of
+from kvjax.core.absent import Named, compiling_for, device_or_mesh, is_absent, kind_of, named
+from kvjax.core.another_process import in_another_process
 from kvjax.core.checks import whole_number
+from kvjax.core.gpus import own_capability
+from kvjax.core.target import target_of
 from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
 from kvjax.memory.sizes import abstract_cache, seen
@@ -87,17 +91,24 @@ def plan_on(
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
       choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
       device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or a kind's name:
-        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"h200"``, ``"h100"``, ``"a100"``. Or a mesh, as of
-        ``kvjax.make_mesh(tensor=4, devices="v5e")``, of a model that kvjax runs.
+        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"t4"``, ``"a100"``, ``"a100-40gb"``, ``"a10"``,
+        ``"rtx3090"``, ``"l4"``, ``"rtx4090"``, ``"h100"``, ``"h200"``, ``"b200"``,
+        ``"rtxpro6000"``. Or a mesh, as of ``kvjax.make_mesh(tensor=4, devices="v5e")``, of a model
+        that kvjax runs.
       prefill_chunk: tokens of a prompt that a call takes.
 
     Raises:
       ValueError: as of ``init_cache``; if there is no such device, or it does not compile for
-        bodies on the host.
+        bodies on the host; if this process compiles kernels for other GPUs, and the model can't be
+        sent to another.
       MissingCompilerError: if the device's compiler is not installed.
     """
     model = plannable(model)
     device, mesh = device_or_mesh(device)
+    if _is_for_another_process(device):
+        settings: Any = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
+        there = named(device, mesh)
+        return in_another_process(_plan_on_named, model, choice, there, **settings)
     devices = 1 if mesh is None else mesh.size
     chunk = min(
         whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
@@ -144,6 +155,20 @@ def plan_on(
         devices,
         *exchanged,
     )  # fmt: skip
+
+
+def _is_for_another_process(device: Any) -> bool:
+    """Whether a device that is not here has kernels of another kind than this process compiles."""
+    target = target_of(device)
+    if not is_absent(device) or "mosaic_gpu" not in kernels_for(target):
+        return False
+    return own_capability() not in (None, target.capability)
+
+
+def _plan_on_named(
+    model: Plannable, choice: PolicyChoice | None, there: Named, **settings: Any
+) -> DevicePlan:
+    return plan_on(model, choice, device=there.make(), **settings)
 
 
 def _of_step(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from kvjax.attention.attending import attend
 from kvjax.cache.appending import advance, append
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.products import contract_last
 from kvjax.policies.model_config import layer_windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -129,7 +130,7 @@ class ModelShape:
             "qkv": matrix(queries + 2 * keys, hidden),
             "out": matrix(hidden, queries),
             "up": matrix(self.intermediate_size, hidden),
-            "down": matrix(self.intermediate_size, hidden),
+            "down": matrix(hidden, self.intermediate_size),
         }
         if self.gated:
             layer["gate"] = matrix(self.intermediate_size, hidden)
@@ -158,6 +159,9 @@ class ModelShape:
             size = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
             return (wide * jax.lax.rsqrt(size + 1e-6)).astype(x.dtype)
 
+        def times(x: Any, weight: Any) -> Any:
+            return contract_last(x, weight).astype(x.dtype)
+
         def split(x: Any, heads: int) -> Any:
             return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)
 
@@ -167,22 +171,17 @@ class ModelShape:
         windows = self.windows or (None,) * self.num_hidden_layers
         for number, window in enumerate(windows):
             layer = params[f"layer_{number}"]
-            queries, keys, values = jnp.split(_times(normed(x), layer["qkv"]), ends, axis=-1)
+            queries, keys, values = jnp.split(times(normed(x), layer["qkv"]), ends, axis=-1)
             cache = append(cache, number, split(keys, kv_heads), split(values, kv_heads))
             mixed = attend(split(queries, heads), cache, number, window=window).swapaxes(1, 2)
-            x = x + _times(mixed.reshape(*x.shape[:2], -1), layer["out"])
-            inner = jax.nn.silu(_times(normed(x), layer["gate" if self.gated else "up"]))
+            x = x + times(mixed.reshape(*x.shape[:2], -1), layer["out"])
+            inner = jax.nn.silu(times(normed(x), layer["gate" if self.gated else "up"]))
             if self.gated:
-                inner = inner * _times(normed(x), layer["up"])
-            x = x + inner @ layer["down"]
+                inner = inner * times(normed(x), layer["up"])
+            x = x + times(inner, layer["down"])
         x = normed(x[:, -1:] if last_only else x)
         head = params.get("lm_head", params["embed_tokens"])
-        return _times(x, head).astype(jnp.float32), advance(cache, tokens.shape[1])
-
-
-def _times(x: Any, weight: Any) -> Any:
-    """A product with weights [out, in]."""
-    return jnp.einsum("...i,oi->...o", x, weight)
+        return contract_last(x, head), advance(cache, tokens.shape[1])
 
 
 def _sights(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:
@@ -213,6 +212,8 @@ SHAPES = {
     "llama-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49152, tied=True, context=8192),
     "llama-3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, context=8192),
     "llama-3.1-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, context=131072),
+    "llama-3.2-1b": ModelShape(16, 2048, 8192, 32, 8, 64, 128256, tied=True, context=131072),
+    "llama-3.2-3b": ModelShape(28, 3072, 8192, 24, 8, 128, 128256, tied=True, context=131072),
     "llama-3.1-70b": ModelShape(80, 8192, 28672, 64, 8, 128, 128256, context=131072),
     "qwen3-0.6b": ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, context=40960),
     "qwen3-8b": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, context=40960),

@@ -3,9 +3,6 @@
 from kvjax.core import compat
 from kvjax.core.target import Target
 
-AMPERE = 8, 0
-"""The first compute capability for which XLA compiles Triton, and Mosaic has matrix products."""
-
 
 def kernels_for(target: Target) -> tuple[str, ...]:
     """The modules of ``kvjax.attention.kernels`` whose kernels a target can run, in the order in
@@ -21,4 +18,4 @@ def kernels_for(target: Target) -> tuple[str, ...]:
         return tuple(there[-1:])
     if target.capability is None:  # not one of NVIDIA's
         return tuple(name for name in there if name == "triton")
-    return tuple(there) if target.capability >= AMPERE else ()
+    return () if target.before_ampere else tuple(there)

@@ -37,6 +37,7 @@ from kvjax.attention.kernels.mosaic_gpu_stores import (
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
+from kvjax.core.gpus import check_capability
 from kvjax.core.target import current_target, default_device
 from kvjax.core.typing import Array
 
@@ -61,8 +62,6 @@ GRAIN, LANES = 16, 8
 KIB = 1024
 WHOLE = 128
 """Numbers that are written together."""
-
-_compiled_for: set[tuple[int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,10 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     plan = _plan_of(section, head_dim, rows, dtype)
     refuse("pallas", {f"can't read {section.codecs} here": plan is None})
     assert plan is not None
-    _check_kind_of_gpu()
+    interpret = _interpret()
+    capability = current_target().capability or (9, 0)
+    if interpret is None:
+        check_capability(capability)
     blocks = -(-rows // plan.rows)
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, blocks * plan.rows - rows), (0, 0)))
     queries = queries.reshape(batch, kv_heads * blocks, plan.rows, head_dim)
@@ -197,40 +199,34 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     scalars, _ = reading.scalars(plan.piece * section.unit, at)
     pieces = -(-(section.first + section.size) // plan.piece)
     splits = _splits(batch * kv_heads * blocks, pieces)
-    given = [queries, scalars, at]
-    given += [] if section.pages is None else [section.pages]
     stores = [
         arrays_of(codec, store)
         for codec, store in zip(section.codecs, (section.keys, section.values), strict=True)
     ]
-    written = plan.written(rows)
-    place = (batch, kv_heads * blocks, splits)
-    shapes = (plan.rows,), (plan.rows,), (written, head_dim)
-    bare, capability = reading.bare(), current_target().capability or (9, 0)
     units = stores[0][0].shape[2] // plan.forms[0].rows
     columns = 0 if section.pages is None else section.pages.shape[1]
-
-    def run(*arrays: Array, interpret: Any) -> Any:
-        interpret = plgpu.InterpretGPUParams() if interpret is True else interpret
-        fenced = capability[0] >= 9 or bool(interpret)
-        program = functools.partial(
-            _program, bare, plan, blocks, splits, units, columns, written, fenced, bool(interpret)
-        )
-        return plgpu.kernel(
-            program,
-            out_type=[jax.ShapeDtypeStruct((*place, *x), jnp.float32) for x in shapes],
-            grid=place,
-            grid_names=("row", "head", "share"),
-            scratch_types=plan.scratch(written, fenced),
-            compiler_params=plgpu.CompilerParams(
-                reduction_scratch_bytes=2 * KIB, lowering_semantics=plgpu.LoweringSemantics.Lane
-            ),
-            interpret=interpret or None,
-        )(*arrays)
-
-    # What is interpreted has effects, which `lax.platform_dependent` has no room for.
-    interpret = common.INTERPRETED if default_device().platform == "cpu" else False
-    highest, total, mixed = run(*given, *stores[0], *stores[1], interpret=interpret)
+    written, place = plan.written(rows), (batch, kv_heads * blocks, splits)
+    fenced = capability[0] >= 9 or interpret is not None
+    program = functools.partial(
+        _program, reading.bare(), plan, blocks, splits, units, columns, written, fenced,
+        interpret is not None,
+    )  # fmt: skip
+    run = plgpu.kernel(
+        program,
+        out_type=[
+            jax.ShapeDtypeStruct((*place, *each), jnp.float32)
+            for each in ((plan.rows,), (plan.rows,), (written, head_dim))
+        ],
+        grid=place,
+        grid_names=("row", "head", "share"),
+        scratch_types=plan.scratch(written, fenced),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=2 * KIB, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+    tables = [] if section.pages is None else [section.pages]
+    highest, total, mixed = run(queries, scalars, at, *tables, *stores[0], *stores[1])
     # Fewer than a program has are written where there are no more.
     found = Partial(highest[..., :written], total[..., :written], mixed)
     found = found.joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in found))
@@ -254,21 +250,11 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     }
 
 
-def _check_kind_of_gpu() -> None:
-    """Raise ``ValueError`` where kernels have been compiled for other GPUs: JAX's compiler of them
-    keeps to the first one's in a process."""
-    capability = current_target().capability
-    if capability is None or default_device().platform != "gpu":  # interpreted
-        return
-    if _compiled_for <= {capability}:
-        _compiled_for.add(capability)
-        return
-    first = ".".join(map(str, next(iter(_compiled_for))))
-    raise ValueError(
-        f"this process has compiled kernels for GPUs of compute capability {first}, and JAX "
-        "compiles them for one kind of GPU in a process: compile for "
-        f"{'.'.join(map(str, capability))} in another process"
-    )
+def _interpret() -> Any:
+    """How it is interpreted where a CPU is the default device; None elsewhere."""
+    if default_device().platform != "cpu":
+        return None
+    return plgpu.InterpretGPUParams() if common.INTERPRETED is True else common.INTERPRETED
 
 
 def _plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | None:
