@@ -25,7 +25,8 @@ def automatic(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """``call`` with the explicit axes of the mesh that is set as automatic ones.
 
     Of a cache that it gives, each array is divided as that of the cache that it was given; an array
-    of the same shape as one that it was given, as that; and all others by their rows alone.
+    of the same shape as one that it was given, as that; and all others by their rows alone. A cache
+    on a mesh of ``kvjax.make_mesh`` is refused: its axes are not those that are set.
     """
 
     @functools.wraps(call)
@@ -67,6 +68,9 @@ class _Given:
         leaves = jax.tree.leaves(given, is_leaf=_is_cache)
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
         caches = [x for x in leaves if _is_cache(x)]
+        for cache in caches:
+            if cache.spread is not None:
+                cache.spread.check_context()
         self.cache = {
             path: jax.typeof(x).sharding.spec
             for path, x in jax.tree_util.tree_leaves_with_path(caches[0] if caches else ())
@@ -74,8 +78,8 @@ class _Given:
         }
         self.arrays = {x.shape: jax.typeof(x).sharding.spec for x in reversed(arrays)}
         rows = [caches[0].length] if caches else arrays
-        first = jax.typeof(rows[0]).sharding.spec if rows and rows[0].ndim else ()
-        self.rows = first[0] if len(first) else None
+        first = tuple(jax.typeof(rows[0]).sharding.spec) if rows else ()
+        self.rows = first[0] if first else None
 
     def divided(self, result: _T) -> _T:
         """What a function gave, divided as what it was given."""

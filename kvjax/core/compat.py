@@ -56,7 +56,7 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
 def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
     """``lax.pcast(x, axes, to="varying")``, which JAX 0.7 calls ``pvary``."""
     if JAX < (0, 8):
-        return lax.pvary(x, axes)
+        return getattr(lax, "pvary")(x, axes)  # noqa: B009 - newer versions have none
     return lax.pcast(x, axes, to="varying")
 
 

@@ -86,8 +86,8 @@ class Session:
         as that: else each would compile anew beside it."""
         spread = self._request.spread
         if spread is None:
-            cache = self.context.cache
-            rows = self.context.length if cache is None else cache.length
+            context = self.context
+            rows = context.length if isinstance(context, Uncached) else context.cache.length
             return put_beside(tree, rows)
         return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from kvjax.attention.kernels import common
 from kvjax.attention.kernels.common import Reading, refuse
@@ -41,6 +41,7 @@ from kvjax.core.gpus import check_capability
 from kvjax.core.target import current_target, default_device
 from kvjax.core.typing import Array
 
+plgpu: Any = mosaic_gpu  # what of it is used here came with JAX 0.11 and 0.12
 TOKENS = 64
 """Of a text that is stored token by token, what is fetched together, at most."""
 FETCHED = 32
