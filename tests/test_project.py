@@ -63,6 +63,8 @@ MANY = 32
 """Rows of what is keys or values, even packed: more than heads, channels or queries."""
 FILES = 12
 """At most; and one more for each codec around another one of the keys."""
+AROUND = {("cache", "explicit.py"), ("core", "control.py")}
+"""Files whose functions call others that they are given: decorators, loops and branches."""
 WALKED = {
     "raw": kvjax.CachePolicy(),
     "int8": kvjax.CachePolicy(kvjax.Dense(), kvjax.Int8(), kvjax.Int8()),
@@ -163,7 +165,8 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
 
     def note(frame: FrameType | None, event: str, _: Any) -> None:
         here = place_of(frame.f_code.co_filename) if frame and event == "call" else ()
-        if not here or here[0] == "generation":  # JAX tells its listener that a step is traced
+        # JAX tells its listener, in generation, that a step is traced.
+        if not here or here[0] == "generation" or here in AROUND:
             return
         count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
         count += bool(frame.f_code.co_flags & inspect.CO_VARARGS)
@@ -173,8 +176,7 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
         rooms = []
         while frame:
             place = place_of(frame.f_code.co_filename)
-            # A decorator, which hands on what it is given.
-            rooms += () if place == ("cache", "explicit.py") else place[:1]
+            rooms += () if place in AROUND else place[:1]
             frame = frame.f_back
         stacks.add(tuple(room for room, _ in itertools.groupby(reversed(rooms))))
 

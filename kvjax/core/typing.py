@@ -21,10 +21,10 @@ Number = Int[Array, ""]
 LayerNumber = int | Integer[Array, ""] | tuple[int, int | Integer[Array, ""]]
 """Of a layer of a model; of a stacked cache it may be traced, or be that of a stack, and of one of
 its layers."""
-Cursors = Int[Array, "..."]
+Cursors = Int[Array, "batch *_"] | Int[Array, ""]
 """``Rows``; a kernel has one row's, a number or with an axis more."""
 Slots = Int[Array, "*_"]
-Held = Int[Array, "..."]
+Held = Int[Array, "batch *_"]
 """A position for every row and slot; for every slot, of one row."""
 Columns = Int[Array, "batch pages"]
 """Of a table of pages, some of each row's."""
