@@ -91,6 +91,51 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
+def jax_0_8_options(device: Any) -> dict[str, bool]:
+    """Options of ``lowered.compile`` for a device that is not here: JAX 0.7 else asks for what a
+    GPU's autotuner has found."""
+    if JAX < (0, 8) and device.platform == "gpu":
+        return {"xla_gpu_require_complete_aot_autotune_results": False}
+    return {}
+
+
+def jax_0_8_text(program: Any) -> str:
+    """``program.as_text()`` of a compiled program. JAX 0.7 has none of one for a GPU that is not
+    here, but the compiler's own record of it."""
+    text = program.as_text()
+    if text is not None or JAX >= (0, 8):
+        return str(text)
+    record = program.runtime_executable().serialize()
+    module = _field(_field(_field(record, 1), 1), 1)  # a HloModuleProto, in two messages around it
+    hlo: Any = importlib.import_module("jaxlib._jax").HloModule
+    return str(hlo.from_serialized_hlo_module_proto(module).to_string())
+
+
+def _field(message: bytes, number: int) -> bytes:
+    """A field of a Protocol Buffers message, the first with that number, which has a length."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        found = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            found, shift = found | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return found
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:  # a number
+            varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        if key == number << 3 | 2:
+            return message[at : at + size]
+        at += size
+    raise ValueError(f"no field {number} in the compiler's record of a program")
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether JAX lowers Pallas kernels by Triton, and means to keep that: JAX 0.12 says that it
