@@ -2,7 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,6 +189,23 @@ def compiled(cell: Cell, device: Any) -> Found:
         found,
         0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * buckets.PIECE * 4,
     )
+
+
+def law_of(
+    device: str, cells: Sequence[tuple[str, str, str]], without: Sequence[str] = ()
+) -> list[tuple[Any, bool, dict[str, Any]]]:
+    """Some cells, by their names; whether each obeys, and its figures. For a process of its own:
+    a JAX that says that something will be removed is an error there, and modules that it is
+    ``without`` are not to be had."""
+    warnings.simplefilter("error", DeprecationWarning)
+    sys.modules.update(dict.fromkeys(without))
+    results = []
+    for name in cells:
+        cell = cell_of(*name)
+        found = compiled(cell, device)
+        figures = {k: v for k, v in vars(found).items() if k not in ("text", "program")}
+        results.append((name, obeys(found, cell, name[0]), figures))
+    return results
 
 
 def pages_changed(
