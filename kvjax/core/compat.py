@@ -91,11 +91,11 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
-def jax_0_8_options(device: Any) -> dict[str, bool]:
+def jax_0_8_options(device: Any) -> dict[str, int]:
     """Options of ``lowered.compile`` for a device that is not here: JAX 0.7 else asks for what a
     GPU's autotuner has found."""
     if JAX < (0, 8) and device.platform == "gpu":
-        return {"xla_gpu_require_complete_aot_autotune_results": False}
+        return {"xla_gpu_autotune_level": 0}
     return {}
 
 
