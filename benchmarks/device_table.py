@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import kvjax
-from benchmarks import abstract
+from benchmarks import abstract, device_table
 from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, cell_of, compiled, obeys
 from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
 from benchmarks.report import markdown_table
@@ -105,7 +105,8 @@ def markdown(found: Sequence[dict[str, Any]], versions: str) -> str:
             each["device"], each["cache"], each["path"], f"{cache / 1e6:,.1f}",
             f"{each['aliased'] / 1e6:,.1f}", f"{each['temporaries'] / 1e6:.2f}",
             f"{100 * each['temporaries'] / cache:.2f}", f"{each['prompt'] / 1e6:,.1f}",
-            f"{each['moved'] / each['ideal']:.3f}" if each["moved"] else "", "holds" if each["obeys"] else "**broken**",
+            f"{each['moved'] / each['ideal']:.3f}" if each["moved"] else "",
+            "holds" if each["obeys"] else "**broken**",
         ])  # fmt: skip
     table = "\n".join(markdown_table(heads, lines))
     return f"""# Compiled for devices, of which nothing ran
@@ -131,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: list[dict[str, Any]] = []
     versions = f"kvjax {kvjax.__version__}, JAX {jax.__version__}"
     for device in given.devices.split(","):
-        found += in_another_process(rows, device, [*CACHES])
+        # By the name that another process finds it by.
+        found += in_another_process(device_table.rows, device, [*CACHES])
         stem = out / f"table-jax{jax.__version__}"
         text = json.dumps({"versions": versions, "rows": found}, indent=1) + "\n"
         stem.with_name(stem.name + ".json").write_text(text, encoding="utf-8")
