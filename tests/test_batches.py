@@ -89,7 +89,7 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
     for result in found:
         assert result.stats.cache_bytes == kvjax.nbytes(result.cache)
         assert set(kvjax.nbytes(result.cache)) == {"host", "device"}
-        assert {layer.keys.sharding.memory_kind for layer in result.cache.layers} == {"pinned_host"}
+        assert {layer.keys.sharding.memory_kind for layer in result.cache.layers} == {laws.ON_HOST}
 
 
 def test_a_session_whose_turn_never_comes_is_whole(tiny_llama):

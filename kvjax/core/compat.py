@@ -37,6 +37,12 @@ def flax_0_12_list(modules: Iterable[Any]) -> Any:
     return make(modules)
 
 
+def jax_0_10_2_host_memory(platform: str) -> bool:
+    """Whether programs for a platform can keep arrays in a memory of its host. Before JAX 0.10.2 a
+    CPU's results always come back in its own memory, which is the host's."""
+    return platform != "cpu" or JAX >= (0, 10, 2)
+
+
 def jax_0_10_describes(gpu: str) -> str:
     """A description of a GPU, without the lines that older compilers refuse to read."""
     if JAX >= (0, 10):
