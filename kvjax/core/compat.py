@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -57,6 +58,25 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
         return getattr(aval, "vma", frozenset())
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
+
+
+def jax_0_9_products(x: Any, weight: Any) -> Any:
+    """``x @ weight.T`` in float32 on a CPU, of x [rows, in] and a weight [out, in] of 16 bits; None
+    where JAX needs no help. Before JAX 0.9 XLA widens the whole weight for more than one row, which
+    takes up to a hundred times as long, and multiplies some shapes not at all."""
+    if JAX >= (0, 9):
+        return None
+    axes = (((1,), (1,)), ((), ()))
+    if len(x) <= 16:  # one after the other; without the barrier a loop would widen it beforehand
+        x, weight = lax.optimization_barrier((x, weight))
+        rows = [
+            lax.dot_general(x[n : n + 1], weight, axes, preferred_element_type=jnp.float32)
+            for n in range(len(x))
+        ]
+        return jnp.concatenate(rows)
+    # With the weights as the first factor it takes half as long; the barrier keeps them there.
+    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
 def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
