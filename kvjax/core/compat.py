@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -60,6 +61,21 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else kind.varying
 
 
+def jax_0_10_error_code(error: BaseException) -> str | None:
+    """An error's ``error_code_string``, such as RESOURCE_EXHAUSTED; None of one that is not XLA's.
+    Before JAX 0.10 its message begins with that."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    code: str = getattr(error, "error_code_string", None) or str(error).partition(":")[0]
+    return code
+
+
+def jax_0_10_indexes_in_place(platform: str) -> bool:
+    """Whether gathers and scatters along axes that do not follow each other leave an array as it
+    is. Before JAX 0.10 a CPU's compiler makes a copy, in which these axes are the first."""
+    return platform != "cpu" or JAX >= (0, 10)
+
+
 def jax_0_9_products(x: Any, weight: Any) -> Any:
     """``x @ weight.T`` in float32 on a CPU, of x [rows, in] and a weight [out, in] of 16 bits; None
     where JAX needs no help. Before JAX 0.9 XLA widens the whole weight for more than one row, which
@@ -94,6 +110,12 @@ def jax_0_8_in_hbm(x: Any) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def jax_0_9_shutdown_timeout(seconds: int) -> dict[str, Any]:
+    """What ``jax.distributed.initialize`` is told of how long the end may take: before JAX 0.9
+    nothing, where it is five minutes."""
+    return {} if JAX < (0, 9) else {"shutdown_timeout_seconds": seconds}
 
 
 @contextmanager
