@@ -72,7 +72,7 @@ def jax_0_10_error_code(error: BaseException) -> str | None:
 
 def jax_0_10_indexes_in_place(platform: str) -> bool:
     """Whether gathers and scatters along axes that do not follow each other leave an array as it
-    is. Before JAX 0.10 a CPU's compiler makes a copy, in which these axes are the first."""
+    is. Before JAX 0.10 a CPU's compiler makes a transposed copy of it."""
     return platform != "cpu" or JAX >= (0, 10)
 
 
