@@ -12,6 +12,7 @@ import kvjax
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.memory.limits import InferenceLimits
 from kvjax.operations.migration import moved
+from tests import laws
 
 BATCHES = [["abc", "the cache"], [[65, 66]], "a text", ["x" * 40] * 2]
 AT = {"max_new_tokens": 6, "eos_token_ids": (), "prefill_chunk": 16}
