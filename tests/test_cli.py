@@ -272,7 +272,7 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
     ("arguments", "words"),
     [
         (("--max-new-tokens", 0), ("max_new_tokens", "0")),
-        (("--max-new-tokens", "many"), ("--max-new-tokens", "integer")),
+        (("--max-new-tokens", "many"), ("--max-new-tokens", "valid int")),
         (("--temperature", -1), ("temperature", "-1")),
         (("--top-p", 1.5), ("top_p", "1.5")),
         (("--cache", "turbo"), ("turbo", "static")),
