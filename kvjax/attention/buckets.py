@@ -23,7 +23,7 @@ LEAST = 256
 """Tokens of the smallest, at least."""
 TILE = 128
 """Sizes are multiples of it."""
-PIECE = 1024
+PIECE = 2048
 """Tokens of a prefix that are sliced, decoded or fetched together, at most."""
 SHORT = 32
 """Queries of a call, at most: more of them would make scores of queries times capacity."""
