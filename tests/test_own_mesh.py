@@ -96,7 +96,7 @@ def rare(*values: Any) -> list[Any]:
     return [values[0], *(pytest.param(value, marks=pytest.mark.rare) for value in values[1:])]
 
 
-@each("raw")
+@each("8 bits")
 @pytest.mark.parametrize("make", rare("stack_caches", "replicate_cache"))
 def test_pmap(lm, wanted, policy, make):
     module = example("own_pmap")
@@ -156,7 +156,7 @@ def test_set_mesh(lm, wanted, policy, placed, kind):
 
 
 @each("raw")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rare(*KINDS))
 def test_set_mesh_of_a_layer_of_ones_own(policy, kind):
     """By ``append``, ``attend`` and ``advance``, and by ``step``."""
     module, config = example("own_set_mesh"), tiny_model(num_hidden_layers=1, windows=(None,))[0]
