@@ -2,7 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +14,13 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
+from kvjax.attention import buckets
+from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import share_of
 from kvjax.core.absent import compiling_for, device_or_mesh
+from kvjax.core.compat import jax_0_8_options, jax_0_8_text
+from kvjax.core.target import target_of
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
@@ -60,8 +66,8 @@ class Cell:
 class Found:
     """What a compiler says of a cell: bytes of the cache, by place, of what is aliased on device
     and on the host, of temporaries there, of the queries, and of layers that are fetched ahead;
-    results as large as half of a layer's body; and what devices exchange. On a mesh all is of one
-    device."""
+    results as large as half of a layer's body; what devices exchange; and, where no kernel is
+    compiled, of the scores and weights of a piece of the text. On a mesh all is of one device."""
 
     cache: dict[str, int]
     aliased: int
@@ -74,6 +80,7 @@ class Found:
     collectives: list[Collective] = field(default_factory=list)
     text: str = field(default="", repr=False)
     program: Any = field(default=None, repr=False)
+    pieces: int = 0
 
     @property
     def whole(self) -> bool:
@@ -118,7 +125,7 @@ def obeys(found: Found, cell: Cell, policy: str) -> bool:
     made, but what is fetched ahead, and temporaries are few."""
     long, most = cell.form == CHUNK, limit(found, cell.form)
     if not long:
-        most = max(most, constant(cell, policy) + found.ahead)
+        most = max(most, constant(cell, policy) + found.ahead + found.pieces)
     # What is fetched, and zeros in its place where nothing would be.
     fetched = ("copy-start", "broadcast") if found.ahead else ()
     made = [x for x in found.large if not x.startswith(fetched)]
@@ -160,9 +167,11 @@ def compiled(cell: Cell, device: Any) -> Found:
             functools.partial(_PROGRAMS[cell.form], path=cell.path), donate_argnums=2,
             in_shardings=(*near, there), out_shardings=(near[0], there),
         )  # fmt: skip
-        found = program.lower(queries, keys, arguments(cache, there)).compile()
+        found = program.lower(queries, keys, arguments(cache, there)).compile(
+            jax_0_8_options(device)
+        )
     memory: Any = found.memory_analysis()
-    text = str(found.as_text())
+    text = jax_0_8_text(found)
     layers = [x if spread is None else share_of(x, spread) for x in cache.layers]
     body = min(tree_bytes((layer.keys, layer.values)) // (layer.stack or 1) for layer in layers)
     size = math.prod(near[0].shard_shape(queries.shape)) * queries.dtype.itemsize
@@ -178,7 +187,25 @@ def compiled(cell: Cell, device: Any) -> Found:
         collectives(text, 1 if mesh is None else mesh.size),
         text,
         found,
+        0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * buckets.PIECE * 4,
     )
+
+
+def law_of(
+    device: str, cells: Sequence[tuple[str, str, str]], without: Sequence[str] = ()
+) -> list[tuple[Any, bool, dict[str, Any]]]:
+    """Some cells, by their names; whether each obeys, and its figures. For a process of its own:
+    a JAX that says that something will be removed is an error there, and modules that it is
+    ``without`` are not to be had."""
+    warnings.simplefilter("error", DeprecationWarning)
+    sys.modules.update(dict.fromkeys(without))
+    results = []
+    for name in cells:
+        cell = cell_of(*name)
+        found = compiled(cell, device)
+        figures = {k: v for k, v in vars(found).items() if k not in ("text", "program")}
+        results.append((name, obeys(found, cell, name[0]), figures))
+    return results
 
 
 def pages_changed(
@@ -202,14 +229,14 @@ def pages_changed(
         )  # fmt: skip
         program = jax.jit(
             change, donate_argnums=0, in_shardings=(there,), out_shardings=after
-        ).lower(arguments(cache, there)).compile()  # fmt: skip
+        ).lower(arguments(cache, there)).compile(jax_0_8_options(device))  # fmt: skip
     memory: Any = program.memory_analysis()
     bodies = [(layer.keys, layer.values) for layer in cache.layers]
     small = min(tree_bytes(x) for body in bodies for x in body)
     return (
         tree_bytes(bodies), tree_bytes(bodies) // policy.full.layout.pages,
         memory.alias_size_in_bytes, memory.temp_size_in_bytes,
-        large_results(str(program.as_text()), small // 2),
+        large_results(jax_0_8_text(program), small // 2),
     )  # fmt: skip
 
 

@@ -4,15 +4,16 @@
 Every cell is compiled by the device's own compiler; nothing runs. Writes
 `results/abstract-devices/DEVICE-jaxVERSION.md`, `.json` and `.png`.
 
-`python -m benchmarks.devices --here` runs them on the device that is here, if JAX sees one: the law
-by its compiler, logits beside the CPU's, and times. Writes `results/DEVICE-jaxVERSION/devices.md`
-and `.json`, which can be handed back.
+`python -m benchmarks.devices --here` checks and times the device that JAX sees here: it prints one
+table of laws, achieved bandwidth and tokens per second, and writes one file to send back,
+`results/DEVICE-jaxVERSION/devices.json`. On a CPU it is a trial run, as with `--quick`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 
 import kvjax
-from benchmarks import abstract, here
+from benchmarks import abstract, here, tokens
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, cell_of, compiled
 from benchmarks.report import markdown_table
 from kvjax.core.absent import compiling_for, device_of
@@ -42,10 +43,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: all")
     parser.add_argument("--shapes", help="of benchmarks.abstract.FEATURES, with ';'; default: all")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/abstract-devices")
-    parser.add_argument("--here", action="store_true", help="run on the device that is here")
+    parser.add_argument("--here", action="store_true", help="on the device that is here")
     parser.add_argument("--quick", action="store_true", help="one policy and shape: a trial run")
+    parser.add_argument(
+        "--minutes", type=float, default=12, help="with --here: no policy begins after these"
+    )
     given = parser.parse_args(arguments)
-    usual = ["8,192", "32,768"] if given.here else list(FEATURES)
+    if given.here:
+        # Transformers needs a part of the device's memory, before JAX does.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        given.quick = given.quick or jax.default_backend() == "cpu"
+    usual = ["8,192"] if given.here else list(FEATURES)
     given.features = given.shapes.split(";") if given.shapes else usual
     if given.quick:
         given.policies = "raw"
@@ -198,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it."""
     given = parse(arguments)
     if given.here:
-        here.main(given.policies.split(","), given.features, given.out)
+        work = tokens.QUICK if given.quick else tokens.FULL
+        here.main(given.policies.split(","), given.features, given.out, work, given.minutes)
         return
     out = given.out or Path(__file__).parent / "results" / "abstract-devices"
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""The cells of `benchmarks.devices` on a device that is here: the law by its compiler, logits
-beside the CPU's, and times."""
+"""The laws and the speed of the device that is here: logits compared with the CPU's, the copy law
+by the device's own compiler, times, and tokens per second (`benchmarks.tokens`)."""
 
+import functools
+import importlib.metadata
 import json
 import statistics
 import sys
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from benchmarks import tokens
 from benchmarks.abstract import (
     CHUNK,
     LOOP,
@@ -61,22 +64,26 @@ class Run:
     failed: str = ""
 
 
-def run_cells(policies: Sequence[str], features: Sequence[str], device: Any) -> list[Run]:
-    """Every policy, shape and form, compiled and run."""
+def run_cells(policy: str, features: Sequence[str], device: Any) -> list[Run]:
+    """A policy, with every shape and form, compiled and run."""
     found = []
-    for policy in policies:
-        for feature in features:
-            for form in (STEP, LOOP, CHUNK):
-                found.append(run(policy, feature, form, device))
-                print(device.device_kind, *list(asdict(found[-1]).values())[:3], file=sys.stderr)
+    for feature in features:
+        for form in (STEP, LOOP, CHUNK):
+            found.append(run(policy, feature, form, device))
+            print(device.device_kind, *list(asdict(found[-1]).values())[:3], file=sys.stderr)
     return found
+
+
+@functools.lru_cache(maxsize=4)  # the call of 512 tokens fills the caches of the other forms too
+def _compiled(cell: Cell, device: Any) -> Found:
+    return compiled(cell, device)
 
 
 def run(policy: str, feature: str, form: str, device: Any) -> Run:
     """One of them."""
     cell = cell_of(policy, feature, form)
     try:
-        law = compiled(cell, device)
+        law = _compiled(cell, device)
         with jax.default_device(device):
             milliseconds = timed(cell, law, device)
     except ValueError as error:
@@ -95,7 +102,7 @@ def run(policy: str, feature: str, form: str, device: Any) -> Run:
 def timed(cell: Cell, law: Found, device: Any) -> float:
     """Milliseconds of a call behind a text that fills the cache, but for the calls to come."""
     coming = (REPEATS + 1) * {STEP: STEPS, LOOP: LOOPED, CHUNK: NEW[CHUNK]}[cell.form]
-    fill = compiled(replace(cell, form=CHUNK), device).program
+    fill = _compiled(replace(cell, form=CHUNK), device).program
     cache = kvjax.init_cache(cell.config, cell.policy, batch=cell.batch, max_len=cell.max_len)
     for _ in range(max(cell.max_len - coming, 0) // NEW[CHUNK]):
         cache = fill(*_tokens(cell, NEW[CHUNK]), cache)[1]
@@ -153,81 +160,135 @@ def disagreement(policy: str, device: Any) -> dict[str, Any]:
     return {"policy": policy, "error": error, "allowed": allowed, "agrees": error <= allowed}
 
 
-def results(policies: Sequence[str], features: Sequence[str]) -> dict[str, Any]:
-    """All of it, on the default device."""
+def results(
+    policies: Sequence[str], features: Sequence[str], work: tokens.Work, minutes: float
+) -> dict[str, Any]:
+    """All of it, on the default device. Policies whose turn has not come after ``minutes`` are left
+    out."""
+    start = time.perf_counter()
+    # First, while JAX has taken none of the device's memory.
+    other = tokens.transformers_tokens(work, on_cpu=work is tokens.QUICK)
     device = jax.devices()[0]
     kind = kind_of(device)
-    return {
+    found: dict[str, Any] = {
         "device": device.device_kind,
         "platform": device.platform,
         "bandwidth": None if kind is None else kind.bandwidth,
-        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
-        "logits": [disagreement(policy, device) for policy in policies],
-        "cells": [asdict(each) for each in run_cells(policies, features, device)],
+        "versions": {"kvjax": kvjax.__version__, "python": sys.version.split()[0]}
+        | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "tokens": tokens.kvjax_tokens(work, device),
+        "transformers": other,
+        "logits": [],
+        "cells": [],
+        "left_out": [],
     }
+    for policy in policies:
+        if time.perf_counter() - start > 60 * minutes:
+            found["left_out"].append(policy)
+            continue
+        found["logits"].append(disagreement(policy, device))
+        found["cells"] += [asdict(each) for each in run_cells(policy, features, device)]
+    return found | {"seconds": round(time.perf_counter() - start)}
 
 
-def _none(found: dict[str, Any]) -> str:
-    """Why there are no figures; empty where there are some."""
-    kinds = ("refused", "refused"), ("failed", "**failed**")
-    return next((f"{words}: {found[kind]}" for kind, words in kinds if found.get(kind)), "")
+def wrong(found: dict[str, Any]) -> list[str]:
+    """Policies that differ from the CPU, break the copy law or failed."""
+    names = [x["policy"] for x in found["logits"] if not x.get("agrees", "refused" in x)]
+    names += [x["policy"] for x in found["cells"] if not (x["obeys"] or x["refused"])]
+    names += [name for name, x in found["tokens"]["caches"].items() if "failed" in x]
+    return list(dict.fromkeys(names))
+
+
+def _logits(found: dict[str, Any], policy: str) -> str:
+    each = next((x for x in found["logits"] if x["policy"] == policy), None)
+    if each is None:
+        return ""
+    if why := each.get("failed"):
+        return f"**failed**: {why[:80]}"
+    if "refused" in each:
+        return "refused"
+    return ("agree" if each["agrees"] else "**differ**") + f", {each['error']:.1e}"
+
+
+def _law(cells: Sequence[dict[str, Any]]) -> str:
+    """Whether the copy law holds in all forms, or in which not."""
+    if not cells:
+        return ""
+    names = [x["form"] for x in cells if not (x["obeys"] or x["refused"])]
+    if failed := [x["failed"] for x in cells if x["failed"]]:
+        return f"**failed**: {failed[0][:80]}"
+    if names:
+        return f"**broken**: {', '.join(names)}"
+    return "refused" if all(x["refused"] for x in cells) else "holds"
+
+
+def _layer(found: dict[str, Any], cells: Sequence[dict[str, Any]]) -> str:
+    """The share of the bandwidth that a step of one layer achieves, in a loop on the device."""
+    loops = [x for x in cells if x["form"] == LOOP and x["moved"] and x["milliseconds"]]
+    if not loops or not found["bandwidth"]:
+        return ""
+    speed = loops[0]["moved"] / loops[0]["milliseconds"] * 1e3
+    return f"{100 * speed / found['bandwidth']:.0f} %"
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables."""
-    rows = []
-    for each in found["logits"]:
-        if why := _none(each):
-            rows.append([each["policy"], why, "", ""])
-            continue
-        agrees = "agrees" if each["agrees"] else "**differs**"
-        rows.append([each["policy"], f"{each['error']:.1e}", f"{each['allowed']:.0e}", agrees])
-    logits = markdown_table(["cache", "of the largest logit", "allowed", ""], rows)
-    head = [
-        "cache", "shape", "call", "MB", "ms", "moves, MB", "GB/s", "temporaries, MB", "obeys",
-        "large",
-    ]  # fmt: skip
-    cells = []
-    for each in found["cells"]:
-        first = [each["policy"], each["feature"], each["form"]]
-        if why := _none(each):
-            cells.append([*first, why, *[""] * 6])
-            continue
-        speed = each["moved"] / each["milliseconds"] / 1e6 if each["moved"] else 0
-        cells.append([
-            *first, f"{sum(each['cache'].values()) / 1e6:,.1f}", f"{each['milliseconds']:.3f}",
-            f"{each['moved'] / 1e6:,.1f}" if speed else "", f"{speed:,.0f}" if speed else "",
-            f"{each['temporaries'] / 1e6:,.2f}", "yes" if each["obeys"] else "**no**",
-            str(each["large"] or ""),
-        ])  # fmt: skip
+    """The table, a row for each cache and one for Transformers."""
+    timed, rows = found["tokens"], []
+    checked = [x["policy"] for x in found["logits"] + found["cells"]]
+    for policy in dict.fromkeys([*checked, *timed["caches"]]):
+        cells = [x for x in found["cells"] if x["policy"] == policy]
+        laws = [_logits(found, policy), _law(cells), _layer(found, cells)]
+        speed = timed["caches"].get(policy, {})
+        if "failed" in speed:
+            both = [f"**failed**: {speed['failed'][:80]}", ""]
+        elif speed:
+            both = [f"{speed['tokens_per_second']:,.0f}", f"{100 * speed['share']:.0f} %"]
+        else:
+            both = ["", ""]
+        rows.append([policy, *laws, *both])
+    other = found["transformers"]
+    speed = other.get("reason") or f"{other['tokens_per_second']:,.0f}"
+    where = f", {other['dtype']}" if "dtype" in other else ""
+    rows.append([f"Transformers, dynamic cache{where}", "", "", "", speed, ""])
+    head = ["cache", "logits", "copy law", "layer, bandwidth", "tokens/s", "model, bandwidth"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    both = ["\n".join(lines) for lines in (logits, markdown_table(head, cells))]
-    return f"""# Run on a {found["device"]}
-
-{versions}. Logits of the embedded model in float32 beside those of the CPU.
-
-{both[0]}
-
-A layer in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels, 8,192 slots where the
-shape says nothing else, behind a text that fills them: medians of {REPEATS} runs, a call of a
-layer (of two, where the cache is hybrid, of three, where it is fetched ahead), of a loop each step
-of it. *Moves*: counted in the program, and what that makes a second.
-
-{both[1]}
-"""
+    lines = [f"{found['device']}, {versions}; {found['seconds']:,} s.", ""]
+    lines += [*markdown_table(head, rows), "", _columns(timed)]
+    if found["left_out"]:
+        lines += ["", f"Left out when time was up: {', '.join(found['left_out'])}."]
+    return "\n".join(lines)
 
 
-def main(policies: Sequence[str], features: Sequence[str], out: Path | None) -> None:
-    """Run the cells on the device that is here, and write what is found."""
-    found = results(policies, features)
+def _columns(timed: dict[str, Any]) -> str:
+    """What the columns of the table are."""
+    shape = timed["shape"]
+    return (
+        "*Logits* of the embedded model in float32: the largest difference from the CPU's, "
+        "relative to the largest logit. *Copy law*: a step, a loop and a call of 512 tokens update "
+        "the donated cache in place and copy nothing of it, by the device's compiler. *Layer*: the "
+        "bytes that a step of one layer moves, per second, of the data sheet's bandwidth; a CPU's "
+        "program does not say how many. *Tokens/s*: a decode loop of "
+        f"{shape['num_hidden_layers']} layers of {shape['hidden_size']:,} with random weights in "
+        f"{timed['dtype']}, {timed['batch']} rows after {timed['prompt']:,} tokens. *Model*: its "
+        "weights and cache, read once a step, per second, of the bandwidth "
+        f"({timed['bandwidth'] / 1e9:,.0f} GB/s, {timed['bandwidth_of']})."
+    )
+
+
+def main(
+    policies: Sequence[str],
+    features: Sequence[str],
+    out: Path | None,
+    work: tokens.Work = tokens.FULL,
+    minutes: float = 12,
+) -> None:
+    """Check and time the device that is here, print the table and write one file."""
+    found = results(policies, features, work, minutes)
     name = f"{found['device'].lower().replace(' ', '-')}-jax{jax.__version__}"
     out = out or Path(__file__).parent / "results" / name
     out.mkdir(parents=True, exist_ok=True)
     (out / "devices.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (out / "devices.md").write_text(markdown(found), encoding="utf-8")
     print(markdown(found))
-    print(f"written: {out / 'devices.json'}")
-    wrong = [x["policy"] for x in found["logits"] if not x.get("agrees", True)]
-    wrong += [x["policy"] for x in found["cells"] if not (x["obeys"] or x["refused"])]
-    if wrong:
-        raise SystemExit(f"not as they should be: {', '.join(dict.fromkeys(wrong))}")
+    print(f"\nwritten: {out / 'devices.json'}")
+    if names := wrong(found):
+        raise SystemExit(f"not as they should be: {', '.join(names)}")

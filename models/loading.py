@@ -1,6 +1,7 @@
 """Load a checkpoint: a folder, a model of the Hugging Face hub, or the embedded one."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.errors import CheckpointError
+from kvjax.core.target import Target, default_device
 from kvjax.generation.loaded import LanguageModel
 from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device
@@ -21,6 +23,9 @@ from .generation import read_generation
 from .hub import commit_of, locate
 from .stored import Stored, find_tensors
 from .text import read_tokenizer
+
+_WIDE = "gemma2", "gemma3", "gemma4", "t5"
+"""How types of models begin whose activations exceed the range of float16."""
 
 
 def load(
@@ -39,7 +44,9 @@ def load(
       path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
         model that comes with the package.
       dtype: what to compute in: float32, bfloat16 or float16. By default the checkpoint's own on
-        an accelerator, float32 on a CPU, which takes twice the memory and rounds less.
+        an accelerator, float32 on a CPU, which takes twice the memory and rounds less. On a GPU
+        without bfloat16 (a T4) such a checkpoint is computed in float16 if its range allows that,
+        otherwise in float32; a line on stderr says so.
       revision: a hub id's branch, tag or commit.
       mesh: devices that the parameters are spread over, see ``kvjax.make_mesh``: each tensor is
         read once, and every device is given its share of it. ``"auto"`` is the default device, and
@@ -69,12 +76,19 @@ def load(
     stored = find_tensors(folder)
     if not stored:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
-    computed = compute_dtype(config, dtype, device.platform()) or weights.stored_dtype(stored)
-    config = dataclasses.replace(config, dtype=computed)
-    config, matched = _matched(config, stored)
-    if mesh == "auto":
-        mesh = auto_mesh(Architecture(config))
-    params = _read_params(config, matched, device, mesh)
+    config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
+    computed = compute_dtype(config, dtype, device.target())
+    narrowed = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
+    config, matched = _matched(dataclasses.replace(config, dtype=computed), stored)
+    try:
+        params, over = _read_params(config, matched, device, mesh, narrowed)
+        reason = f": {config.model_type} exceeds the range of float16" * (computed == "float32")
+    except weights.OutOfRangeError as error:
+        config, reason = dataclasses.replace(config, dtype="float32"), f": {error}"
+        params, over = _read_params(config, matched, device, mesh)
+    if narrowed:
+        which = f"{default_device().device_kind} has no bfloat16"
+        print(f"kvjax: {which}, computing in {config.dtype}{reason}", file=sys.stderr)
     return LanguageModel(
         config=config,
         params=params,
@@ -82,16 +96,20 @@ def load(
         generation=generation,
         architecture=Architecture(config),
         source=str(folder),
-        mesh=mesh,
+        mesh=over,
     )
 
 
-def compute_dtype(config: Config, dtype: Any, platform: str) -> str:
-    """What a model is computed in, on a platform: as it was asked for, or by default; "" where
+def compute_dtype(config: Config, dtype: Any, target: Target) -> str:
+    """What a model is computed in on a target: as it was asked for, or by default; "" where
     neither that nor its config says."""
     if dtype is not None:
         return _dtype_name(dtype)
-    return "float32" if platform == "cpu" else config.dtype
+    if target.platform == "cpu":
+        return "float32"
+    if config.dtype == "bfloat16" and target.before_ampere:
+        return "float32" if config.model_type.startswith(_WIDE) else "float16"
+    return config.dtype
 
 
 def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
@@ -107,12 +125,20 @@ def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
     return config, matched
 
 
-def _read_params(config: Config, matched: Stored, device: Device, mesh: Mesh | None) -> Params:
+def _read_params(
+    config: Config, matched: Stored, device: Device, mesh: Any, narrowed: bool = False
+) -> tuple[Params, Mesh | None]:
+    """The parameters, and the mesh that they are on. ``narrowed``: whether float16 was chosen for
+    a checkpoint of bfloat16, which may exceed its range."""
     shapes, names = _shapes(config), config.names
-    if mesh is None:
-        return weights.load_tensors(matched, shapes, names, config.dtype, device)
-    shardings = _flat(Architecture(config).param_shardings(mesh))
-    return weights.load_shares(matched, shapes, names, config.dtype, shardings)
+    over = auto_mesh(Architecture(config)) if mesh == "auto" else mesh
+    narrowed = narrowed and config.dtype == "float16"
+    if over is None:
+        read = weights.load_tensors(matched, shapes, names, config.dtype, device, narrowed)
+        return read, None
+    shardings = _flat(Architecture(config).param_shardings(over))
+    read = weights.load_shares(matched, shapes, names, config.dtype, shardings, narrowed)
+    return read, over
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,10 @@ from .stored import STORED_DTYPES, Stored, StoredTensor
 HEAD = "lm_head.weight"
 
 
+class OutOfRangeError(ValueError):
+    """A tensor whose numbers float16 can't hold."""
+
+
 def match_names(
     stored: Stored, expected: Iterable[str], names: TensorNames, *, tied: bool
 ) -> Stored:
@@ -149,8 +153,13 @@ def load_tensors(
     names: TensorNames,
     dtype: str,
     device: Device,
+    narrowed: bool = False,
 ) -> dict[str, Any]:
-    """Read tensors and put them on a device: a nested dict by the parts of their names."""
+    """Read tensors and put them on a device: a nested dict by the parts of their names.
+
+    Raises:
+      OutOfRangeError: if they are ``narrowed`` to float16, and one exceeds its range.
+    """
     params: dict[str, Any] = {}
     room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
     for number, (name, shape) in enumerate(shapes.items()):
@@ -159,7 +168,7 @@ def load_tensors(
         if is_transposed(name, names):
             values = values.T
         if room is None:
-            values = np.ascontiguousarray(values.astype(jnp.dtype(dtype), copy=False))
+            values = np.ascontiguousarray(_converted(name, values, dtype, narrowed))
         else:
             place = room.take(shape)
             place[...] = values
@@ -175,14 +184,21 @@ def load_shares(
     names: TensorNames,
     dtype: str,
     shardings: dict[str, NamedSharding],
+    narrowed: bool = False,
 ) -> dict[str, Any]:
-    """Read tensors, and give every device of a mesh its share of each: a nested dict."""
+    """Read tensors, and give every device of a mesh its share of each: a nested dict.
+
+    Raises:
+      OutOfRangeError: as of ``load_tensors``.
+    """
     params: dict[str, Any] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         tell("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
+        if narrowed:
+            values = _converted(name, values, dtype, narrowed)
 
         shares: dict[Any, np.ndarray] = {}
 
@@ -199,6 +215,19 @@ def load_shares(
         _enter(params, name, jax.block_until_ready(array))
         del values, shares, share  # before the next is read
     return params
+
+
+def _converted(name: str, values: np.ndarray, dtype: str, narrowed: bool) -> np.ndarray:
+    """A tensor in another dtype. Of one that is narrowed to float16 the largest number must be a
+    normal one there, or all be 0."""
+    with np.errstate(over="ignore"):
+        values = values.astype(jnp.dtype(dtype), copy=False)
+    if narrowed and values.size:
+        # By their bits, which numpy compares faster than float16.
+        largest = (values.view(np.uint16) & 0x7FFF).max()
+        if largest and not 0x0400 <= largest < 0x7C00:
+            raise OutOfRangeError(f"the tensor {name} exceeds the range of float16")
+    return values
 
 
 def _enter(params: dict[str, Any], name: str, array: Any) -> None:

@@ -399,7 +399,7 @@ FAULTS = (
     ),
     Fault(
         "arrays that were sent are changed", "engine/board.py",
-        "self._there = self._placement.put(jax.tree.map(np.array, self._asked))",
+        "self._there = committed(self._placement.put(jax.tree.map(np.array, self._asked)))",
         "self._there = self._asked", ("engine",),
     ),
     Fault(
@@ -486,8 +486,8 @@ FAULTS = (
     ),
     Fault(
         "the newest tokens of an even walk are not seen", "attention/blocks.py",
-        "lax.fori_loop(0, -(-stop_at // size), one, found)",
-        "lax.fori_loop(0, stop_at // size, one, found)", ("any_length",),
+        "control.fori_loop(0, -(-stop_at // size), one, found)",
+        "control.fori_loop(0, stop_at // size, one, found)", ("any_length",),
     ),
     Fault(
         "a stack is written in its first layer", "placement/writing.py",

@@ -248,7 +248,8 @@ def test_a_bias_in_float64():
         return -slopes[:, None, None] * distance
 
     wanted = kvjax.attend(queries, cache, 0, bias=bias)
-    with jax.enable_x64(True):
+    # JAX 0.7 has it in `jax.experimental` alone, where newer versions say that it is old.
+    with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):
         assert bias(jnp.zeros((1, 1)), jnp.zeros((1, 1))).dtype == jnp.float64
         found = kvjax.attend(queries, cache, 0, bias=bias)
     np.testing.assert_allclose(found, wanted, atol=1e-5)

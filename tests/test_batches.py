@@ -12,6 +12,7 @@ import kvjax
 from kvjax.generation.prompts import prompt_chunks
 from kvjax.memory.limits import InferenceLimits
 from kvjax.operations.migration import moved
+from tests import laws
 
 BATCHES = [["abc", "the cache"], [[65, 66]], "a text", ["x" * 40] * 2]
 AT = {"max_new_tokens": 6, "eos_token_ids": (), "prefill_chunk": 16}
@@ -89,7 +90,7 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
     for result in found:
         assert result.stats.cache_bytes == kvjax.nbytes(result.cache)
         assert set(kvjax.nbytes(result.cache)) == {"host", "device"}
-        assert {layer.keys.sharding.memory_kind for layer in result.cache.layers} == {"pinned_host"}
+        assert {layer.keys.sharding.memory_kind for layer in result.cache.layers} == {laws.ON_HOST}
 
 
 def test_a_session_whose_turn_never_comes_is_whole(tiny_llama):

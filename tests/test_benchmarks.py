@@ -29,6 +29,7 @@ from benchmarks import (
     serving,
     speculation,
     stacks,
+    tokens,
 )
 from benchmarks.checkpoint import TINY, Sizes, shapes, write_checkpoint
 from benchmarks.decode import main, parse_cells
@@ -329,25 +330,63 @@ def test_slow_compiling_is_said():
 
 
 @pytest.mark.rare
-def test_cells_on_the_device_that_is_here(tmp_path):
-    devices.main(["--here", "--quick", "--out", str(tmp_path)])
+def test_cells_on_the_device_that_is_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokens, "transformers_tokens", lambda *_, **__: {"reason": "not here"})
+    devices.main(["--here", "--out", str(tmp_path)])  # a trial run, on a CPU
     found = json.loads((tmp_path / "devices.json").read_text())
     assert [cell["form"] for cell in found["cells"]] == ["step", "while_loop", "512 tokens"]
     assert all(cell["whole"] and cell["milliseconds"] > 0 for cell in found["cells"])
     (agreement,) = found["logits"]
     assert agreement["policy"] == "raw" and agreement["error"] <= agreement["allowed"]
-    table = (tmp_path / "devices.md").read_text()
-    assert "| raw | 1,024 of a row | step |" in table and "| agrees |" in table
+    caches = found["tokens"]["caches"]
+    assert list(caches) == list(tokens.CACHES)
+    assert all(x["tokens_per_second"] > 0 and x["share"] > 0 for x in caches.values())
+    out = capsys.readouterr().out
+    assert "| raw | agree, " in out and "| holds |" in out and "| not here |" in out
+    assert str(tmp_path / "devices.json") in out
 
 
-def test_what_differs_ends_with_an_error(tmp_path, monkeypatch):
+@pytest.mark.oracle
+@needs_transformers
+def test_transformers_is_timed_with_the_same_shape():
+    found = tokens.transformers_tokens(tokens.QUICK, on_cpu=True)
+    assert found["tokens_per_second"] > 0 and {"torch", "transformers"} == set(found["versions"])
+
+
+def test_transformers_is_missed_with_a_reason(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = tokens.transformers_tokens(tokens.QUICK, on_cpu=True)
+    assert found == {"reason": "not installed: torch, transformers"}
+
+
+def measured(**caches):
+    """Tokens per second as ``kvjax_tokens`` gives them."""
+    return {
+        "shape": dataclasses.asdict(tokens.QUICK.shape), "dtype": "float16", "batch": 2,
+        "prompt": 256, "bandwidth": 320e9, "bandwidth_of": "the data sheet", "caches": caches,
+    }  # fmt: skip
+
+
+def test_what_differs_ends_with_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(here, "disagreement", lambda policy, device: {
         "policy": policy, "error": 1.0, "allowed": 1e-3, "agrees": False,
     })  # fmt: skip
     monkeypatch.setattr(here, "run_cells", lambda *_: [here.Run("4 bits", "8,192", "step")])
-    with pytest.raises(SystemExit, match="not as they should be: raw, 4 bits"):
+    monkeypatch.setattr(tokens, "transformers_tokens", lambda *_, **__: {"reason": "not here"})
+    caches = {"raw": {"tokens_per_second": 1234.5, "share": 0.5}, "8 bits": {"failed": "no memory"}}
+    monkeypatch.setattr(tokens, "kvjax_tokens", lambda *_: measured(**caches))
+    with pytest.raises(SystemExit, match="not as they should be: raw, 4 bits, 8 bits"):
         here.main(["raw"], ["8,192"], tmp_path)
-    assert "**differs**" in (tmp_path / "devices.md").read_text()
+    out = capsys.readouterr().out
+    assert "**differ**, 1.0e+00" in out and "| 1,234 | 50 % |" in out and "no memory" in out
+
+
+def test_policies_are_left_out_when_time_is_up(monkeypatch):
+    monkeypatch.setattr(tokens, "transformers_tokens", lambda *_, **__: {"reason": "not here"})
+    monkeypatch.setattr(tokens, "kvjax_tokens", lambda *_: measured())
+    found = here.results(["raw", "4 bits"], ["8,192"], tokens.FULL, minutes=0)
+    assert found["left_out"] == ["raw", "4 bits"] and not here.wrong(found)
+    assert "Left out when time was up: raw, 4 bits." in here.markdown(found)
 
 
 @pytest.mark.rare

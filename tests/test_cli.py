@@ -13,7 +13,9 @@ import pytest
 
 import kvjax
 from kvjax import cli, models
+from kvjax.core import compat
 from kvjax.core.progress import heard_by
+from kvjax.core.target import Target
 from kvjax.memory.devices import DevicePlan
 
 STATS = {
@@ -270,7 +272,7 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
     ("arguments", "words"),
     [
         (("--max-new-tokens", 0), ("max_new_tokens", "0")),
-        (("--max-new-tokens", "many"), ("--max-new-tokens", "integer")),
+        (("--max-new-tokens", "many"), ("--max-new-tokens", "valid int")),
         (("--temperature", -1), ("temperature", "-1")),
         (("--top-p", 1.5), ("top_p", "1.5")),
         (("--cache", "turbo"), ("turbo", "static")),
@@ -515,6 +517,28 @@ def test_info(run, tiny_llama_dir):
     assert found["devices"] and found["versions"]["kvjax"] == kvjax.__version__
     code, out, err = run("info", "--model", tiny_llama_dir)
     assert (code, err) == (0, "") and "cache bytes a token" in out and "device 512" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "words"),
+    [
+        ((0, 7, 2), Target("gpu", (8, 9)), "JAX 0.12"),
+        ((0, 10, 2), Target("gpu", (9, 0)), "attention by the Mosaic GPU kernel"),
+        ((0, 12, 0), Target("gpu", (9, 0)), None),
+        ((0, 7, 2), Target("gpu", (7, 5)), None),  # a T4 has no kernel with any JAX
+        ((0, 7, 2), Target("gpu"), None),
+        ((0, 7, 2), Target("tpu"), "JAX 0.8"),
+        ((0, 10, 2), Target("tpu"), None),
+        ((0, 7, 2), Target("cpu"), None),
+    ],
+)
+def test_info_says_what_a_newer_jax_gains(run, tiny_llama_dir, monkeypatch, version, target, words):
+    monkeypatch.setattr(compat, "JAX", version)
+    monkeypatch.setattr("kvjax.cli.info_command.current_target", lambda: target)
+    found = json.loads(run("info", "--model", tiny_llama_dir, "--json")[1])["upgrade"]
+    assert found is None if words is None else words in found and len(found) < 120
+    out = run("info", "--model", tiny_llama_dir)[1]
+    assert (f"upgrade {found}" in " ".join(out.split())) == (words is not None)
 
 
 def test_info_of_the_embedded_model(run):

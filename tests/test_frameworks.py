@@ -2,9 +2,11 @@
 
 import importlib
 import importlib.util
+import inspect
 import os
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,11 +42,11 @@ class Model(nnx.Module):
     """Layers of NNX's attention over an embedding, with fewer heads of keys."""
 
     def __init__(self, kv_heads: int | None = None, **options: Any):
-        rngs = nnx.Rngs(0)
+        rngs, fewer = nnx.Rngs(0), {} if kv_heads is None else {"num_kv_heads": kv_heads}
         self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=nnx.initializers.normal(1), rngs=rngs)
         self.layers = flax_0_12_list(
             nnx.MultiHeadAttention(
-                HEADS, WIDTH, num_kv_heads=kv_heads, decode=False, rngs=rngs,
+                HEADS, WIDTH, decode=False, rngs=rngs, **fewer,
                 attention_fn=ours.attention_fn(layer, **options),
             )
             for layer in range(2)
@@ -62,6 +64,9 @@ OTHERS = [pytest.param(each, marks=pytest.mark.rare) for each in ({}, {"kv_heads
 
 @pytest.mark.parametrize("options", [{"rotary": TABLE, "window": 6}, *OTHERS])
 def test_attention_of_nnx(options):
+    given = inspect.signature(nnx.MultiHeadAttention).parameters
+    if "kv_heads" in options and "num_kv_heads" not in given:
+        pytest.skip(f"all heads of Flax {flax.__version__} have keys of their own")
     module = Model(**options)
     heads = options.get("kv_heads", HEADS)
     windows = (options.get("window"),) * 2

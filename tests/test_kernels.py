@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.paths import by_table
+from kvjax.core.compat import has_triton
 from kvjax.core.target import Target
 from kvjax.core.trees import tree_bytes
 from tests.copies import assert_no_copy
@@ -189,6 +190,12 @@ KERNELS = {
 }
 
 
+by_triton = pytest.mark.skipif(
+    not has_triton(), reason="JAX 0.12 has the Mosaic kernel for GPUs: see test_gpu.py"
+)
+
+
+@by_triton
 @pytest.mark.parametrize("case", KERNELS)
 def test_kernel(case):
     layout, name = KERNELS[case]
@@ -203,6 +210,7 @@ def test_kernel_and_settings(settings):
     agree("pallas", filled(kvjax.policy("static")), new=5, **settings)
 
 
+@by_triton
 @pytest.mark.parametrize(("layout", "name"), [("dense", "raw"), ("dense", "int4"), ("ring", "raw")])
 def test_kernel_and_many_queries(layout, name):
     """More rows than a program takes: blocks of them, the last one not full."""
@@ -222,7 +230,9 @@ def test_kernel_and_groups_in_16_bits(heads):
     ("path", "policy", "settings", "reason"),
     [
         ("pallas", {}, {"bias": lambda q, k: jnp.zeros(())}, "'pallas' adds no bias"),
-        ("pallas", {"keys": CODECS["centred"]}, {}, "'pallas' can't decode"),
+        pytest.param(
+            "pallas", {"keys": CODECS["centred"]}, {}, "'pallas' can't decode", marks=by_triton
+        ),
         ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' reads nothing on the host"),
         ("fast", {}, {}, "unknown attention path 'fast': there are blocks, reference, buckets"),
     ],
@@ -283,6 +293,7 @@ def lowered(path, name, platform, new=1, dim=64, dtype="bfloat16", **settings):
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@by_triton
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "float8", "int8-head"])
 @pytest.mark.parametrize("new", [1, 4])

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
+from kvjax.core.target import Target, computing_on
 from kvjax.models.stored import find_tensors
 from tests.checkpoints import write_llama
 
@@ -127,15 +128,15 @@ def test_dtype(folder: Path, dtype: Any) -> None:
     assert logits.dtype == np.float32 and bool(jnp.isfinite(logits).all())
 
 
-def test_dtype_by_platform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_by_platform(folder: Path) -> None:
     """On a CPU float32; on an accelerator what ``config.json`` says, or what the weights are."""
     change_config(folder, torch_dtype="bfloat16")
     assert models.load(folder).config.dtype == "float32"
-    monkeypatch.setattr(kvjax.Device, "platform", lambda self: "gpu")
-    assert models.load(folder).config.dtype == "bfloat16"
-    change_config(folder, torch_dtype=None)
-    change_tensors(folder, lambda t: t.update({k: v.astype(np.float16) for k, v in t.items()}))
-    assert models.load(folder).config.dtype == "float16"
+    with computing_on(Target("gpu", (8, 0))):
+        assert models.load(folder).config.dtype == "bfloat16"
+        change_config(folder, torch_dtype=None)
+        change_tensors(folder, lambda t: t.update({k: v.astype(np.float16) for k, v in t.items()}))
+        assert models.load(folder).config.dtype == "float16"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

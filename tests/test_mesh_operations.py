@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.placement.mesh import parse_mesh
 from kvjax.placement.spread import spread_over
+from tests import laws
 from tests.matrix import CODECS, FULL, tiny_config
 from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of
 
@@ -328,7 +329,7 @@ def test_a_text_goes_on_on_another_mesh(name):
         close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
     cache = kvjax.migrate(cache, kvjax.Host(), mesh=mesh("1-1-8"))
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.layers[0].keys)}
-    assert kinds == {"pinned_host"}
+    assert kinds == {laws.ON_HOST}
     close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
 
 

@@ -61,7 +61,7 @@ def test_there_and_back(layout, codec):
         half = [turn % 2] if turn >= 90 else None
         cache = kvjax.migrate(cache, kvjax.Host(prefetch=turn % 3), layers=half)
         assert places(cache) == ["host" if half in (None, [n]) else "device" for n in (0, 1)]
-        expected = ["pinned_host" if half in (None, [n]) else "device" for n in (0, 1)]
+        expected = [laws.ON_HOST if half in (None, [n]) else "device" for n in (0, 1)]
         assert memories(cache) == expected
         cache = kvjax.migrate(cache, kvjax.Device(), layers=half)
         jax.block_until_ready(cache)

@@ -20,7 +20,6 @@ needs_nbclient = pytest.mark.skipif(
 
 
 SMALLER = {
-    "devices.ipynb": {"CELLS = []": 'CELLS = ["--quick"]'},
     "caches.ipynb": {"steps=1100": "steps=150", "[64, 256, 1024, 4096, 16384]": "[64, 256]"},
     "paged.ipynb": {
         "sizes = [16, 32, 64, 128]": "sizes = [16]",

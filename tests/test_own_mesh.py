@@ -23,9 +23,9 @@ import kvjax
 from benchmarks.programs import collectives
 from kvjax import models
 from kvjax.core.trees import tree_bytes
+from tests import laws
 from tests.checkpoints import write_llama
 from tests.copies import assert_no_copy
-from tests.laws import same_arrays
 from tests.matrix import tiny_config, tiny_model
 from tests.meshes import close
 
@@ -92,7 +92,7 @@ def each(*default: str) -> Any:
 
 
 def rare(*values: Any) -> list[Any]:
-    """Parameters, of which all but the first are of the shards."""
+    """Parameters. All but the first run in the shards alone."""
     return [values[0], *(pytest.param(value, marks=pytest.mark.rare) for value in values[1:])]
 
 
@@ -138,7 +138,7 @@ def test_shard_map_of_a_cache_on_the_host(lm):
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     cache = module.make_cache(lm, policy, mesh, 8, MAX_LEN)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(cache)}
-    assert len(kinds) == 2 and "pinned_host" in kinds
+    assert kinds == {"device", laws.ON_HOST}
     close(module.decode(lm, mesh, cache, TOKENS, STEPS), np.stack(right))
 
 
@@ -301,8 +301,9 @@ ONE = tiny_config(num_hidden_layers=1, windows=(None,))
 
 
 def results(cache: Any, folder: Path | None) -> dict[str, Any]:
-    """What every function of caches of one layer gives; loaded ones where a folder is given.
-    Those of ``tests/matrix.py`` are in ``laws.check_operation``, for every layout and codec."""
+    """Whether what each function returns is committed, for a cache of one layer. ``load_cache`` is
+    included if a folder is given. ``laws.check_operation`` checks operations for every layout and
+    codec."""
     keys = jnp.ones((2, 2, 3, 8))
     mixed, call = kvjax.step(kvjax.fork(cache), 3).attend(0, jnp.ones((2, 4, 3, 8)), keys, keys)
     stepped = kvjax.append(kvjax.fork(cache), 0, keys, keys)
@@ -326,7 +327,7 @@ def results(cache: Any, folder: Path | None) -> dict[str, Any]:
     if folder is not None:
         kvjax.save_cache(folder / "saved", advanced)
         loaded = kvjax.load_cache(folder / "saved").cache
-        same_arrays(loaded, advanced)
+        laws.same_arrays(loaded, advanced)
         found["load_cache"] = loaded
     return {name: {x.committed for x in jax.tree.leaves(each)} for name, each in found.items()}
 

@@ -3,6 +3,7 @@ at a time."""
 
 import dataclasses
 import itertools
+import re
 from dataclasses import replace
 
 import jax
@@ -48,7 +49,7 @@ def fed(policy, cuts=CUTS, cache=None, lengths=None):
 
 
 def assert_on_host(cache):
-    assert laws.memory_kinds(cache) == ({"pinned_host"}, {"device"})
+    assert laws.memory_kinds(cache) == ({laws.ON_HOST}, {"device"})
 
 
 @pytest.mark.rare
@@ -108,7 +109,8 @@ def test_shared_layers_stay_until_the_last_has_read_them():
     wanted = run(kvjax.Device())
     assert np.array_equal(run(kvjax.Host(1)), wanted)
     assert np.array_equal(run(kvjax.Host()), wanted)
-    assert fetched == [[True, True, False], [True, True, True], [True, False, True]]
+    expected = [[True, True, False], [True, True, True], [True, False, True]]
+    assert fetched == [[each and laws.FETCHES for each in layers] for layers in expected]
 
 
 def test_outside_jit_layers_that_were_read_are_let_go():
@@ -120,7 +122,7 @@ def test_outside_jit_layers_that_were_read_are_let_go():
     for layer in range(4):
         cache = kvjax.append(cache, layer, numbers, numbers)
         fetched = [number for number, held in enumerate(cache.layers) if held.fetched is not None]
-        assert fetched == [layer, layer + 1][: 4 - layer]
+        assert fetched == [layer, layer + 1][: (4 - layer) * laws.FETCHES]
         assert kvjax.attend(jnp.ones((1, 4, 1, 8)), cache, layer).shape == (1, 4, 1, 8)
     assert not any(held.fetched for held in kvjax.advance(cache, 1).layers)
 
@@ -173,16 +175,20 @@ def test_there_and_back():
     ("name", "bits"),
     [("offloaded", 16), pytest.param("offloaded_static", 4, marks=pytest.mark.rare)],
 )
-def test_generation_with_a_cache_on_the_host(tiny_llama, name, bits):
+def test_generation_with_a_cache_on_the_host(tiny_llama, caplog, name, bits):
     place = {"offloaded": "dynamic", "offloaded_static": "static"}[name]
     prompts = ["A cache of keys and values" * 6, "abc"]
     at = {"max_new_tokens": 90, "eos_token_ids": ()}
     wanted = kvjax.generate(tiny_llama, prompts, cache=kvjax.policy(place, bits=bits), **at)
-    found = kvjax.generate(tiny_llama, prompts, cache=kvjax.policy(name, bits=bits), **at)
+    caplog.clear()
+    with jax.log_compiles():
+        found = kvjax.generate(tiny_llama, prompts, cache=kvjax.policy(name, bits=bits), **at)
     assert found.tokens == wanted.tokens
     assert_on_host(found.cache)
     assert set(found.stats.cache_bytes) == {"host", "device"}
-    assert found.stats.compilations <= 6
+    # Once each, and zeros of other shapes if no test before has made such.
+    made = re.findall(r"Compiling jit\((prefill|begin|decode)\)", "\n".join(caplog.messages))
+    assert sorted(made) == ["begin", "decode", "prefill"] and found.stats.compilations <= 8
     more = kvjax.generate(tiny_llama, [[65]] * 2, cache=found.cache, max_new_tokens=4)
     assert_on_host(more.cache)
 
@@ -238,6 +244,12 @@ def step_at(length, policy):
     return moves.to, cache
 
 
+MOVES = pytest.mark.skipif(
+    not laws.FETCHES, reason="before JAX 0.10.2 a CPU has one memory, and nothing moves"
+)
+
+
+@MOVES
 @pytest.mark.rare
 @pytest.mark.parametrize("codec", [CODECS["int4"], kvjax.Raw()])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -258,6 +270,7 @@ def test_every_block_comes_in_once(prefetch, codec):
     assert max(moved["Device"]) <= max(bodies) // 2 // blocks * coarse
 
 
+@MOVES
 @pytest.mark.rare
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_block_goes_out_when_it_is_left_behind(prefetch):
@@ -285,6 +298,7 @@ def test_layers_fetched_ahead_are_few(name, prefetch, form):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     body = max(tree_bytes((layer.keys, layer.values)) for layer in cache.layers)
+    prefetch = prefetch if laws.FETCHES else 0
     assert prefetch * body < memory.temp_size_in_bytes < (prefetch + 1) * body + 2_000_000
 
 
@@ -294,7 +308,7 @@ def test_layers_in_different_places():
     wanted, _ = fed(near)
     found, cache = fed([far, near])
     assert np.array_equal(found, wanted)
-    assert [row["memory"] for row in memory_report(cache)] == ["pinned_host", "device"]
+    assert [row["memory"] for row in memory_report(cache)] == [laws.ON_HOST, "device"]
     assert [row["place"] for row in memory_report(cache)] == ["host", "device"]
 
 

@@ -113,7 +113,7 @@ def check_place(cell):
     """Exactly. Raw caches have no tail on the device, and are walked in other blocks there: these
     are what they are without anything fetched ahead."""
     *_, there = filled(*cell.made_by)
-    assert laws.memory_kinds(there) == ({"pinned_host"}, {"device"})
+    assert laws.memory_kinds(there) == ({laws.ON_HOST}, {"device"})
     place = "host" if is_raw(cell) else "device"
     *_, here = filled(*cell._replace(placement=place).made_by)
     assert here is not there

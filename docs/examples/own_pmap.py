@@ -48,5 +48,5 @@ def main():
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, where there is no accelerator
+    jax.config.update("jax_num_cpu_devices", 8)  # simulated, on a machine without accelerators
     main()

@@ -19,7 +19,8 @@ def fetched_ahead(
     later = set(() if sources is None else sources[number:])
     found = list(layers)
     for n, held in enumerate(layers):
-        ahead = held.policy.placement.ahead if held.stack is None else 0
+        placement = held.policy.placement
+        ahead = placement.ahead if held.stack is None and placement.memory_kind else 0
         if n < entry and n not in later:
             found[n] = replace(held, fetched=None)
         elif ahead and entry <= n <= entry + ahead and held.fetched is None:

@@ -15,7 +15,16 @@ from jax import lax
 from kvjax.cache.layer import Strip, Tail
 from kvjax.cache.regions import own_tokens, placed, regions_of
 from kvjax.cache.view import View
-from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.codecs import (
+    Codec,
+    Store,
+    leaves_out,
+    long_mix,
+    long_scores,
+    plain_mix,
+    plain_scores,
+    tokens_of,
+)
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Region, Share, Split, divided, shared
@@ -91,9 +100,11 @@ class Section:
             return long_mix(weights, codec.decode(values))
         if codec.blockwise:
             return codec.mix(weights, values)
-        # What an earlier text left in an empty slot may be no number, and no weight makes that 0.
-        present = jnp.where(positions[:, None, :, None] >= 0, tokens_of(codec.decode(values)), 0)
-        return plain_mix(weights, present.astype(dtype))
+        numbers = tokens_of(codec.decode(values))
+        if not leaves_out(weights):
+            # What an earlier text left in an empty slot may be no number: no weight makes that 0.
+            numbers = jnp.where(positions[:, None, :, None] >= 0, numbers, 0)
+        return plain_mix(weights, numbers.astype(dtype))
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""

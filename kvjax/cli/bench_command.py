@@ -22,6 +22,7 @@ from kvjax.policies.words import parse_policy
 
 if TYPE_CHECKING:
     from kvjax.generation.loaded import LanguageModel
+    from kvjax.memory.shapes import ModelShape
 
 
 def bench(
@@ -73,7 +74,8 @@ def bench(
             lm = models.load(model, dtype=dtype, revision=revision)
     else:
         with shown("making weights"):
-            lm = _random(shape, dtype)
+            check_dtype(dtype)
+            lm = random_model(shape, known_shape(shape), dtype)
     found = measure(
         lm, named, prompts=prompts, batches=batches, steps=steps, repeats=repeats, prefill=prefill,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -111,15 +113,13 @@ def _numbers(option: str, words: str) -> list[int]:
         raise ValueError(f"{option} is {words!r}: give whole numbers with commas") from None
 
 
-def _random(name: str, dtype: str | None) -> "LanguageModel":
-    """A model of a well-known shape with random weights, where kvjax runs it and it has room."""
+def random_model(name: str, shape: "ModelShape", dtype: str | None) -> "LanguageModel":
+    """A model of a shape with random weights, if kvjax runs such a model and its weights fit."""
     from kvjax.generation.loaded import LanguageModel
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
 
-    check_dtype(dtype)
-    shape = known_shape(name)
     if not shape.gated or shape.learned_positions:
         raise ValueError(
             f"kvjax runs no {name} with random weights: of these shapes it runs those that are "

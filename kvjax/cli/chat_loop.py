@@ -13,6 +13,7 @@ from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
 from kvjax.cli.figures import beyond
 from kvjax.cli.processes import NO_MEMORY
 from kvjax.cli.waiting import shown
+from kvjax.core.compat import jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
 _LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER keeps it)"
@@ -43,7 +44,7 @@ class Talk:
             except Exception as error:  # whatever it is, the chat is still there
                 if self.alone:
                     raise
-                memory = getattr(error, "error_code_string", None) == NO_MEMORY
+                memory = jax_0_10_error_code(error) == NO_MEMORY
                 self._tell(error) if memory else traceback.print_exc()
             except KeyboardInterrupt:
                 self.chat.close()

@@ -6,9 +6,11 @@ import jax
 import typer
 
 import kvjax
+from kvjax.attention.kernels.choice import gained_by_upgrading
 from kvjax.cli import options
 from kvjax.cli.figures import table, to_json
 from kvjax.cli.waiting import shown
+from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_a_token
 from kvjax.policies.model_config import layer_heads
 from kvjax.policies.words import parse_policy
@@ -27,7 +29,7 @@ def info(
     sinks: options.Sinks = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show a model, the bytes its cache takes a token, and the devices."""
+    """Show a model, the bytes its cache takes a token, the devices, and what a newer JAX gains."""
     from kvjax import models
 
     with shown("loading"):
@@ -53,9 +55,12 @@ def info(
         "cache_bytes_a_token": bytes_a_token(config, policy),
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
+        "upgrade": gained_by_upgrading(current_target()),
     }
     if not as_json and config.context is None:
         report["context"] = "any"
+    if not as_json and report["upgrade"] is None:
+        del report["upgrade"]
     typer.echo(to_json(report) if as_json else table(report))
 
 

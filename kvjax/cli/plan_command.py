@@ -14,7 +14,9 @@ from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.device_plan import on_device
 from kvjax.cli.figures import beyond, by_place, to_json
 from kvjax.cli.waiting import shown
+from kvjax.core.absent import absent
 from kvjax.core.sizes import parse_bytes, readable_bytes
+from kvjax.core.target import Target, target_of
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import AXES, parse_mesh
@@ -60,8 +62,8 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Ask this device's own compiler, whether it is here or not: v5e, v6e, v5p, h200, "
-            "h100, a100."
+            help="Ask this device's own compiler, whether it is here or not: t4, l4, a100, h100, "
+            "h200, b200, v5e, v6e and others."
         ),
     ] = None,
     estimate: Annotated[
@@ -81,8 +83,10 @@ def plan(
         raise ValueError("give one of --model (with its --revision), --config and --shape")
     # A memory or a mesh is of devices that need not be here: weights are what the checkpoint has.
     here = memory is None and mesh is None and config is None and device is None
-    platform = Device().platform() if here else "elsewhere"
-    planned, trained = _planned(model, revision, config, shape, dtype, platform)
+    target = Device().target() if here else Target("elsewhere")
+    if device is not None:
+        target = target_of(absent(device))
+    planned, trained = _planned(model, revision, config, shape, dtype, target)
     name = str(model or config or shape or "the embedded model")
     max_len = trained if max_len is None else max_len
     if max_len is None:
@@ -174,7 +178,7 @@ def _planned(
     config: Path | None,
     shape: str | None,
     dtype: str | None,
-    platform: str,
+    target: Target,
 ) -> tuple[Any, int | None]:
     """What is planned for, and the length that it was trained for. A config that kvjax runs is read
     as ``load`` reads it."""
@@ -191,9 +195,12 @@ def _planned(
     elif config is None and shape is None:
         found = read_config(locate(model, revision, weights=False))
     if found is not None:
-        computed = compute_dtype(found, dtype, platform) or "bfloat16"
+        found = dataclasses.replace(found, dtype=found.dtype or "bfloat16")
+        computed = compute_dtype(found, dtype, target)
         return Architecture(dataclasses.replace(found, dtype=computed)), found.context
     alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
+    if dtype is None and alone.dtype == "bfloat16" and target.before_ampere:
+        dtype = "float16"
     alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
     return alone, alone.context
 

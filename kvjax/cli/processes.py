@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from kvjax.cli.waiting import INTERRUPTED, leave
 from kvjax.core.checks import whole_or_none
+from kvjax.core.compat import jax_0_9_shutdown_timeout, jax_0_10_error_code
 
 NO_MEMORY = "RESOURCE_EXHAUSTED"
 """The status of an error of a device without memory left."""
@@ -66,7 +67,7 @@ def joined(
         jax.distributed.initialize(
             coordinator, processes, process_id, initialization_timeout=start_timeout + 60,
             heartbeat_timeout_seconds=heartbeat_timeout,
-            shutdown_timeout_seconds=heartbeat_timeout,
+            **jax_0_9_shutdown_timeout(heartbeat_timeout),
         )  # fmt: skip
         count = jax.process_count()
     except ValueError as error:
@@ -88,7 +89,7 @@ def joined(
     except Exception as error:
         words = _short(error)
         # Beside its memory a device fails where what it waits for does not come.
-        if getattr(error, "error_code_string", None) not in (None, NO_MEMORY):
+        if jax_0_10_error_code(error) not in (None, NO_MEMORY):
             words = f"another process of this run has ended, so this one can't go on ({words})"
         _leave(words)
     jax.distributed.shutdown()

@@ -23,6 +23,7 @@ from kvjax.cli.plan_command import plan
 from kvjax.cli.processes import NO_MEMORY
 from kvjax.cli.serve_command import serve
 from kvjax.cli.waiting import INTERRUPTED, interruptible
+from kvjax.core.compat import jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
@@ -71,7 +72,7 @@ def main() -> None:
     except (KvjaxError, ValueError, OSError) as error:
         _leave(error, str(error))
     except jax.errors.JaxRuntimeError as error:
-        if error.error_code_string != NO_MEMORY:
+        if jax_0_10_error_code(error) != NO_MEMORY:
             raise
         _leave(error, str(error))
     except (KeyboardInterrupt, typer.Abort):

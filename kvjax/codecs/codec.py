@@ -120,8 +120,15 @@ def plain_mix(weights: Array, values: Array) -> Array:
     weights = weights.astype(values.dtype)
     if _is_summed(weights):
         # Without the barrier the compiler would keep them in float32, twice the bytes.
-        return _summed(lax.optimization_barrier(weights)[..., None], values[:, :, None], 3)
+        weights = lax.optimization_barrier(weights)[..., None]
+        # Values of weight 0 may be no numbers; zeros in their place would be a copy of all.
+        return _summed(weights, values[:, :, None], 3, where=weights != 0)
     return product("bhqk,bhkd->bhqd", weights, values)
+
+
+def leaves_out(weights: Array) -> bool:
+    """Whether ``plain_mix`` leaves out values whose weight is 0, whatever they are."""
+    return _is_summed(weights)
 
 
 def _is_summed(rows: Array) -> bool:
@@ -129,10 +136,13 @@ def _is_summed(rows: Array) -> bool:
     return rows.shape[2] <= SUMMED and current_target().platform == "gpu"
 
 
-def _summed(a: Array, b: Array, axis: int) -> Array:
-    """Products of numbers, summed along an axis in float32. The order of the products is pinned:
-    a compiler would have the numbers turned round to sum along the last axis, in a copy of all."""
+def _summed(a: Array, b: Array, axis: int, where: Array | None = None) -> Array:
+    """Products of numbers, summed along an axis in float32; 0 but ``where``. The order of the
+    products is pinned: a compiler would have the numbers turned round to sum along the last axis,
+    in a copy of all."""
     products = a.astype(jnp.float32) * b.astype(jnp.float32)
+    if where is not None:
+        products = jnp.where(where, products, 0)
     order = Layout(major_to_minor=tuple(range(products.ndim)))
     return jnp.sum(with_layout_constraint(products, order), axis)
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kvjax.core.compat import jax_0_9_products
 from kvjax.core.target import current_target, on_cpu
 
 FEW = 64
@@ -15,13 +16,15 @@ def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> 
     rows = x.size // x.shape[-1]
     if not on_cpu():
         return _before_ampere(x, weight) if current_target().before_ampere else _products(x, weight)
+    flat, narrow = x.reshape(rows, x.shape[-1]), x.dtype.itemsize < 4
+    if narrow and (found := jax_0_9_products(flat, weight)) is not None:
+        return found.reshape(*x.shape[:-1], weight.shape[0])
     if rows > FEW:
         return _products(x, weight)
-    flat = x.reshape(rows, x.shape[-1])
-    if x.dtype.itemsize < 4 and rows == 1:
+    if narrow and rows == 1:
         # Of 16 bits, one row alone takes ten times as long as two: all weights are widened for it.
         found = _products(jnp.pad(flat, [(0, 1), (0, 0)]), weight)[:1]
-    elif x.dtype.itemsize < 4 or rows == 1:
+    elif narrow or rows == 1:
         found = _products(flat, weight)
     else:
         # Without the barrier the compiler would exchange the factors again.

@@ -12,6 +12,9 @@ import jax
 AMPERE = 8, 0
 """The first compute capability with bfloat16, and for which XLA compiles Triton."""
 
+_SHARED = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}
+"""KiB of shared memory that a program may have, by compute capability; others have 99."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -29,6 +32,12 @@ class Target:
         """Whether it is one of NVIDIA's GPUs without bfloat16, and without what XLA has Triton
         compile: a T4."""
         return self.capability is not None and self.capability < AMPERE
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a GPU's program may have; of devices that do not say their
+        compute capability as many as all have from Ampere on."""
+        return (99 if self.capability is None else _SHARED.get(self.capability, 99)) * 1024
 
 
 def target_of(device: Any) -> Target:

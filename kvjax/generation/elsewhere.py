@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from kvjax.cache.places import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
+from kvjax.core.compat import jax_0_8_options
 from kvjax.generation import programs
 from kvjax.generation.beams.elsewhere import search_programs
 from kvjax.generation.choosing import Progress
@@ -207,7 +208,8 @@ class _Programs:
             call, donate_argnums=donated, in_shardings=shardings,
             out_shardings=self._shardings(found),
         )  # fmt: skip
-        return program.lower(*arguments(given, shardings)).compile()
+        lowered = program.lower(*arguments(given, shardings))
+        return lowered.compile(jax_0_8_options(self._device))
 
     def _shardings(self, parts: Any) -> tuple[Any, ...]:
         """Of a program's arguments or results, one after the other."""

@@ -22,6 +22,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.absent import Named, compiling_for, device_or_mesh, is_absent, kind_of, named
 from kvjax.core.another_process import in_another_process
 from kvjax.core.checks import whole_number
+from kvjax.core.compat import jax_0_8_options, jax_0_8_text
 from kvjax.core.gpus import own_capability
 from kvjax.core.target import target_of
 from kvjax.memory.links import collectives
@@ -173,7 +174,7 @@ def _plan_on_named(
 
 def _of_step(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:
     """Bytes that it moves; how many collectives it has, and the bytes that a device sends."""
-    text = str(program.as_text())
+    text = jax_0_8_text(program)
     found = collectives(text, devices)
     return bytes_moved(text), len(found), sum(each.sent for each in found)
 
@@ -225,7 +226,9 @@ def compiled_call(
         out_shardings=(there.length, there),
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
-    return program.lower(part.abstract_params(), tokens, arguments(held, there)).compile()
+    return program.lower(part.abstract_params(), tokens, arguments(held, there)).compile(
+        jax_0_8_options(device)
+    )
 
 
 def _of_layers(model: Any, layers: list[int]) -> Any:

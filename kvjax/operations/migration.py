@@ -94,7 +94,7 @@ def moved(
         for entry in entries:
             old, policy = held[entry], policies[entry]
             table = None if policy.paging is None else pools[policy.paging].whole
-            if policy.placement.memory_kind == old.policy.placement.memory_kind:
+            if policy.placement.place == old.policy.placement.place:
                 held[entry] = replace(old, policy=policy)
                 continue
             jax.block_until_ready(moving)

@@ -32,11 +32,15 @@ class Device:
     behind_tail: ClassVar[bool] = False
     """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
 
-    memory_kind: ClassVar[str | None] = None
-    """The kind of memory that a body is kept in, as JAX calls it; None for the device's own."""
+    @property
+    def memory_kind(self) -> str | None:
+        """The kind of memory that a body is kept in, as JAX calls it; None for the device's own."""
+        return None
 
-    space: ClassVar[Any] = jax.memory.Space.Device
-    """The same as traced arrays tell it."""
+    @property
+    def space(self) -> Any:
+        """The same as traced arrays tell it."""
+        return jax.memory.Space.Device if self.memory_kind is None else jax.memory.Space.Host
 
     @property
     def ahead(self) -> int:

@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from kvjax.core import control
 from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.target import default_device
 from kvjax.placement.device import _T, Device
 
@@ -32,28 +33,34 @@ class Host(Device):
 
     place: ClassVar[str] = "host"
     behind_tail: ClassVar[bool] = True
-    memory_kind: ClassVar[str | None] = "pinned_host"
-    space: ClassVar[Any] = jax.memory.Space.Host
 
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, 0)
+
+    @property
+    def memory_kind(self) -> str | None:
+        return "pinned_host" if jax_0_10_2_host_memory(self.platform()) else None
 
     @property
     def ahead(self) -> int:
         return self.prefetch
 
     def store(self, body: _T, orders: Any) -> _T:
+        if self.memory_kind is None:  # a move makes new arrays: the old ones are deleted behind it
+            body = jax.device_put(body, may_alias=False)
         if self.spread is not None:
             return self.spread.put_bodies(body, orders, self.memory_kind)
         if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
             # Which devices these are is up to the user's ``jax.shard_map`` or ``jax.set_mesh``.
-            return jax.device_put(body, self.space)
+            return self.far(body)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 
     def near(self, part: _T, after: Any = None) -> _T:
         """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
         there, a call's keys and the rows' lengths."""
+        if self.memory_kind is None:
+            return part
         if after is None or not is_traced(after[0]):
             return _fetched(part)
         # Compilers drop a barrier, or copy on the host for it, and would fetch all layers at once.
@@ -63,7 +70,7 @@ class Host(Device):
         return control.cond(there, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
-        return jax.device_put(part, jax.memory.Space.Host)
+        return part if self.memory_kind is None else jax.device_put(part, self.space)
 
 
 def _fetched(part: _T) -> _T:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core import control
+from kvjax.core.compat import jax_0_10_indexes_in_place
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
@@ -59,6 +60,16 @@ def _gathered(
     leading = () if layer is None else (layer,)
     before = len(leading) + 1
     axis, shape = order.axis, list(store.shape[before - 1 :])
+    if not jax_0_10_indexes_in_place(traced_for()):  # whole pages, and a part of them then
+        index = jnp.stack([jnp.broadcast_to(x, pages.shape) for x in (*leading, pages)], 2)
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(2, len(shape) + 1)),
+            collapsed_slice_dims=tuple(range(before)),
+            start_index_map=tuple(range(before)),
+        )
+        found = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
+        found = jnp.moveaxis(lax.dynamic_slice_in_dim(found, begin, length, axis + 1), 1, axis)
+        return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
     shape[axis] = length
     index = jnp.stack([*(jnp.broadcast_to(x, pages.shape) for x in (*leading, pages, begin))], 2)
     # A result [batch, ..., count, length, ...].

@@ -38,7 +38,7 @@ from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
 from kvjax.core.gpus import check_capability
-from kvjax.core.target import current_target, default_device
+from kvjax.core.target import Target, current_target, default_device
 from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # what of it is used here came with JAX 0.11 and 0.12
@@ -54,10 +54,9 @@ FEWEST = 4
 """Pieces that a program walks, at least, where a row's text is shared."""
 AHEAD = 4
 """Pieces in shared memory, at most; two at least."""
-SHARED = {(8, 0): 163, (9, 0): 227, (10, 0): 227}
-"""KiB of shared memory that a program may have, by compute capability; others have 99."""
 ROOM = 96
-"""KiB that it takes, where fewer pieces are enough: so two programs run beside each other."""
+"""KiB of shared memory that a program takes, where fewer pieces are enough: so two programs run
+beside each other."""
 GRAIN, LANES = 16, 8
 """What matrix units multiply together: rows and sums of so many, for so many tokens or channels."""
 KIB = 1024
@@ -268,9 +267,11 @@ def _plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | N
         return None
     if section.pages is None or section.pages.shape[1] == 1:
         page = 1 << 30  # units of a row alone, one behind the other
-    capability = current_target().capability or (9, 0)
+    target = current_target()
+    # Where it is interpreted, an H100's.
+    shared = (target if target.capability else Target("gpu", (9, 0))).shared_memory
     settings: Any = tuple(forms), section.unit, units, page & -page
-    return _planned(*settings, head_dim, rows, jnp.dtype(dtype), SHARED.get(capability, 99))
+    return _planned(*settings, head_dim, rows, jnp.dtype(dtype), shared // KIB)
 
 
 @functools.lru_cache(maxsize=256)

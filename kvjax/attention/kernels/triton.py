@@ -23,6 +23,7 @@ from kvjax.attention.kernels.common import Reading, compiled, refuse
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import Codec, in_tiles
+from kvjax.core.target import current_target
 from kvjax.core.typing import Array
 
 TILE = 64
@@ -37,6 +38,8 @@ LEAST = 16
 """Tokens that a program reads together, at least, of a page."""
 ROWS = 16
 """Rows of queries that a matrix unit takes together, at least."""
+STAGES = 3
+"""Tiles of keys and values that are in shared memory at once, at most: Triton's own choice."""
 
 
 def decode(reading: Reading, before: Partial | None = None) -> Partial:
@@ -79,6 +82,10 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     ]
     shapes: list[tuple[int, ...]] = [(written,), (written,), (written, head_dim)]
     kernel = functools.partial(_kernel, reading.bare(), tree, tile, units, page, splits)
+    # Of 16 bits, as they are multiplied, or more; and beside them the queries.
+    numbers = head_dim * max(queries.dtype.itemsize, 2)
+    room = current_target().shared_memory - written * same * numbers
+    stages = min(STAGES, max(room // (2 * tile * section.unit * numbers), 1))
 
     def run(*arrays: Array, interpret: bool) -> Any:
         return pl.pallas_call(
@@ -91,7 +98,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
                 for each in shapes
             ],
             interpret=interpret,
-            compiler_params=triton.CompilerParams(),
+            compiler_params=triton.CompilerParams(num_stages=stages),
         )(*arrays)
 
     parts = compiled(run, *arrays, *pages, *leaves)

@@ -1,0 +1,145 @@
+"""One table of devices x caches, by the compilers of devices that are not here; nothing runs.
+
+    python -m benchmarks.device_table --devices t4,l4,a100,h100,h200,b200,v5e,v6e
+
+Writes `results/abstract-devices/table-jaxVERSION.md` and `.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import kvjax
+from benchmarks import abstract, device_table
+from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, cell_of, compiled, obeys
+from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
+from benchmarks.report import markdown_table
+from kvjax.attention.kernels.choice import kernels_for
+from kvjax.core.absent import absent
+from kvjax.core.another_process import in_another_process
+from kvjax.core.target import target_of
+from kvjax.memory.devices import plan_on
+
+CACHES = {
+    "raw": "raw", "8 bits": "8 bits", "4 bits": "4 bits", "ring with sinks": "sinks",
+    "every other layer a window": "hybrid", "pages": "pages", "pages of 4 bits": "pages of 4 bits",
+    "stacked": "raw", "stacked, 4 bits": "4 bits",
+}  # fmt: skip
+"""Rows of the table: policies of ``benchmarks.abstract``."""
+
+
+def row(device: str, title: str) -> dict[str, Any]:
+    """What a compiler says of a cache, or why it says nothing."""
+    policy, start = CACHES[title], time.perf_counter()
+    about: dict[str, Any] = {"device": device, "cache": title}
+    try:
+        step = cell_of(policy, "8,192", SCAN if title.startswith("stacked") else STEP)
+        one = compiled(step, device)
+        many = compiled(cell_of(policy, "8,192", CHUNK), device)
+        if step.form == SCAN:
+            # A kernel is given the whole stack and reads a layer, which a program's text hides.
+            moved, ideal = None, None
+        else:
+            model = model_for(policy, 4)
+            if target_of(absent(device)).before_ampere:
+                model = replace(model, dtype="float16")
+            plan = plan_on(model, POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
+            moved, ideal = plan.moved, plan.ideal
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return about | {"refused": " ".join(str(error).split())[:200]}
+    return about | {
+        "cache_bytes": sum(one.cache.values()), "aliased": one.aliased + one.host_aliased,
+        "temporaries": one.temporaries, "prompt": many.temporaries, "moved": moved, "ideal": ideal,
+        "obeys": obeys(one, step, policy) and many.whole, "path": _path(one, device),
+        "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+
+
+def _path(found: abstract.Found, device: str) -> str:
+    """The kernel in a program, or the path without one."""
+    names = {"mosaic_gpu": "Mosaic GPU", "tpu_custom_call": "Mosaic TPU", "triton": "Triton"}
+    calls = [line for line in found.text.splitlines() if "custom-call(" in line]
+    for name, title in names.items():
+        ours = kernels_for(target_of(absent(device))) and (name != "triton" or _pallas(calls))
+        if ours and any(name in line for line in calls):
+            return title
+    return "buckets"
+
+
+def _pallas(calls: Sequence[str]) -> bool:
+    """Whether Triton's calls are of Pallas, not XLA's own."""
+    return any("pallas" in line or "__gpu$xla.gpu.triton" in line for line in calls)
+
+
+def rows(device: str, titles: Sequence[str]) -> list[dict[str, Any]]:
+    """All of a device's; what JAX says that it will remove is an error."""
+    warnings.simplefilter("error", DeprecationWarning)
+    found = []
+    for title in titles:
+        found.append(row(device, title))
+        print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def markdown(found: Sequence[dict[str, Any]], versions: str) -> str:
+    """The table."""
+    heads = ["device", "cache", "path", "cache, MB", "aliased, MB", "temporaries, MB",
+             "% of the cache", "of 512 tokens, MB", "moves, over the ideal", "law"]  # fmt: skip
+    lines = []
+    for each in found:
+        if "refused" in each:
+            lines.append([each["device"], each["cache"], each["refused"], *[""] * 7])
+            continue
+        cache = each["cache_bytes"]
+        lines.append([
+            each["device"], each["cache"], each["path"], f"{cache / 1e6:,.1f}",
+            f"{each['aliased'] / 1e6:,.1f}", f"{each['temporaries'] / 1e6:.2f}",
+            f"{100 * each['temporaries'] / cache:.2f}", f"{each['prompt'] / 1e6:,.1f}",
+            f"{each['moved'] / each['ideal']:.3f}" if each["moved"] else "",
+            "holds" if each["obeys"] else "**broken**",
+        ])  # fmt: skip
+    table = "\n".join(markdown_table(heads, lines))
+    return f"""# Compiled for devices, of which nothing ran
+
+{versions}. A layer of attention in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels,
+8,192 slots; where it is stacked, four such layers. *aliased*: of the donated cache, what is updated
+where it stands. *temporaries*: of a decode step, and of a call of 512 tokens. *moves*: bytes that a
+decode step of four layers of {SHAPE} moves through the device's memory, {BATCH} rows behind
+{FILLED:,} tokens, over weights and cache once (in float16 on a T4); of stacks it is not counted.
+*law*: see `benchmarks/abstract.py`.
+
+{table}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it, each device in a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device_table", description=__doc__)
+    parser.add_argument("--devices", default="t4,l4,a100,h100,h200,b200,v5e,v6e")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/abstract-devices")
+    given = parser.parse_args(arguments)
+    out = given.out or Path(__file__).parent / "results" / "abstract-devices"
+    found: list[dict[str, Any]] = []
+    versions = f"kvjax {kvjax.__version__}, JAX {jax.__version__}"
+    for device in given.devices.split(","):
+        # By the name that another process finds it by.
+        found += in_another_process(device_table.rows, device, [*CACHES])
+        stem = out / f"table-jax{jax.__version__}"
+        text = json.dumps({"versions": versions, "rows": found}, indent=1) + "\n"
+        stem.with_name(stem.name + ".json").write_text(text, encoding="utf-8")
+        stem.with_name(stem.name + ".md").write_text(markdown(found, versions), encoding="utf-8")
+    print(markdown(found, versions))
+
+
+if __name__ == "__main__":
+    main()
