@@ -184,6 +184,7 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
     take = np.array([WIDTH, 9, 3])
     found, changed = step(changed, begins, take, WIDTH, texts(), operation.rows)
     kvjax.check(changed)
+    assert {x.committed for x in jax.tree.leaves(changed)} == {named}, name
     close(found, wanted(true, begins, take, WIDTH, operation.rows), tolerance)
 
 

@@ -20,7 +20,12 @@ import kvjax
 from tests.matrix import some
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = {path.stem: path for path in sorted((ROOT / "docs" / "examples").glob("*.py"))}
+EXAMPLES = {
+    path.stem: path
+    for path in sorted((ROOT / "docs" / "examples").glob("*.py"))
+    if path.stem.endswith(("_model", "_scan"))
+}
+"""The models; scripts of meshes and refs are tested in ``test_own_mesh.py``."""
 TOKENS = np.random.default_rng(0).integers(1, 97, (2, 40)).astype(np.int32)
 POLICIES = {
     "raw": kvjax.CachePolicy(),

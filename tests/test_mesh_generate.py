@@ -326,6 +326,10 @@ def test_the_documented_scripts_run(tiny_llama_dir):
     tokens = np.ones((len(jax.devices()), 2, 1), np.int32)
     token, _ = names["decode_step"](names["lm"].params, tokens, names["caches"])
     assert token.shape == tokens.shape
+    for _ in range(2):
+        logits = names["step_in_place"](names["lm"].params, tokens[0], names["refs"])
+    assert logits.shape == (2, 1, names["lm"].config.vocab_size)
+    assert names["refs"].length[...].tolist() == [2, 2]
 
 
 def test_a_model_and_a_cache_apart_are_refused(tiny_llama):

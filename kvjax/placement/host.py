@@ -50,6 +50,9 @@ class Host(Device):
             body = jax.device_put(body, may_alias=False)
         if self.spread is not None:
             return self.spread.put_bodies(body, orders, self.memory_kind)
+        if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
+            # Which devices these are is up to the user's ``jax.shard_map`` or ``jax.set_mesh``.
+            return self.far(body)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 
