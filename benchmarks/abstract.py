@@ -198,7 +198,8 @@ def law_of(
     a JAX that says that something will be removed is an error there, and modules that it is
     ``without`` are not to be had."""
     warnings.simplefilter("error", DeprecationWarning)
-    sys.modules.update(dict.fromkeys(without))
+    modules: Any = sys.modules
+    modules.update(dict.fromkeys(without))
     results = []
     for name in cells:
         cell = cell_of(*name)

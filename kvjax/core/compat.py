@@ -139,7 +139,7 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
-def jax_0_8_options(device: Any) -> dict[str, int]:
+def jax_0_8_options(device: Any) -> dict[str, Any]:
     """Options of ``lowered.compile`` for a device that is not here: JAX 0.7 else asks for what a
     GPU's autotuner has found."""
     if JAX < (0, 8) and device.platform == "gpu":
