@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax.core.compat import has_triton
 from kvjax.placement.mesh import parse_mesh
 from kvjax.placement.spread import spread_over
 from tests import laws
@@ -159,11 +160,13 @@ def test_paths_agree_on_a_mesh(shape):
     def call(cache):
         held = kvjax.advance(kvjax.append(cache, 0, keys[:, :, 1:], values[:, :, 1:]), 332)
         held = kvjax.append(held, 0, keys[:, :, :1], values[:, :, :1])
-        paths = ("reference", "blocks", "buckets", "pallas")
+        # Mosaic's kernel for GPUs takes no heads of 8 channels; it is compiled in test_devices.py.
+        kernels = ("pallas",) if has_triton() else ()
+        paths = ("reference", "blocks", "buckets", *kernels)
         return [kvjax.attend(queries, held, 0, path=path) for path in paths]
 
     found = [np.asarray(x) for x in call(cache)]
-    close(found[1:], found[:1] * 3)
+    close(found[1:], found[:1] * (len(found) - 1))
 
 
 # Operations, and moves between meshes.
