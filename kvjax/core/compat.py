@@ -95,6 +95,16 @@ def jax_0_9_products(x: Any, weight: Any) -> Any:
     return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
+def jax_0_10_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
+    """An array's shape, of one that varies along some axes of a ``jax.shard_map``."""
+    make: Any = jax.ShapeDtypeStruct
+    if not axes:
+        return make(shape, dtype)
+    if JAX < (0, 10):
+        return make(shape, dtype, vma=axes)
+    return make(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+
+
 def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
     """``lax.pcast(x, axes, to="varying")``, which JAX 0.7 calls ``pvary``."""
     if JAX < (0, 8):

@@ -60,6 +60,14 @@ def scan(
     return lax.scan(cast, init, xs, length)
 
 
+def varying_alike(arrays: Sequence[Any]) -> tuple[list[Any], Axes]:
+    """Arrays that all vary along the same axes, and these axes: for a kernel."""
+    if not _checked():
+        return [*arrays], frozenset()
+    axes = frozenset[str]().union(*map(_axes, arrays))
+    return _cast([*arrays], [axes] * len(arrays)), axes
+
+
 def _checked() -> bool:
     """Whether JAX checks along which axes arrays vary."""
     mesh = jax.sharding.get_abstract_mesh()

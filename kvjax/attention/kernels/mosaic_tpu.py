@@ -26,7 +26,8 @@ from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
-from kvjax.core.compat import jax_0_8_in_hbm
+from kvjax.core import control
+from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_shape
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
@@ -85,10 +86,6 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     specs = [of_rows(together, head_dim)]
     specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, *s: (b, q, 0))]
     specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
-    found = [
-        jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
-        for shape in ((SUBLANES, padded), (padded, head_dim))
-    ]
     stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, *s: (b, h, 0, q))
     out_specs = [stats_of, of_rows(together, head_dim)]
     widths = 1, 1, reading.sides * head_dim
@@ -100,6 +97,11 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     back = [values.unturn(jnp.eye(head_dim, dtype=jnp.float32))] if values.turning else []
     specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, *s: (0, 0)) for _ in back]
     given, tree = jax.tree.flatten(((section.keys, section.values), goes_on, back))
+    arrays, axes = control.varying_alike([scalars, pages, queries, at, tiles, *given])
+    found = [
+        jax_0_10_shape((batch, kv_heads, *shape), jnp.float32, axes)
+        for shape in ((SUBLANES, padded), (padded, head_dim))
+    ]
 
     def run(
         scalars: Array, pages: Array, queries: Array, at: Array, tiles: Array, *given: Array,
@@ -127,7 +129,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
 
     # JAX's own rule for kernels whose grids differ is such a loop, and knows no aliases.
     call = custom_batching.sequential_vmap(functools.partial(compiled, run))
-    stats, mixed = call(scalars, pages, queries, at, tiles, *given)
+    stats, mixed = call(*arrays)
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed[:, :, :rows])
 
 
