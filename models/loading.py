@@ -84,7 +84,9 @@ def load(
         params, over = _read_params(config, matched, device, mesh, narrowed)
         reason = f": {config.model_type} exceeds the range of float16" * (computed == "float32")
     except weights.OutOfRangeError as error:
-        config, reason = dataclasses.replace(config, dtype="float32"), f": {error}"
+        params, over, reason = None, None, f": {error}"
+    if params is None:  # behind the error, which holds what was read before it
+        config = dataclasses.replace(config, dtype="float32")
         params, over = _read_params(config, matched, device, mesh)
     if narrowed:
         which = f"{default_device().device_kind} has no bfloat16"

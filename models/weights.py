@@ -226,7 +226,7 @@ def _converted(name: str, values: np.ndarray, dtype: str, narrowed: bool) -> np.
         # By their bits, which numpy compares faster than float16.
         largest = (values.view(np.uint16) & 0x7FFF).max()
         if largest and not 0x0400 <= largest < 0x7C00:
-            raise OutOfRangeError(f"the tensor {name} exceeds the range of float16")
+            raise OutOfRangeError(f"the tensor {name} is not in the range of float16")
     return values
 
 

@@ -113,8 +113,9 @@ def above(device, policy, feature, form):
     if device == "h200":
         # What a kernel's programs find is as large as half of the layer with a window.
         return form != CHUNK and cell[:2] == ("hybrid", "one head of keys")
-    # That compiler turns the ring before and behind a loop.
-    return OLD and cell == ("sinks", "64 channels", LOOP)
+    # Those compilers turn such arrays of 64 channels.
+    turned = {("sinks", LOOP), ("pages", CHUNK), ("hybrid", SCAN)}
+    return OLD and feature == "64 channels" and (policy, form) in turned
 
 
 ON_T4 = [
@@ -174,6 +175,7 @@ def test_the_copy_law_on_other_gpus(device):
         assert obeyed, (cell, figures)
 
 
+@pytest.mark.skipif(OLD, reason="before JAX 0.12 an H200 has no other kernel than Triton's")
 @pytest.mark.parametrize("device", devices("h200"))
 def test_the_copy_law_without_triton(device):
     """Its modules are gone, as they will be in some JAX: all compiles, obeys, and warns of nothing.

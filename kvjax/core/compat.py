@@ -76,6 +76,11 @@ def jax_0_10_indexes_in_place(platform: str) -> bool:
     return platform != "cpu" or JAX >= (0, 10)
 
 
+def jax_0_8_scatters_in_place(platform: str) -> bool:
+    """The same of scatters alone, of which a GPU's compiler makes such a copy before JAX 0.8."""
+    return platform != "gpu" or JAX >= (0, 8)
+
+
 def jax_0_9_products(x: Any, weight: Any) -> Any:
     """``x @ weight.T`` in float32 on a CPU, of x [rows, in] and a weight [out, in] of 16 bits; None
     where JAX needs no help. Before JAX 0.9 XLA widens the whole weight for more than one row, which

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.core import control
-from kvjax.core.compat import jax_0_10_indexes_in_place
+from kvjax.core.compat import jax_0_8_scatters_in_place, jax_0_10_indexes_in_place
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
@@ -39,8 +39,9 @@ def write_rows(
         to a page that is none is dropped.
       layer: int32[], whose rows, where ``into`` is [layers, batch, ...].
     """
-    scatters = table is not None or layer is not None
-    if traced_for() == "tpu" or (scatters and not jax_0_10_indexes_in_place(traced_for())):
+    platform, scatters = traced_for(), table is not None or layer is not None
+    in_place = jax_0_10_indexes_in_place(platform) and jax_0_8_scatters_in_place(platform)
+    if platform == "tpu" or (scatters and not in_place):
         # What reads all rows at once, to put back what stands there, wants another order of axes,
         # and would copy the whole array for it.
         return _row_by_row(into, x, runs, count, order, table, layer)
