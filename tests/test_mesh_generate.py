@@ -322,7 +322,7 @@ def test_the_documented_scripts_run(tiny_llama_dir):
     names: dict[str, Any] = {}
     exec("\n".join(blocks).replace("path/or/hub-id", tiny_llama_dir.as_posix()), names)
     assert all(names["result"].text)
-    assert names["logits"].shape == (2, 1, names["lm"].config.vocab_size)
+    assert names["logits"].shape == (2 * len(jax.devices()), 1, names["lm"].config.vocab_size)
     tokens = np.ones((len(jax.devices()), 2, 1), np.int32)
     token, _ = names["decode_step"](names["lm"].params, tokens, names["caches"])
     assert token.shape == tokens.shape
