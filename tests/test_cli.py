@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -596,7 +597,9 @@ def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
 def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     command = f"{sys.executable} -m kvjax info --model {tiny_llama_dir} | true"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert found.stderr == ""
+    # JAX's plugin for GPUs says where there is none.
+    other = re.compile(r"WARNING: All log messages before absl|I\d+ .* cudart_stub\.cc:")
+    assert [line for line in found.stderr.splitlines() if not other.match(line)] == []
 
 
 def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
