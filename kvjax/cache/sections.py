@@ -15,16 +15,7 @@ from jax import lax
 from kvjax.cache.layer import Strip, Tail
 from kvjax.cache.regions import own_tokens, placed, regions_of
 from kvjax.cache.view import View
-from kvjax.codecs import (
-    Codec,
-    Store,
-    leaves_out,
-    long_mix,
-    long_scores,
-    plain_mix,
-    plain_scores,
-    tokens_of,
-)
+from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Region, Share, Split, divided, shared
@@ -100,11 +91,9 @@ class Section:
             return long_mix(weights, codec.decode(values))
         if codec.blockwise:
             return codec.mix(weights, values)
-        numbers = tokens_of(codec.decode(values))
-        if not leaves_out(weights):
-            # What an earlier text left in an empty slot may be no number: no weight makes that 0.
-            numbers = jnp.where(positions[:, None, :, None] >= 0, numbers, 0)
-        return plain_mix(weights, numbers.astype(dtype))
+        # An earlier text may have left NaN in a slot that is empty now.
+        numbers = tokens_of(codec.decode(values)).astype(dtype)
+        return plain_mix(weights, numbers, present=positions[:, None, :, None] >= 0)
 
     def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""

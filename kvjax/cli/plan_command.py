@@ -14,9 +14,9 @@ from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.device_plan import on_device
 from kvjax.cli.figures import beyond, by_place, to_json
 from kvjax.cli.waiting import shown
-from kvjax.core.absent import absent
+from kvjax.core.absent import kind_named
 from kvjax.core.sizes import parse_bytes, readable_bytes
-from kvjax.core.target import Target, target_of
+from kvjax.core.target import Target
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import AXES, parse_mesh
@@ -85,7 +85,7 @@ def plan(
     here = memory is None and mesh is None and config is None and device is None
     target = Device().target() if here else Target("elsewhere")
     if device is not None:
-        target = target_of(absent(device))
+        target = kind_named(device).target
     planned, trained = _planned(model, revision, config, shape, dtype, target)
     name = str(model or config or shape or "the embedded model")
     max_len = trained if max_len is None else max_len

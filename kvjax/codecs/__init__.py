@@ -5,7 +5,6 @@ from kvjax.codecs.centred import Centred
 from kvjax.codecs.codec import (
     Codec,
     Store,
-    leaves_out,
     long_mix,
     long_scores,
     plain_mix,
@@ -21,6 +20,6 @@ from kvjax.codecs.unrotated import Unrotated
 
 __all__ = [
     "BITS", "MULTIPLE", "Centred", "Codec", "Float8", "HalfQuadratic", "Int1", "Int2", "Int3",
-    "Int4", "Int8", "Integer", "Raw", "Rotated", "Store", "Unrotated", "in_tiles",
-    "leaves_out", "long_mix", "long_scores", "plain_mix", "plain_scores", "tokens_of",
+    "Int4", "Int8", "Integer", "Raw", "Rotated", "Store", "Unrotated", "in_tiles", "long_mix",
+    "long_scores", "plain_mix", "plain_scores", "tokens_of",
 ]  # fmt: skip

@@ -114,21 +114,23 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     return lax.optimization_barrier(product("bhkd,bhqd->bhkq", keys, queries)).swapaxes(2, 3)
 
 
-def plain_mix(weights: Array, values: Array) -> Array:
-    """A mixture of values as numbers: see ``Codec.mix``."""
+def plain_mix(weights: Array, values: Array, present: Array | None = None) -> Array:
+    """A mixture of values as numbers: see ``Codec.mix``.
+
+    ``present``: bool, of the values' shape or broadcast to it, which of them count; the others may
+    be NaN, and their weights are 0. None: all.
+    """
     values = tokens_of(values)
     weights = weights.astype(values.dtype)
     if _is_summed(weights):
         # Without the barrier the compiler would keep them in float32, twice the bytes.
         weights = lax.optimization_barrier(weights)[..., None]
-        # Values of weight 0 may be no numbers; zeros in their place would be a copy of all.
-        return _summed(weights, values[:, :, None], 3, where=weights != 0)
+        # Zeros in the place of absent values would be a copy of all values.
+        where = None if present is None else weights != 0
+        return _summed(weights, values[:, :, None], 3, where)
+    if present is not None:
+        values = jnp.where(present, values, 0)  # no weight makes 0 of NaN
     return product("bhqk,bhkd->bhqd", weights, values)
-
-
-def leaves_out(weights: Array) -> bool:
-    """Whether ``plain_mix`` leaves out values whose weight is 0, whatever they are."""
-    return _is_summed(weights)
 
 
 def _is_summed(rows: Array) -> bool:

@@ -27,7 +27,8 @@ from kvjax.core.target import Target
 @dataclass(frozen=True)
 class Kind:
     """A kind of device: its ``platform``, bytes of ``memory``, and the ``bandwidth`` of that in
-    bytes a second, as its maker says. ``topologies``: of TPUs, some that are made for it;
+    bytes a second, as its maker says. ``topologies``: of TPUs, some that are made for it, of
+    chips that have ``devices_a_chip`` each; ``name``: as its compiler has it, where that differs;
     ``cores``, ``clock``, ``l2`` and ``generation``: of GPUs, streaming multiprocessors, gigahertz,
     bytes of the second cache, and the compute capability."""
 
@@ -40,6 +41,7 @@ class Kind:
     clock: float = 0.0
     l2: int = 0
     generation: tuple[int, int] = (0, 0)
+    devices_a_chip: int = 1
 
     @property
     def target(self) -> Target:
@@ -62,10 +64,11 @@ def _gpu(
 _SQUARE = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4"
 KINDS = {
-    # https://cloud.google.com/tpu/docs/v5e, v5p and v6e
+    # https://cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x
     "v5e": Kind("tpu", 16 * GIB, 819e9, _SQUARE),
     "v6e": Kind("tpu", 32 * GIB, 1640e9, _SQUARE),
     "v5p": Kind("tpu", 95 * GIB, 2765e9, _CUBE),
+    "v7x": Kind("tpu", 96 * GIB, 3690e9, _CUBE, name="tpu7x", devices_a_chip=2),
     # NVIDIA's data sheets
     "t4": _gpu("Tesla T4", (7, 5), 15, 320e9, 40, 1.59, 4),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 2.039e12, 108, 1.41, 40),
@@ -122,9 +125,19 @@ def absent_devices(name: str, count: int) -> list[Any]:
       ValueError: if no such kind is known, or it has no topology of so many devices.
       MissingCompilerError: as of ``absent``.
     """
+    kind_named(name)
+    return _topology(name, count)
+
+
+def kind_named(name: str) -> Kind:
+    """A kind by its short name.
+
+    Raises:
+      ValueError: if no such kind is known.
+    """
     if name not in KINDS:
         raise ValueError(f"unknown device {name!r}: there are {', '.join(KINDS)}")
-    return _topology(name, count)
+    return KINDS[name]
 
 
 def device_of(device: Any) -> Any:
@@ -182,7 +195,10 @@ def named(device: Any, mesh: Mesh | None) -> Named:
 
 def kind_of(device: Any) -> Kind | None:
     """What is known of a device's kind; None of one that stands in no list here."""
-    names = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p"}
+    names = {
+        "TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p",
+        "TPU7x": "v7x",
+    }  # fmt: skip
     given = device.device_kind
     if given in names:
         return KINDS[names[given]]
@@ -245,7 +261,7 @@ def _topology(name: str, count: int) -> list[Any]:
     if kind.platform == "gpu":
         more = {"topology": f"1x1x{count}", "target_config": described(kind)}
     else:
-        name = f"{name}:{_smallest(name, count)}"
+        name = f"{kind.name or name}:{_smallest(name, count)}"
     platform = {"gpu": "cuda"}.get(kind.platform, kind.platform)
     try:
         found = topologies.get_topology_desc(name, platform=platform, **more)
@@ -254,6 +270,11 @@ def _topology(name: str, count: int) -> list[Any]:
             f"the compiler for a {kind.platform} was not taken in when JAX started, without a "
             "device: start Python with JAX_PLATFORMS=cpu"
         ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise MissingCompilerError(
+            f"the installed {kind.platform} compiler, of JAX {jax.__version__}, does not know "
+            f"{name.partition(':')[0]}: a newer JAX has one that does"
+        ) from error
     devices = list(found.devices[:count])
     _made.update(devices)
     return devices
@@ -261,7 +282,10 @@ def _topology(name: str, count: int) -> list[Any]:
 
 def _smallest(name: str, count: int) -> str:
     """The smallest topology of so many TPUs."""
-    sizes = {math.prod(map(int, x.split("x"))): x for x in KINDS[name].topologies.split()}
+    kind = KINDS[name]
+    sizes = {
+        math.prod(map(int, x.split("x"))) * kind.devices_a_chip: x for x in kind.topologies.split()
+    }
     if count not in (1, 2, *sizes):
         known = ", ".join(map(str, sizes))
         raise ValueError(f"{name} comes as 1, 2, {known} devices, not as {count}")

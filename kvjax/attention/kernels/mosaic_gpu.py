@@ -12,9 +12,7 @@ H200, B200 and others, and interpreted on CPUs, where races are looked for.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,157 +23,22 @@ from jax.experimental.pallas import mosaic_gpu
 
 from kvjax.attention.kernels import common
 from kvjax.attention.kernels.common import Reading, refuse
+from kvjax.attention.kernels.mosaic_gpu_plan import GRAIN, KIB, Plan, plan_of, splits_of
+from kvjax.attention.kernels.mosaic_gpu_side import Side
 from kvjax.attention.kernels.mosaic_gpu_stores import (
     TERMS,
-    Form,
-    Undone,
     arrays_of,
     form_of,
     terms_of,
-    undone,
 )
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
 from kvjax.core.gpus import check_capability
-from kvjax.core.target import Target, current_target, default_device
+from kvjax.core.target import current_target, default_device
 from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # what of it is used here came with JAX 0.11 and 0.12
-TOKENS = 64
-"""Of a text that is stored token by token, what is fetched together, at most."""
-FETCHED = 32
-"""Rows of numbers that are fetched together, at least."""
-MOST = 64
-"""Rows of queries of a program, at most, of up to 128 channels; of more, half as many."""
-PROGRAMS = 256
-"""Programs of a call, about: some for each of a GPU's multiprocessors."""
-FEWEST = 4
-"""Pieces that a program walks, at least, where a row's text is shared."""
-AHEAD = 4
-"""Pieces in shared memory, at most; two at least."""
-ROOM = 96
-"""KiB of shared memory that a program takes, where fewer pieces are enough: so two programs run
-beside each other."""
-GRAIN, LANES = 16, 8
-"""What matrix units multiply together: rows and sums of so many, for so many tokens or channels."""
-KIB = 1024
-WHOLE = 128
-"""Numbers that are written together."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a call is divided.
-
-    ``warps``: of four, those that divide rows of queries; the others divide tokens. ``piece``:
-    units that are fetched together, and ``steps``: pieces in shared memory. ``run``: tokens that
-    are multiplied together. ``product``: the dtype of what is multiplied, ``queries``: of queries.
-    ``swizzle``: of numbers in shared memory, bytes.
-    """
-
-    forms: tuple[Form, Form]
-    unit: int
-    head_dim: int
-    warps: int
-    piece: int
-    steps: int
-    queries: Any
-    swizzle: int
-
-    @property
-    def product(self) -> Any:
-        return jnp.dtype("float16" if self.queries == jnp.float16 else "bfloat16")
-
-    @property
-    def rows(self) -> int:
-        """Rows of queries of a program."""
-        return GRAIN * self.warps
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Of a piece: which unit of it, and which run of the unit's tokens."""
-        parts = max(form.parts for form in self.forms)
-        if self.unit == 1:
-            return [(0, 0)]
-        return [(unit, part) for unit in range(self.piece) for part in range(parts)]
-
-    @property
-    def run(self) -> int:
-        if self.unit == 1:
-            return self.piece
-        return self.unit // max(form.parts for form in self.forms)
-
-    def rows_of(self, which: int) -> int:
-        """Rows of numbers of a piece of keys (0) or values (1)."""
-        return self.piece * self.forms[which].rows
-
-    def planes(self, which: int) -> int:
-        """Made in shared memory; 0 where numbers are multiplied as they lie."""
-        return self.forms[which].planes(self.queries, self.product)
-
-    def where(self, which: int, run: tuple[int, int]) -> tuple[int, int]:
-        """Of a run: its plane, and its first row there."""
-        unit, part = run
-        form = self.forms[which]
-        each = max(x.parts for x in self.forms) // form.parts
-        return part // each, unit * form.rows + part % each * self.run
-
-    def layout(self, kind: Any) -> Any:
-        """Of the first factor of a product, the second one or the sum."""
-        return kind(self.product, m_warps=self.warps)
-
-    @property
-    def first(self) -> Any:
-        return self.layout(plgpu.Layout.MMA_LHS)
-
-    @property
-    def second(self) -> Any:
-        return self.layout(plgpu.Layout.MMA_RHS)
-
-    @property
-    def sums(self) -> Any:
-        return self.layout(plgpu.Layout.MMA_ACC)
-
-    def scratch(self, written: int, fenced: bool) -> dict[str, Any]:
-        """Shared memory, by name."""
-        found: dict[str, Any] = {}
-        tiles = (
-            plgpu.TilingTransform((LANES, self.swizzle // 2)),
-            plgpu.SwizzleTransform(self.swizzle),
-        )
-        for which, form in enumerate(self.forms):
-            shape = self.steps, self.rows_of(which), self.head_dim
-            direct: Any = {} if self.planes(which) else {"transforms": tiles}
-            found[f"fetched_{which}"] = plgpu.SMEM(shape, form.dtype, **direct)
-            for name in form.of_tokens:
-                each = self.piece, form.groups, self.unit
-                found[f"{name}_{which}"] = plgpu.SMEM(each, jnp.float32)
-        # Keys' first, and then values' in their place: planes one behind the other.
-        made = max(self.planes(which) * self.rows_of(which) for which in (0, 1))
-        if made:
-            found["made"] = plgpu.SMEM((made, self.head_dim), self.product, transforms=tiles)
-        wide = self.queries == jnp.float32
-        weights = len(self.runs), self.forms[1].groups, self.rows, self.run
-        found["weights"] = plgpu.SMEM(weights, jnp.float32 if wide else self.product)
-        if written < self.rows:
-            found["mixed"] = plgpu.SMEM((self.rows, self.head_dim), jnp.float32)
-        if fenced:
-            found["arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=self.steps)
-        return found
-
-    def written(self, rows: int) -> int:
-        """Of so many rows of queries those of a program whose mixtures are written: so many that
-        they are whole writes."""
-        some = (n for n in range(min(rows, self.rows), self.rows) if n * self.head_dim % WHOLE == 0)
-        return next(some, self.rows)
-
-    def bytes(self, rows: int) -> int:
-        """Of all of that for so many rows, each rounded up, and of what sums across warps take."""
-        total = 2 * KIB
-        for each in self.scratch(self.written(rows), False).values():
-            total += -(-each.dtype.itemsize * math.prod(each.shape) // KIB) * KIB
-        return total
 
 
 def decode(reading: Reading, before: Partial | None = None) -> Partial:
@@ -185,7 +48,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     section = reading.section
     batch, kv_heads, rows, head_dim = reading.queries.shape
     dtype = reading.queries.dtype
-    plan = _plan_of(section, head_dim, rows, dtype)
+    plan = plan_of(section, head_dim, rows, dtype)
     refuse("pallas", {f"can't read {section.codecs} here": plan is None})
     assert plan is not None
     interpret = _interpret()
@@ -198,7 +61,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     at = reading.at(blocks, plan.rows)
     scalars, _ = reading.scalars(plan.piece * section.unit, at)
     pieces = -(-(section.first + section.size) // plan.piece)
-    splits = _splits(batch * kv_heads * blocks, pieces)
+    splits = splits_of(batch * kv_heads * blocks, pieces)
     stores = [
         arrays_of(codec, store)
         for codec, store in zip(section.codecs, (section.keys, section.values), strict=True)
@@ -242,7 +105,7 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     head_dim = rows.shape[3]
     forms = [form_of(codec, section.unit, head_dim) for codec in section.codecs]
     known = None not in forms
-    fits = known and _plan_of(section, head_dim, rows.shape[2], rows.dtype) is not None
+    fits = known and plan_of(section, head_dim, rows.shape[2], rows.dtype) is not None
     return {
         f"can't read {section.codecs} in a kernel": not known,
         f"takes multiples of {GRAIN} tokens and channels that share bytes and scales, and no more "
@@ -255,142 +118,6 @@ def _interpret() -> Any:
     if default_device().platform != "cpu":
         return None
     return plgpu.InterpretGPUParams() if common.INTERPRETED is True else common.INTERPRETED
-
-
-def _plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | None:
-    """How a call over a section is divided; None where it can't be."""
-    forms = [form_of(codec, section.unit, head_dim) for codec in section.codecs]
-    if None in forms or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        return None
-    units = page = jax.tree.leaves(section.keys)[0].shape[2]
-    if section.unit == 1 and units % LANES:
-        return None
-    if section.pages is None or section.pages.shape[1] == 1:
-        page = 1 << 30  # units of a row alone, one behind the other
-    target = current_target()
-    # Where it is interpreted, an H100's.
-    shared = (target if target.capability else Target("gpu", (9, 0))).shared_memory
-    settings: Any = tuple(forms), section.unit, units, page & -page
-    return _planned(*settings, head_dim, rows, jnp.dtype(dtype), shared // KIB)
-
-
-@functools.lru_cache(maxsize=256)
-def _planned(
-    forms: tuple[Form, Form], unit: int, units: int, page: int, head_dim: int, rows: int,
-    dtype: Any, shared: int,
-) -> Plan | None:  # fmt: skip
-    """``_plan_of`` for a store of so many units, which ``page`` divides."""
-    wanted = min(rows, MOST if head_dim <= 128 else MOST // 2)
-    needed = -(-FETCHED // min(form.rows for form in forms))
-    sizes = (TOKENS, TOKENS // 2, TOKENS // 4) if unit == 1 else (needed,)
-    widths = [head_dim // form.groups for form in forms]
-    swizzle = next((s for s in (128, 64, 32) if all(n % (s // 2) == 0 for n in widths)), None)
-    if swizzle is None:
-        return None
-    for most, size, steps, warps in itertools.product(
-        (ROOM, shared), sizes, range(AHEAD, 1, -1), (1, 2, 4)
-    ):
-        piece = min(1 << size.bit_length() - 1, 1 << units.bit_length() - 1, page)
-        if GRAIN * warps < wanted and warps < 4:
-            continue
-        plan = Plan(forms, unit, head_dim, warps, piece, steps, dtype, swizzle)
-        across = LANES * 4 // warps  # tokens, or channels, that all warps take together
-        whole = all(n % across == n % GRAIN == 0 for n in (plan.run, *widths))
-        along = all(form.along % plan.run == 0 for form in forms)
-        if whole and along and plan.bytes(rows) <= min(most, shared) * KIB:
-            return plan
-    return None
-
-
-def _splits(programs: int, pieces: int) -> int:
-    """Programs that share a row's text: so many that all units of a GPU have work, but with some
-    pieces each."""
-    wanted = max(PROGRAMS // programs, 1)
-    return min(1 << wanted.bit_length() - 1, 1 << max(pieces // FEWEST, 1).bit_length() - 1)
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Keys or values in a program: which they are, their arrays of one head of keys in the device's
-    memory by name, and shared memory by name."""
-
-    plan: Plan
-    which: int
-    arrays: dict[str, Any]
-    shared: dict[str, Any]
-
-    @property
-    def form(self) -> Form:
-        return self.plan.forms[self.which]
-
-    def fetch(self, row: Any, unit: Any, slot: Any, arrived: Any) -> None:
-        """Have a piece fetched, of a row or a page, from a unit on."""
-        count = self.plan.rows_of(self.which)
-        rows = self.arrays["numbers"].at[row, :, pl.ds(unit * self.form.rows, count)]
-        plgpu.copy_gmem_to_smem(
-            rows.at[0], self.shared[f"fetched_{self.which}"].at[slot], arrived,
-            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-        )  # fmt: skip
-
-    def make(self, row: Any, unit: Any, slot: Any) -> None:
-        """Make the numbers of a fetched piece, and what undoes those of its tokens."""
-        plan, which = self.plan, self.which
-        if plan.planes(which):
-            shape = plan.rows_of(which), plan.head_dim
-            how = plgpu.Layout.SMEM_GMEM_COPY(shape, plan.product, plan.swizzle)
-            stored = plgpu.load(
-                self.shared[f"fetched_{which}"].at[slot], layout=how, optimized=False
-            )
-            for n, x in enumerate(self.form.made(stored, plan.queries, plan.product)):
-                into = self.shared["made"].at[pl.ds(n * shape[0], shape[0])]
-                plgpu.store(into, x, optimized=False)
-        for name in self.form.of_tokens:
-            for at, group in itertools.product(range(plan.piece), range(self.form.groups)):
-                source = self.arrays[name].at[row, 0, unit + at, :, group]
-                numbers = plgpu.load(source, layout=plan.second.reduce(0), optimized=False)
-                into = self.shared[f"{name}_{which}"].at[at, group]
-                plgpu.store(into, numbers.astype(jnp.float32), optimized=False)
-
-    def numbers(self, run: tuple[int, int], slot: Any, group: int) -> list[Any]:
-        """Of a run's tokens and a group's channels: references to 16-bit numbers that add up."""
-        plan, width = self.plan, self.plan.head_dim // self.form.groups
-        plane, first = plan.where(self.which, run)
-        channels = pl.ds(group * width, width)
-        if not plan.planes(self.which):
-            fetched = self.shared[f"fetched_{self.which}"]
-            return [fetched.at[slot, pl.ds(first, plan.run), channels]]
-        terms = range(plane, plane + self.form.terms(plan.queries))
-        begins = [n * plan.rows_of(self.which) + first for n in terms]
-        return [self.shared["made"].at[pl.ds(n, plan.run), channels] for n in begins]
-
-    def of_tokens(self, run: tuple[int, int], group: int) -> Undone:
-        """What undoes the numbers of a run's tokens: float32[run]."""
-        unit, part = run
-
-        def load(name: str) -> Array:
-            kept = self.shared[f"{name}_{self.which}"]
-            some = kept.at[unit, group, pl.ds(part * self.plan.run, self.plan.run)]
-            return plgpu.load(some, layout=self.plan.sums.reduce(0), optimized=False)
-
-        return undone(self.form, load, self.plan.where(self.which, run)[0])
-
-    def of_channels(
-        self, row: Any, unit: Any, run: tuple[int, int], channels: Any, layout: Any
-    ) -> Undone:
-        """What undoes the numbers of some channels, the means among them: float32[channels]."""
-        form = self.form
-
-        def load(name: str) -> Array:
-            group = 0 if name == "mean" else run[1] * self.plan.run // form.along
-            numbers = self.arrays[name].at[row, 0, unit + run[0], group, channels]
-            return plgpu.load(numbers, layout=layout, optimized=False).astype(jnp.float32)
-
-        plane = self.plan.where(self.which, run)[0]
-        found = undone(form, load, plane) if form.along else Undone(None, None)
-        if "mean" not in form.arrays:
-            return found
-        mean = load("mean")
-        return found._replace(offset=mean if found.offset is None else found.offset + mean)
 
 
 def _program(
@@ -413,7 +140,7 @@ def _program(
         given = [rest.pop(0) for _ in form.arrays]
         # What all heads have in common has one.
         heads = [ref.at[:, pl.ds(own if ref.shape[1] > 1 else 0, 1)] for ref in given]
-        sides.append(_Side(plan, which, dict(zip(form.arrays, heads, strict=True)), shared))
+        sides.append(Side(plan, which, dict(zip(form.arrays, heads, strict=True)), shared))
     keys, values = sides
     numbers = [scalars_ref[row, block, n] for n in range(2, scalars_ref.shape[2])]
     each = lax.div(scalars_ref[row, block, 1] + splits - 1, splits)
