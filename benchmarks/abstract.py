@@ -191,15 +191,25 @@ def compiled(cell: Cell, device: Any) -> Found:
     )
 
 
+TRITON = "jax.experimental.pallas.triton", "jax._src.pallas.triton"
+"""Modules that JAX will remove."""
+
+
+def as_later(without: Sequence[str] = ()) -> None:
+    """Make this process like one with a later JAX: ``DeprecationWarning`` is an error, and the
+    modules that it is ``without`` can't be imported."""
+    warnings.simplefilter("error", DeprecationWarning)
+    modules: Any = sys.modules
+    modules.update(dict.fromkeys(without))
+
+
 def law_of(
     device: str, cells: Sequence[tuple[str, str, str]], without: Sequence[str] = ()
 ) -> list[tuple[Any, bool, dict[str, Any]]]:
     """Some cells, by their names; whether each obeys, and its figures. For a process of its own:
-    a JAX that says that something will be removed is an error there, and modules that it is
-    ``without`` are not to be had."""
-    warnings.simplefilter("error", DeprecationWarning)
-    modules: Any = sys.modules
-    modules.update(dict.fromkeys(without))
+    modules that it is ``without`` can't be imported there, and JAX's warnings that something will
+    be removed are errors."""
+    as_later(without)
     results = []
     for name in cells:
         cell = cell_of(*name)

@@ -1,8 +1,9 @@
-"""One table of devices x caches, by the compilers of devices that are not here; nothing runs.
+"""One table of devices x caches, by the compilers of devices that need not be here; nothing is run.
 
     python -m benchmarks.device_table --devices t4,l4,a100,h100,h200,b200,v5e,v6e
 
-Writes `results/abstract-devices/table-jaxVERSION.md` and `.json`.
+Writes `results/abstract-devices/table-jaxVERSION.md` and `.json`; with `--without-triton` as if
+JAX had no Pallas Triton, to `table-jaxVERSION-without-triton.md`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import jax
 
 import kvjax
 from benchmarks import abstract, device_table
-from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, cell_of, compiled, obeys
+from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, TRITON, cell_of, compiled, obeys
 from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
 from benchmarks.report import markdown_table
 from kvjax.attention.kernels.choice import kernels_for
@@ -65,25 +65,25 @@ def row(device: str, title: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+KERNELS = {
+    "mosaic_gpu": ("mosaic_gpu", "Mosaic GPU"), "mosaic_tpu": ("tpu_custom_call", "Mosaic TPU"),
+    "triton": ("__gpu$xla.gpu.triton", "Triton"),
+}  # fmt: skip
+"""Of each kernel: the name of its calls in a program's text, and its title in the table."""
+
+
 def _path(found: abstract.Found, device: str) -> str:
-    """The kernel in a program, or the path without one."""
-    names = {"mosaic_gpu": "Mosaic GPU", "tpu_custom_call": "Mosaic TPU", "triton": "Triton"}
-    calls = [line for line in found.text.splitlines() if "custom-call(" in line]
-    for name, title in names.items():
-        ours = kernels_for(target_of(absent(device))) and (name != "triton" or _pallas(calls))
-        if ours and any(name in line for line in calls):
+    """The title of the kernel in a program, or the path without one."""
+    for kernel in kernels_for(target_of(absent(device))):
+        name, title = KERNELS[kernel]
+        if name in found.text:
             return title
     return "buckets"
 
 
-def _pallas(calls: Sequence[str]) -> bool:
-    """Whether Triton's calls are of Pallas, not XLA's own."""
-    return any("pallas" in line or "__gpu$xla.gpu.triton" in line for line in calls)
-
-
-def rows(device: str, titles: Sequence[str]) -> list[dict[str, Any]]:
-    """All of a device's; what JAX says that it will remove is an error."""
-    warnings.simplefilter("error", DeprecationWarning)
+def rows(device: str, titles: Sequence[str], without: Sequence[str]) -> list[dict[str, Any]]:
+    """All rows of a device; see ``abstract.as_later``."""
+    abstract.as_later(without)
     found = []
     for title in titles:
         found.append(row(device, title))
@@ -94,7 +94,7 @@ def rows(device: str, titles: Sequence[str]) -> list[dict[str, Any]]:
 def markdown(found: Sequence[dict[str, Any]], versions: str) -> str:
     """The table."""
     heads = ["device", "cache", "path", "cache, MB", "aliased, MB", "temporaries, MB",
-             "% of the cache", "of 512 tokens, MB", "moves, over the ideal", "law"]  # fmt: skip
+             "% of the cache", "of 512 tokens, MB", "moved / ideal", "law"]  # fmt: skip
     lines = []
     for each in found:
         if "refused" in each:
@@ -109,14 +109,18 @@ def markdown(found: Sequence[dict[str, Any]], versions: str) -> str:
             "holds" if each["obeys"] else "**broken**",
         ])  # fmt: skip
     table = "\n".join(markdown_table(heads, lines))
-    return f"""# Compiled for devices, of which nothing ran
+    return f"""# Compiled for devices; nothing was run
 
-{versions}. A layer of attention in bfloat16, 8 rows, 32 heads of queries, 8 of keys, 128 channels,
-8,192 slots; where it is stacked, four such layers. *aliased*: of the donated cache, what is updated
-where it stands. *temporaries*: of a decode step, and of a call of 512 tokens. *moves*: bytes that a
-decode step of four layers of {SHAPE} moves through the device's memory, {BATCH} rows behind
-{FILLED:,} tokens, over weights and cache once (in float16 on a T4); of stacks it is not counted.
-*law*: see `benchmarks/abstract.py`.
+{versions}.
+Each line is one layer of attention in bfloat16: 8 rows, 32 query heads, 8 key/value heads, 128
+channels, 8,192 slots; *stacked* is four such layers.
+
+- *aliased*: bytes of the donated cache that are updated in place.
+- *temporaries*: of a decode step, and of a call with 512 tokens a row.
+- *moved / ideal*: bytes that a decode step moves through the device's memory, over those of the
+  weights and the cache, read once. Measured on four layers of {SHAPE}, {BATCH} rows, {FILLED:,}
+  tokens in the cache (in float16 on a T4). Not measured for stacks.
+- *law*: whether the copy law holds (`obeys` in `benchmarks/abstract.py`).
 
 {table}
 """
@@ -126,18 +130,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it, each device in a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device_table", description=__doc__)
     parser.add_argument("--devices", default="t4,l4,a100,h100,h200,b200,v5e,v6e")
+    parser.add_argument(
+        "--without-triton", action="store_true", help="as a JAX that has no Pallas Triton"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/abstract-devices")
     given = parser.parse_args(arguments)
     out = given.out or Path(__file__).parent / "results" / "abstract-devices"
     found: list[dict[str, Any]] = []
     versions = f"kvjax {kvjax.__version__}, JAX {jax.__version__}"
+    stem = f"table-jax{jax.__version__}"
+    without: tuple[str, ...] = ()
+    if given.without_triton:
+        versions, stem, without = f"{versions} without Triton", f"{stem}-without-triton", TRITON
     for device in given.devices.split(","):
         # By the name that another process finds it by.
-        found += in_another_process(device_table.rows, device, [*CACHES])
-        stem = out / f"table-jax{jax.__version__}"
+        found += in_another_process(device_table.rows, device, [*CACHES], without)
         text = json.dumps({"versions": versions, "rows": found}, indent=1) + "\n"
-        stem.with_name(stem.name + ".json").write_text(text, encoding="utf-8")
-        stem.with_name(stem.name + ".md").write_text(markdown(found, versions), encoding="utf-8")
+        (out / f"{stem}.json").write_text(text, encoding="utf-8")
+        (out / f"{stem}.md").write_text(markdown(found, versions), encoding="utf-8")
     print(markdown(found, versions))
 
 

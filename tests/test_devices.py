@@ -17,6 +17,7 @@ from benchmarks.abstract import (
     POLICIES,
     SCAN,
     STEP,
+    TRITON,
     Cell,
     Found,
     cell_of,
@@ -25,19 +26,23 @@ from benchmarks.abstract import (
     obeys,
     pages_changed,
 )
+from benchmarks.device_table import KERNELS
 from benchmarks.devices import LIMITS, compiling
 from kvjax import models
+from kvjax.attention.kernels.choice import kernels_for
 from kvjax.core.absent import (
     KINDS,
     absent,
     absent_devices,
     check_compiler,
+    compiling_for,
     device_of,
     kind_of,
 )
 from kvjax.core.another_process import in_another_process
-from kvjax.core.compat import JAX, jax_0_8_text
+from kvjax.core.compat import JAX, jax_0_8_options, jax_0_8_text
 from kvjax.core.errors import MissingCompilerError
+from kvjax.core.target import target_of
 from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
 from kvjax.engine.checking import Drafted, check
@@ -45,6 +50,7 @@ from kvjax.engine.proposing import Wanted, propose
 from kvjax.generation.choosing import Progress
 from kvjax.generation.drafts.proposals import Second
 from kvjax.memory.devices import plan_on
+from kvjax.memory.links import collectives
 from kvjax.memory.shapes import SHAPES
 from kvjax.memory.traffic import large_results
 from kvjax.models import GenerationDefaults
@@ -124,6 +130,8 @@ ON_T4 = [
     ("8 bits", "8,192", SCAN),
 ]  # fmt: skip
 """Of a GPU without kernels."""
+ON_V7X = [("raw", "8,192", STEP), ("4 bits", "8,192", LOOP), ("sinks", "8,192", CHUNK)]
+"""Of the TPU that Colab's libtpu does not know."""
 IN_PROCESS = ("v5e", "t4", "l4", "a100") if COLAB else ("v5e", "h200", *(["v6e"] if FULL else []))
 CELLS = [
     pytest.param(device, *cell, marks=needs(device))
@@ -132,6 +140,7 @@ CELLS = [
     if not above(device, *cell)
 ]
 CELLS += [] if COLAB else [pytest.param("t4", *cell, marks=needs("t4")) for cell in ON_T4]
+CELLS += [] if COLAB else [pytest.param("v7x", *cell, marks=needs("v7x")) for cell in ON_V7X]
 OTHERS = {} if COLAB else {
     "a100": [("raw", "8,192", STEP), ("4 bits", "8,192", LOOP), ("sinks", "8,192", SCAN)],
     "l4": [("8 bits", "8,192", STEP), ("pages of 4 bits", "8,192", LOOP),
@@ -140,8 +149,6 @@ OTHERS = {} if COLAB else {
     "rtxpro6000": [("8 bits", "8,192", LOOP), ("raw", "64 channels", STEP)],
 }  # fmt: skip
 """Other GPUs, each in a process of its own: JAX compiles kernels for one kind a process."""
-TRITON = "jax.experimental.pallas.triton", "jax._src.pallas.triton"
-"""Modules of Pallas that JAX says it will remove."""
 OVER = [
     # a kind, data x tensor x sequence of it, and what devices exchange besides what a loop asks
     ("v5e", (1, 4, 1), "raw", LOOP, 0), ("v5e", (2, 2, 1), "8 bits", STEP, 1),
@@ -524,8 +531,66 @@ def test_bytes_that_a_step_moves(device, policy):
     assert plan.fits is (device == "h200")
 
 
+@pytest.mark.parametrize("device", devices("t4"))
+@pytest.mark.parametrize("policy", ["raw", "8 bits", "4 bits"])
+def test_bytes_that_a_step_moves_on_a_t4(device, policy):
+    """The same in float16, of four layers, with what buckets add: scores and weights of a piece."""
+    model = dataclasses.replace(SHAPES["llama-3-8b"], num_hidden_layers=4, dtype="float16")
+    plan = plan_on(model, POLICIES[policy], device=device, batch=8, max_len=8192)
+    assert 0.95 < plan.moved / plan.ideal < LIMITS[policy] + 0.05
+
+
+@pytest.mark.parametrize("device", devices("v5e", *["l4", "t4"] if COLAB else ["h200", "t4"]))
+def test_the_copy_law_in_a_users_shard_map(device):
+    """A kernel for each device's rows where there is one, the cache updated in place, and nothing
+    exchanged."""
+    there = absent_devices(device, 4)
+    mesh = jax.sharding.Mesh(np.array(there), ("rows",), axis_types=(AxisType.Auto,))
+    cell = Cell(POLICIES["raw"], max_len=1024)
+    rows, one = jax.P("rows"), jax.P()
+
+    def step(queries, keys, cache):
+        cache = kvjax.append(cache, 0, keys, keys)
+        return kvjax.attend(queries, cache, 0), kvjax.advance(cache, 1)
+
+    with compiling_for(there[0]):
+        cache = jax.eval_shape(
+            lambda: kvjax.init_cache(cell.config, batch=cell.batch, max_len=cell.max_len)
+        )
+        specs = jax.tree.map(lambda leaf: rows if leaf.ndim else one, cache)
+        given = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec)
+            ),
+            cache, specs,
+        )  # fmt: skip
+        queries, keys = (
+            jax.ShapeDtypeStruct(
+                (cell.batch, heads, 1, cell.head_dim), cell.dtype,
+                sharding=jax.NamedSharding(mesh, rows),
+            )
+            for heads in (cell.heads, cell.kv_heads)
+        )  # fmt: skip
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=(rows, rows, specs), out_specs=(rows, specs)
+        )
+        program = jax.jit(mapped, donate_argnums=2).lower(queries, keys, given)
+        program = program.compile(jax_0_8_options(there[0]))
+    text = jax_0_8_text(program)
+    held = kvjax.nbytes(cache)["device"] // len(there)
+    kernels = kernels_for(target_of(there[0]))
+    assert program.memory_analysis().alias_size_in_bytes >= held
+    assert not collectives(text, len(there))
+    assert not kernels or KERNELS[kernels[0]][0] in text
+    assert not large_results(text, held // 4)
+
+
 @pytest.mark.parametrize("name", devices(*KINDS))
 def test_kinds_of_devices(name):
+    if name == "v7x" and COLAB:
+        with pytest.raises(MissingCompilerError, match=r"does not know tpu7x: a newer JAX"):
+            absent(name)
+        return
     device = absent(name)
     assert kind_of(device) == KINDS[name]
     assert device_of(name) == device == device_of(device)
