@@ -1,6 +1,6 @@
 """One table of devices x caches, by the compilers of devices that need not be here; nothing is run.
 
-    python -m benchmarks.device_table --devices t4,l4,a100,h100,h200,b200,v5e,v6e
+    python -m benchmarks.device_table --devices t4,l4,a100,h100,h200,b200,v5e,v6e,v7x
 
 Writes `results/abstract-devices/table-jaxVERSION.md` and `.json`; with `--without-triton` as if
 JAX had no Pallas Triton, to `table-jaxVERSION-without-triton.md`.
@@ -129,7 +129,7 @@ channels, 8,192 slots; *stacked* is four such layers.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it, each device in a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device_table", description=__doc__)
-    parser.add_argument("--devices", default="t4,l4,a100,h100,h200,b200,v5e,v6e")
+    parser.add_argument("--devices", default="t4,l4,a100,h100,h200,b200,v5e,v6e,v7x")
     parser.add_argument(
         "--without-triton", action="store_true", help="as a JAX that has no Pallas Triton"
     )

@@ -77,20 +77,22 @@ def load(
     if not stored:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
     config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
+    chosen = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
     computed = compute_dtype(config, dtype, device.target())
-    narrowed = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
     config, matched = _matched(dataclasses.replace(config, dtype=computed), stored)
+    reason = f"{config.model_type} exceeds the range of float16" if computed == "float32" else ""
     try:
-        params, over = _read_params(config, matched, device, mesh, narrowed)
-        reason = f": {config.model_type} exceeds the range of float16" * (computed == "float32")
+        params, over = _read_params(config, matched, device, mesh, check_range=chosen)
     except weights.OutOfRangeError as error:
-        params, over, reason = None, None, f": {error}"
-    if params is None:  # behind the error, which holds what was read before it
+        reason = str(error)
         config = dataclasses.replace(config, dtype="float32")
+    # Not in the handler: the error holds what was read in float16.
+    if config.dtype != computed:
         params, over = _read_params(config, matched, device, mesh)
-    if narrowed:
+    if chosen:
         which = f"{default_device().device_kind} has no bfloat16"
-        print(f"kvjax: {which}, computing in {config.dtype}{reason}", file=sys.stderr)
+        because = f": {reason}" if reason else ""
+        print(f"kvjax: {which}, computing in {config.dtype}{because}", file=sys.stderr)
     return LanguageModel(
         config=config,
         params=params,
@@ -128,18 +130,18 @@ def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
 
 
 def _read_params(
-    config: Config, matched: Stored, device: Device, mesh: Any, narrowed: bool = False
+    config: Config, matched: Stored, device: Device, mesh: Any, *, check_range: bool = False
 ) -> tuple[Params, Mesh | None]:
-    """The parameters, and the mesh that they are on. ``narrowed``: whether float16 was chosen for
-    a checkpoint of bfloat16, which may exceed its range."""
+    """The parameters, and the mesh that they are on. ``check_range``: raise ``OutOfRangeError``
+    for a tensor that float16 can't hold."""
     shapes, names = _shapes(config), config.names
     over = auto_mesh(Architecture(config)) if mesh == "auto" else mesh
-    narrowed = narrowed and config.dtype == "float16"
+    check_range = check_range and config.dtype == "float16"
     if over is None:
-        read = weights.load_tensors(matched, shapes, names, config.dtype, device, narrowed)
+        read = weights.load_tensors(matched, shapes, names, config.dtype, device, check_range)
         return read, None
     shardings = _flat(Architecture(config).param_shardings(over))
-    read = weights.load_shares(matched, shapes, names, config.dtype, shardings, narrowed)
+    read = weights.load_shares(matched, shapes, names, config.dtype, shardings, check_range)
     return read, over
 
 

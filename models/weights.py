@@ -153,12 +153,12 @@ def load_tensors(
     names: TensorNames,
     dtype: str,
     device: Device,
-    narrowed: bool = False,
+    check_range: bool = False,
 ) -> dict[str, Any]:
     """Read tensors and put them on a device: a nested dict by the parts of their names.
 
     Raises:
-      OutOfRangeError: if they are ``narrowed`` to float16, and one exceeds its range.
+      OutOfRangeError: with ``check_range``, if float16 can't hold a tensor.
     """
     params: dict[str, Any] = {}
     room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
@@ -168,7 +168,7 @@ def load_tensors(
         if is_transposed(name, names):
             values = values.T
         if room is None:
-            values = np.ascontiguousarray(_converted(name, values, dtype, narrowed))
+            values = np.ascontiguousarray(_converted(name, values, dtype, check_range))
         else:
             place = room.take(shape)
             place[...] = values
@@ -184,7 +184,7 @@ def load_shares(
     names: TensorNames,
     dtype: str,
     shardings: dict[str, NamedSharding],
-    narrowed: bool = False,
+    check_range: bool = False,
 ) -> dict[str, Any]:
     """Read tensors, and give every device of a mesh its share of each: a nested dict.
 
@@ -197,8 +197,8 @@ def load_shares(
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
-        if narrowed:
-            values = _converted(name, values, dtype, narrowed)
+        if check_range:
+            values = _converted(name, values, dtype, check_range)
 
         shares: dict[Any, np.ndarray] = {}
 
@@ -217,12 +217,12 @@ def load_shares(
     return params
 
 
-def _converted(name: str, values: np.ndarray, dtype: str, narrowed: bool) -> np.ndarray:
-    """A tensor in another dtype. Of one that is narrowed to float16 the largest number must be a
-    normal one there, or all be 0."""
+def _converted(name: str, values: np.ndarray, dtype: str, check_range: bool) -> np.ndarray:
+    """A tensor in another dtype. With ``check_range``, which is for float16, its largest magnitude
+    must be a normal number of it, or 0."""
     with np.errstate(over="ignore"):
         values = values.astype(jnp.dtype(dtype), copy=False)
-    if narrowed and values.size:
+    if check_range and values.size:
         # By their bits, which numpy compares faster than float16.
         largest = (values.view(np.uint16) & 0x7FFF).max()
         if largest and not 0x0400 <= largest < 0x7C00:

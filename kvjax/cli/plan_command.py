@@ -63,7 +63,7 @@ def plan(
         str | None,
         typer.Option(
             help="Ask this device's own compiler, whether it is here or not: t4, l4, a100, h100, "
-            "h200, b200, v5e, v6e and others."
+            "h200, b200, v5e, v6e, v7x and others."
         ),
     ] = None,
     estimate: Annotated[

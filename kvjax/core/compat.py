@@ -1,7 +1,7 @@
 """Differences between the versions of JAX and Flax that kvjax runs on, and nothing else.
 
 The oldest are those of Colab: JAX 0.7.2 and Flax 0.11.2. Each function is named after the version
-that makes it unnecessary.
+that makes it unnecessary; the ``has_`` ones say which kernels a version of JAX can compile.
 """
 
 import functools

@@ -27,6 +27,11 @@ class Target:
     platform: str
     capability: tuple[int, int] | None = None
 
+    def __str__(self) -> str:
+        if self.capability is None:
+            return f"a {self.platform.upper()}"
+        return "a GPU of compute capability {}.{}".format(*self.capability)
+
     @property
     def before_ampere(self) -> bool:
         """Whether it is one of NVIDIA's GPUs without bfloat16, and without what XLA has Triton

@@ -92,8 +92,8 @@ def plan_on(
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
       choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
       device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or a kind's name:
-        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"t4"``, ``"a100"``, ``"a100-40gb"``, ``"a10"``,
-        ``"rtx3090"``, ``"l4"``, ``"rtx4090"``, ``"h100"``, ``"h200"``, ``"b200"``,
+        ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"v7x"``, ``"t4"``, ``"a100"``, ``"a100-40gb"``,
+        ``"a10"``, ``"rtx3090"``, ``"l4"``, ``"rtx4090"``, ``"h100"``, ``"h200"``, ``"b200"``,
         ``"rtxpro6000"``. Or a mesh, as of ``kvjax.make_mesh(tensor=4, devices="v5e")``, of a model
         that kvjax runs.
       prefill_chunk: tokens of a prompt that a call takes.
