@@ -36,19 +36,21 @@ from kvjax.core.absent import kind_of
 from kvjax.memory.traffic import bytes_moved
 
 STEPS, REPEATS = 20, 5
-"""Steps that are timed together, and how often; a loop has steps of its own."""
+"""Steps that are timed together, and how often."""
 LOOPED = 100
+"""Steps of a loop, in one call."""
 TOLERANCE = {"raw": 1e-3, "lossy": 2e-2}
-"""Of logits beside the CPU's, of the largest of them: float32 with every bit of its products. A
-number that stands between two codes may be encoded as the one here and as the other there."""
+"""Largest difference of logits from the CPU's, relative to the largest logit, in float32 at the
+highest precision of products. Quantized caches differ more: a number halfway between two codes may
+round up on one device and down on the other."""
 _EXACT = ("raw", "growing", "sinks", "hybrid", "host", "host 1 ahead")
 _TEXT = "Once upon a time there was a cache that never forgot what it had been told, "
 
 
 @dataclass
 class Run:
-    """What a cell did: its law, by the compiler, and the milliseconds of a call a layer, of a loop
-    of each of its steps; bytes that a step moves, counted in its program."""
+    """What was found for a cell: what its compiler says of the copy law, ``milliseconds`` of a call
+    of one layer (in a loop, of one step), and the bytes that the program of a step moves."""
 
     policy: str
     feature: str
@@ -163,8 +165,8 @@ def disagreement(policy: str, device: Any) -> dict[str, Any]:
 def results(
     policies: Sequence[str], features: Sequence[str], work: tokens.Work, minutes: float
 ) -> dict[str, Any]:
-    """All of it, on the default device. Policies whose turn has not come after ``minutes`` are left
-    out."""
+    """All of it, on the default device. No policy begins after ``minutes``: ``left_out`` names
+    the others."""
     start = time.perf_counter()
     # First, while JAX has taken none of the device's memory.
     other = tokens.transformers_tokens(work, on_cpu=work is tokens.QUICK)
