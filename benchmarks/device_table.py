@@ -55,7 +55,7 @@ def row(device: str, title: str) -> dict[str, Any]:
                 model = replace(model, dtype="float16")
             plan = plan_on(model, POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
             moved, ideal = plan.moved, plan.ideal
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, NotImplementedError, ImportError, jax.errors.JaxRuntimeError) as error:
         return about | {"refused": " ".join(str(error).split())[:200]}
     return about | {
         "cache_bytes": sum(one.cache.values()), "aliased": one.aliased + one.host_aliased,
@@ -66,10 +66,11 @@ def row(device: str, title: str) -> dict[str, Any]:
 
 
 KERNELS = {
-    "mosaic_gpu": ("mosaic_gpu", "Mosaic GPU"), "mosaic_tpu": ("tpu_custom_call", "Mosaic TPU"),
-    "triton": ("__gpu$xla.gpu.triton", "Triton"),
-}  # fmt: skip
-"""Of each kernel: the name of its calls in a program's text, and its title in the table."""
+    "mosaic_gpu": ('custom_call_target="mosaic_gpu', "Mosaic GPU"),
+    "mosaic_tpu": ('custom_call_target="tpu_custom_call', "Mosaic TPU"),
+    "triton": ('custom_call_target="__gpu$xla.gpu.triton', "Triton"),
+}
+"""Of each kernel: how its calls are written in a program's text, and its title in the table."""
 
 
 def _path(found: abstract.Found, device: str) -> str:

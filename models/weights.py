@@ -220,12 +220,13 @@ def load_shares(
 def _converted(name: str, values: np.ndarray, dtype: str, check_range: bool) -> np.ndarray:
     """A tensor in another dtype. With ``check_range``, which is for float16, its largest magnitude
     must be a normal number of it, or 0."""
+    given = values
     with np.errstate(over="ignore"):
         values = values.astype(jnp.dtype(dtype), copy=False)
     if check_range and values.size:
         # By their bits, which numpy compares faster than float16.
         largest = (values.view(np.uint16) & 0x7FFF).max()
-        if largest and not 0x0400 <= largest < 0x7C00:
+        if not 0x0400 <= largest < 0x7C00 and (largest or given.any()):
             raise OutOfRangeError(f"the tensor {name} is not in the range of float16")
     return values
 

@@ -64,6 +64,11 @@ FAULTS = (
         "return in_range(self.groups.join(split * scale), self.dtype)", ("codecs",),
     ),
     Fault(
+        "empty slots are not left out of few rows' mixtures", "codecs/codec.py",
+        "where = None if present is None else weights != 0",
+        "where = None", ("t4",),
+    ),
+    Fault(
         "a scale of 8-bit floats is forgotten", "codecs/float8.py",
         "return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)",
         "return in_range(self.groups.join(split), self.dtype)", ("codecs",),

@@ -192,6 +192,19 @@ def test_the_copy_law_without_triton(device):
         assert obeyed, (cell, figures)
 
 
+def law_behind_a_computation(device, cells):
+    jnp.zeros(3).block_until_ready()
+    return law_of(device, cells)
+
+
+@pytest.mark.parametrize("device", devices("l4"))
+def test_a_gpu_is_compiled_for_in_a_process_that_has_computed(device):
+    """JAX has started without the plugin then, where its libraries are missing."""
+    some = [("raw", "8,192", STEP)]
+    ((cell, obeyed, figures),) = in_another_process(law_behind_a_computation, device, some)
+    assert obeyed, (cell, figures)
+
+
 @pytest.mark.parametrize("form", [STEP, LOOP, CHUNK, SCAN])
 @pytest.mark.parametrize("policy", ["host", "host 1 ahead", "host 4 bits"])
 @pytest.mark.parametrize("device", devices("v5e"))
@@ -512,14 +525,15 @@ def test_four_layers_compile_in_one_program(device, policy):
     assert compiling(device, policy) > 0
 
 
-@pytest.mark.parametrize("device", devices("v5e", "h200"))
+@pytest.mark.parametrize("device", devices("v5e", "h200", "t4"))
 @pytest.mark.parametrize("policy", ["raw", "8 bits", "4 bits"])
 def test_temporaries_do_not_grow_with_the_capacity(device, policy):
     short, long = (
         compiled(Cell(POLICIES[policy], STEP, max_len=tokens), device).temporaries
         for tokens in (8192, 32768)
     )
-    assert abs(long - short) < 2**18  # a few numbers a tile, rounded up to the compiler's pieces
+    # A few numbers a tile, rounded up to the compiler's pieces; docs/notes/devices.md on a T4.
+    assert abs(long - short) < (2**21 if OLD and device == "t4" else 2**18)
 
 
 @pytest.mark.parametrize("device", devices("v5e", "h200"))
@@ -531,13 +545,16 @@ def test_bytes_that_a_step_moves(device, policy):
     assert plan.fits is (device == "h200")
 
 
+ON_T4_MOVED = {"raw": 1.09, "8 bits": 1.12, "4 bits": 1.13}
+
+
 @pytest.mark.parametrize("device", devices("t4"))
-@pytest.mark.parametrize("policy", ["raw", "8 bits", "4 bits"])
+@pytest.mark.parametrize("policy", ON_T4_MOVED)
 def test_bytes_that_a_step_moves_on_a_t4(device, policy):
-    """The same in float16, of four layers, with what buckets add: scores and weights of a piece."""
+    """The same in float16, of four layers; buckets add scores and weights of a piece."""
     model = dataclasses.replace(SHAPES["llama-3-8b"], num_hidden_layers=4, dtype="float16")
     plan = plan_on(model, POLICIES[policy], device=device, batch=8, max_len=8192)
-    assert 0.95 < plan.moved / plan.ideal < LIMITS[policy] + 0.05
+    assert 0.95 < plan.moved / plan.ideal < ON_T4_MOVED[policy]
 
 
 @pytest.mark.parametrize("device", devices("v5e", *["l4", "t4"] if COLAB else ["h200", "t4"]))
@@ -588,7 +605,7 @@ def test_the_copy_law_in_a_users_shard_map(device):
 @pytest.mark.parametrize("name", devices(*KINDS))
 def test_kinds_of_devices(name):
     if name == "v7x" and COLAB:
-        with pytest.raises(MissingCompilerError, match=r"does not know tpu7x: a newer JAX"):
+        with pytest.raises(MissingCompilerError, match=r"libtpu does not know tpu7x: a newer"):
             absent(name)
         return
     device = absent(name)

@@ -20,7 +20,8 @@ def folder(tiny_llama_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama_dir, tmp_path / "checkpoint"))
 
 
-def test_places_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_places_that_are_no_checkpoint(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)  # beside which there is no x
     for path, message in (
         (tmp_path / "nowhere", "there is no such folder, and it is no hub id either"),
         (folder / "config.json", "is a file; expected the folder of a checkpoint"),

@@ -11,6 +11,7 @@ from kvjax.core.target import Target, computing_on
 from kvjax.models.config_json import read_config
 from kvjax.models.loading import compute_dtype
 from tests.checkpoints import write_llama
+from tests.test_kernels import agree, filled
 
 T4 = Target("gpu", (7, 5))
 
@@ -50,8 +51,13 @@ def loaded(folder, capsys, target=T4, **given):
             "float32",
             "q_proj.weight is not in the range",
         ),
+        (
+            {"layers.0.self_attn.q": 1e-12},
+            "float32",
+            "q_proj.weight is not in the range",
+        ),
     ],
-    ids=["it fits", "zeros", "too large", "too small"],
+    ids=["it fits", "zeros", "too large", "too small", "zeros in float16"],
 )
 def test_a_checkpoint_of_bfloat16(tmp_path, capsys, factors, dtype, told):
     """In float16 where its numbers have that range, otherwise in float32; and a line says so."""
@@ -87,6 +93,21 @@ def test_on_a_mesh_too(tmp_path, capsys):
     large = written(tmp_path / "large", **{"layers.1.mlp.up_proj": 1e7})
     lm, line = loaded(large, capsys, mesh=mesh)
     assert lm.config.dtype == "float32" and "up_proj.weight is not in" in line
+
+
+@pytest.mark.parametrize("path", ["buckets", "blocks"])
+@pytest.mark.parametrize("policy", ["static", "ring", "paged"])
+def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
+    """There is NaN in it, which products of few queries leave out by its weight of 0."""
+    chosen = {
+        "static": kvjax.policy("static"),
+        "ring": kvjax.CachePolicy(kvjax.Ring(32, sinks=4, slack=44)),
+        "paged": kvjax.policy("paged", pages=32, page_size=16),
+    }[policy]
+    with computing_on(T4):
+        cache = filled(chosen, dtype="float16")
+        for new in (1, 4):
+            agree(path, cache, new=new, tolerance=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "t5"])

@@ -117,8 +117,9 @@ def plain_scores(queries: Array, keys: Array) -> Array:
 def plain_mix(weights: Array, values: Array, present: Array | None = None) -> Array:
     """A mixture of values as numbers: see ``Codec.mix``.
 
-    ``present``: bool, of the values' shape or broadcast to it, which of them count; the others may
-    be NaN, and their weights are 0. None: all.
+    ``present``: bool, of the values' shape or broadcast to it: which of them hold tokens. The
+    others may be NaN, and their weights must be exactly 0: on GPUs products of few rows go by the
+    weights alone. None: all hold tokens.
     """
     values = tokens_of(values)
     weights = weights.astype(values.dtype)

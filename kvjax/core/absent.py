@@ -5,6 +5,7 @@ or run, but what is compiled for its devices is the program that they would run.
 """
 
 import functools
+import importlib
 import importlib.util
 import math
 import os
@@ -27,8 +28,9 @@ from kvjax.core.target import Target
 @dataclass(frozen=True)
 class Kind:
     """A kind of device: its ``platform``, bytes of ``memory``, and the ``bandwidth`` of that in
-    bytes a second, as its maker says. ``topologies``: of TPUs, some that are made for it, of
-    chips that have ``devices_a_chip`` each; ``name``: as its compiler has it, where that differs;
+    bytes a second, as its maker says. ``topologies``: of TPUs, some of their topologies, counted in
+    chips; ``devices_a_chip``: JAX devices of a chip; ``name``: the compiler's or the driver's name
+    of it, where that is not its key in ``KINDS``;
     ``cores``, ``clock``, ``l2`` and ``generation``: of GPUs, streaming multiprocessors, gigahertz,
     bytes of the second cache, and the compute capability."""
 
@@ -263,17 +265,20 @@ def _topology(name: str, count: int) -> list[Any]:
     else:
         name = f"{kind.name or name}:{_smallest(name, count)}"
     platform = {"gpu": "cuda"}.get(kind.platform, kind.platform)
+    make = functools.partial(topologies.get_topology_desc, name, platform=platform, **more)
     try:
-        found = topologies.get_topology_desc(name, platform=platform, **more)
-    except NotImplementedError as error:
-        raise MissingCompilerError(
-            f"the compiler for a {kind.platform} was not taken in when JAX started, without a "
-            "device: start Python with JAX_PLATFORMS=cpu"
-        ) from error
+        try:
+            found = make()
+        except NotImplementedError:
+            # JAX started before ``_QUIET`` was set, and left a plugin without a driver out.
+            importlib.import_module("jax_plugins.xla_cuda12").initialize()
+            found = make()
     except jax.errors.JaxRuntimeError as error:
+        if "Invalid TPU external name" not in str(error):
+            raise
         raise MissingCompilerError(
-            f"the installed {kind.platform} compiler, of JAX {jax.__version__}, does not know "
-            f"{name.partition(':')[0]}: a newer JAX has one that does"
+            f"the installed libtpu does not know {name.partition(':')[0]}: a newer one does, which "
+            f"needs a newer JAX than {jax.__version__}"
         ) from error
     devices = list(found.devices[:count])
     _made.update(devices)

@@ -7,7 +7,8 @@ log-sum-exp. Pieces of the text are fetched ahead into shared memory, by the cop
 and later (TMA) or by Ampere's ``cp.async``, and multiplied by ``mma`` of 16-bit numbers.
 
 It is ``mosaic_gpu.kernel`` of Pallas. No device has run it: it is compiled for A100, L4, H100,
-H200, B200 and others, and interpreted on CPUs, where races are looked for.
+H200, B200 and others, and interpreted on CPUs, with races detected. JAX's interpreter knows the
+copy engine alone, so that the copies by ``cp.async`` are compiled only.
 """
 
 import functools
