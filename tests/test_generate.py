@@ -292,6 +292,27 @@ def test_a_beginning_of_a_stop_string_is_held_back(byte_tokenizer):
     assert shown == "abSTOab"
 
 
+@pytest.mark.parametrize(
+    ("least", "text", "tokens"),
+    [
+        (0, "abc", 3),
+        (3, "abc", 3),
+        (4, "abc", 4),  # it begins within the first four, which stay
+        (5, "abc", 5),
+        (6, "abcSTOabc", 9),  # complete with the sixth, so it does not count
+        (12, "abcSTOabcSTOx", 13),
+    ],
+)
+def test_stop_strings_count_behind_the_least_tokens(byte_tokenizer, least, text, tokens):
+    """Those that are complete with a later token, as in vLLM: in a stream and an engine too."""
+    lm = scripted("pabcSTOabcSTOx", tokenizer=byte_tokenizer)
+    settings: dict[str, Any] = {"max_new_tokens": 13, "min_new_tokens": least, "stop": ["STO"]}
+    found = generate(lm, "p", **settings)
+    assert (found.text, len(found.tokens[0])) == ([text], tokens)
+    assert found.stats.stop_reasons == ("stop" if least < 12 else "length",)
+    assert_pieces_make_the_result(lm, ["p"], **settings)
+
+
 def test_a_sentence_piece_text_keeps_its_spaces(tmp_path):
     words = ["▁a", "▁b", "c", "▁", "<0xE6>", "<0x97>", "<0xA5>"]
     backend = tokenizers.Tokenizer(

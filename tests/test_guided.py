@@ -12,10 +12,12 @@ import jax
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 
 import kvjax
 from kvjax import models
 from kvjax.generation.guides.masks import words_for
+from kvjax.models.text import Tokenizer
 from kvjax.sampling.filters import EVERY
 from tests.checkpoints import write_llama
 from tests.matrix import some
@@ -305,6 +307,123 @@ def test_random_schemas_are_kept_to(embedded, count, first):
         assert found.stats.stop_reasons == ("eos",) * 4, (schemas, found.text)
         for schema, text in zip(schemas, found.text, strict=True):
             jsonschema.validate(json.loads(text), schema)
+
+
+def sentence_pieces(kind: str) -> Tokenizer:
+    """Words that begin with ▁, letters, bytes, and special tokens that are pieces themselves."""
+    letters = [chr(x) for x in range(0x21, 0x7F)]
+    words = ["<unk>", "<s>", "</s>", "▁", "▁a", "▁if", "co", "endoftext"]
+    words += letters + [f"<0x{x:02X}>" for x in range(256)]
+    if kind == "BPE":
+        model: Any = tokenizers.models.BPE(
+            {word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>",
+        )  # fmt: skip
+    else:
+        scores = [(word, 0.0 if i < 3 else -len(word)) for i, word in enumerate(words)]
+        model = tokenizers.models.Unigram(scores, 0, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    steps = tokenizers.decoders
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("▁", "first", kind == "Unigram")
+    backend.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", "<|endoftext|>"])
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+SPECIAL = ["</s>", "a<s>b", "<|endoftext|>", "x</s>", "é<unk>", " <s></s> "]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "BPE", "Unigram"])
+def test_the_names_of_special_tokens_are_spelled(embedded, kind):
+    """They are text, which a special token has not; and one that ends a text is not among them."""
+    lm = embedded
+    if kind != "bytes":
+        eos = replace(lm.generation, eos_token_ids=(2,))
+        lm = replace(lm, tokenizer=sentence_pieces(kind), generation=eos)
+    made, rows = kvjax.Guides(lm), []
+    for text in SPECIAL:
+        schema = {"type": "object", "properties": {"t": {"const": text}}, "required": ["t"],
+                  "additionalProperties": False}  # fmt: skip
+        rows += [
+            (made.choices([text]), text),
+            (made.regex(re.escape(text).replace("/", "[/]")), text),
+            (made.json_schema(schema), json.dumps({"t": text}, separators=(",", ":"))),
+        ]
+    for prompt in ([5], [1]):
+        found = kvjax.generate(
+            lm, [prompt] * len(rows), guide=[guide for guide, _ in rows], max_new_tokens=40,
+        )  # fmt: skip
+        same = [json.loads(text) if text[0] == "{" else text for text in found.text]
+        assert same == [json.loads(text) if text[0] == "{" else text for _, text in rows]
+        assert set(found.stats.stop_reasons) == {"eos"}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tiny_llama):
+    """Padding, or tokens of images: their names are spelled as well."""
+    backend = tokenizers.Tokenizer.from_str(tiny_llama.tokenizer.backend.to_str())
+    backend.add_special_tokens(["<image>"])
+    backend.add_tokens(["<call>"])
+    lm = replace(tiny_llama, tokenizer=Tokenizer(backend))
+    assert backend.get_vocab_size() == lm.config.vocab_size + 2
+    texts = ["a<image>b", "<call>"]
+    guides = [*map(kvjax.Guides(lm).choices, zip(texts))]
+    assert kvjax.generate(lm, [[5]] * 2, guide=guides, max_new_tokens=12).text == texts
+
+
+@pytest.mark.parametrize(
+    "text", ["del\x7f", "\x00\x85", "\u2028\u2029", 'a\\b"c\n/', "\ufeff\U0010ffff"]
+)
+def test_choices_of_any_characters(embedded, text):
+    guide = kvjax.Guides(embedded).choices([text])
+    assert kvjax.generate(embedded, "a", guide=guide, max_new_tokens=24).text == [text]
+
+
+def test_alternatives_of_one_of(embedded):
+    """Discriminated unions, as pydantic writes them; those that may overlap are refused."""
+    made = kvjax.Guides(embedded)
+    kinds = {
+        kind: {
+            "type": "object",
+            "properties": {"kind": {"const": kind, "default": kind}, key: {"type": "boolean"}},
+            "required": ["kind", key],
+            "additionalProperties": False,
+        }
+        for kind, key in (("cat", "purrs"), ("dog", "barks"))
+    }
+    schema = {
+        "$defs": kinds,
+        "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in kinds],
+    }
+    texts = kvjax.generate(
+        embedded, ["a"] * 4, guide=made.json_schema(schema), max_new_tokens=48, temperature=1.0
+    ).text
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+    with pytest.raises(ValueError, match="alternatives of oneOf may overlap; write anyOf, or"):
+        made.json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]})
+    with pytest.raises(ValueError, match="choices must be a list of texts, got the text 'ab'"):
+        made.choices("ab")
+
+
+def test_a_leading_space_is_text_behind_nothing_that_shows():
+    """A guide is kept to by every character: by generate, beams and an engine."""
+    lm = small(num_hidden_layers=1, windows=(None,), vocab_size=360)
+    lm = replace(
+        lm, tokenizer=sentence_pieces("BPE"),
+        generation=replace(lm.generation, eos_token_ids=(2,)),
+    )  # fmt: skip
+    pattern = " [a-z]{3} [a-z]{2}"
+    settings: dict[str, Any] = {"guide": kvjax.Guides(lm).regex(pattern), "max_new_tokens": 12}
+    found = kvjax.generate(lm, [[1], [4]], n=2, temperature=1.0, **settings).text
+    found += kvjax.generate(lm, [[1]], num_beams=2, **settings).text
+    engine = engine_of(lm)
+    handle = engine.submit([1], **settings)
+    while engine.step():
+        pass
+    found.append(handle.text)
+    assert all(re.fullmatch(pattern, text) for text in found), found
 
 
 def test_one_guide_for_all_rows_and_again(tiny_llama):

@@ -102,7 +102,7 @@ class BeamRows:
             ended = replace(ended, told=self._scores(ended.length - 1, ended.beam, ended.token))
         every, found = best(self._history, ended, self._search.kept, request.scores), []
         for at, (tokens, score) in enumerate(zip(every.tokens[0], every.scores[0], strict=True)):
-            text = RowText(self._tokenizer, request.tokens)
+            text = RowText(self._tokenizer, request.tokens, guided=request.guide is not None)
             for token in tokens:
                 text.push(token)
             text.finish("eos" if tokens and tokens[-1] in request.eos else "length")

@@ -55,7 +55,7 @@ class Handle:
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
-        self._text, self._listener = RowText(tokenizer, request.tokens, request.stops), listener
+        self._text, self._listener = _row_text(request, tokenizer), listener
         self._scores: list[TokenScore] = []
         self._told = 0
         self.found: list[Found] = []
@@ -190,3 +190,9 @@ class Handle:
         except Exception as error:
             self.error = self.error or error
             return None
+
+
+def _row_text(request: Request, tokenizer: Tokenizer | None) -> RowText:
+    """The text of a request, before its first token."""
+    guided = request.guide is not None
+    return RowText(tokenizer, request.tokens, request.stops, least=request.least, guided=guided)

@@ -37,7 +37,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         cache they know nothing: the repetition penalty and n-grams go by these prompts and the new
         text, the other two penalties by the new text.
       logit_bias: numbers, by token id, that are added to these tokens' logits.
-      min_new_tokens: no end-of-text token before a row has so many new tokens.
+      min_new_tokens: no end-of-text token before a row has so many new tokens. A stop string counts
+        if a later token completes it; these tokens stay, though the text ends before it.
       stop: strings before which a row's text ends.
       eos_token_ids: tokens after which a row ends; by default the checkpoint's, the one thing
         that is taken from its ``generation_config.json``, but for the token that a decoder behind

@@ -59,7 +59,8 @@ class Request:
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
     what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
     it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
-    all; ``home``: the mesh that its cache is given back on, see ``kvjax.core.context``.
+    all; ``least``: new tokens before which no text ends; ``home``: the mesh that its cache is given
+    back on, see ``kvjax.core.context``.
     """
 
     prompts: list[list[int]]
@@ -86,6 +87,7 @@ class Request:
     before: list[list[int]] | None = None
     guides: tuple[FormOfText | None, ...] | None = None
     search: Search | None = None
+    least: int = 0
     home: Mesh | None = None
 
     @property
@@ -216,7 +218,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
         draft=draft, home=home(),
-        search=search,
+        search=search, least=least,
     )  # fmt: skip
 
 

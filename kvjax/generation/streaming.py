@@ -40,7 +40,12 @@ class Stream(Pieces):
         self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        self._rows = [RowText(lm.tokenizer, ids, request.stops) for ids in request.known_texts]
+        texts = request.known_texts
+        guides = request.guides or [None] * len(texts)
+        self._rows = [
+            RowText(lm.tokenizer, ids, request.stops, least=request.least, guided=guide is not None)
+            for ids, guide in zip(texts, guides, strict=True)
+        ]
         for row in self._rows[request.rows :]:
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]

@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvjax.generation.token_text import CONTEXT
+
 
 class TextStream(Protocol):
     """Decodes one token at a time: see ``kvjax.models.text.TextStream``."""
@@ -27,13 +29,25 @@ class RowText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        least: int = 0,
+        guided: bool = False,
     ) -> None:
+        """``least``: new tokens after which stop strings count; a stop string may begin before, and
+        these tokens stay even so. ``guided``: a leading space is text, though nothing else shows
+        before it, because a guide is kept to by every character."""
         self.tokens: list[int] = []
         self.text = ""
         self.reason: str | None = None
-        self._stops = stops
-        self._stream = None if tokenizer is None else tokenizer.stream(prompt)
+        self._stops, self._least, self._uncounted = stops, least, 0
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            before = _behind_a_letter(tokenizer, prompt) if guided else prompt
+            self._stream = tokenizer.stream(before)
         self._ends: list[int] = []  # characters of text with each token, where they are known
         self._given = (0, 0)
 
@@ -84,8 +98,11 @@ class RowText:
         self.text += text
         # Tokens that make one character together end where it ends.
         self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
+        if len(self.tokens) <= self._least:
+            self._uncounted = len(self.text)
+        searched = max(searched, self._uncounted)
         found = []
-        for stop in self._stops if text else ():
+        for stop in self._stops if len(self.text) > searched else ():
             start = self.text.find(stop, max(0, searched - len(stop) + 1))
             if start >= 0:
                 found.append((start + len(stop), start))
@@ -93,7 +110,7 @@ class RowText:
             # The one that is complete first, however the tokens cut the text.
             end = min(found)[1]
             self.text = self.text[:end]
-            del self.tokens[bisect_right(self._ends, end) :]
+            del self.tokens[max(bisect_right(self._ends, end), self._least) :]
             self.reason = "stop"
 
     def _held(self) -> int:
@@ -103,3 +120,10 @@ class RowText:
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def _behind_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt behind a letter, which shows where they do not: sentencepiece
+    tokenizers leave a space out at the beginning of what shows."""
+    letter = tokenizer.encode("x", add_special_tokens=False)[:CONTEXT]
+    return [*letter, *prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 8
+CONTEXT = 8
 """Tokens before the first that are decoded with it."""
 _PATIENCE = 64
 """Tokens after which text is given though it ends in an incomplete character."""
@@ -25,7 +25,7 @@ class TextStream:
           after: tokens before the first; their text is not given again.
         """
         self._decode = decode
-        self._before = [int(i) for i in after][-_CONTEXT:]
+        self._before = [int(i) for i in after][-CONTEXT:]
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:

@@ -53,7 +53,12 @@ class BeamStream(Pieces):
         self._kept, self._beams = search.kept, search.beams
         self._prompts = request.rows // request.samples
         asked = request.prompts[: self._prompts]
-        self._rows = [RowText(lm.tokenizer, ids) for ids in asked for _ in range(self._kept)]
+        guides = (request.guides or [None] * request.rows)[:: request.samples]
+        self._rows = [
+            RowText(lm.tokenizer, ids, guided=guide is not None)
+            for ids, guide in zip(asked, guides, strict=False)
+            for _ in range(self._kept)
+        ]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
         self._state: Any = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.generation.guides.vocabulary import Vocabulary
 from kvjax.generation.loaded import LanguageModel
 
 
@@ -40,10 +41,14 @@ class Guides:
         self._ends = sorted(set(lm.generation.eos_token_ids))
         if not self._ends:
             raise ValueError("a guide needs a model with a token that ends a text, this has none")
-        self._matcher, self._vocabulary = llguidance.LLMatcher, lm.config.vocab_size
+        from llguidance._tokenizer import TokenizerWrapper
+
+        self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
+        whole = llguidance.LLTokenizer(backend.to_str())
         self._tokenizer = llguidance.LLTokenizer(
-            backend.to_str(), n_vocab=lm.config.vocab_size, eos_token=self._ends
-        )
+            TokenizerWrapper(Vocabulary(whole, self._size, self._ends)),
+            n_vocab=self._size, eos_token=self._ends,
+        )  # fmt: skip
 
     def json(self) -> "GrammarGuide":
         """Any JSON object."""
@@ -80,14 +85,17 @@ class Guides:
         return self._guide("grammar", lambda: self._matcher.grammar_from_lark(lark))
 
     def choices(self, texts: Sequence[str]) -> "GrammarGuide":
-        """One of some texts.
+        """One of a list of texts.
 
         Raises:
-          ValueError: if there is none.
+          ValueError: if there is none, or ``texts`` is itself a text.
         """
+        if isinstance(texts, str):
+            raise ValueError(f"choices must be a list of texts, got the text {texts!r:.80}")
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"choices must be texts, one at least, got {texts!r:.80}")
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        rule = rule.replace("\x7f", "\\u007f")  # which JSON leaves as it is, and Lark refuses
         return self.grammar(f"start: {rule}")
 
     def _guide(self, what: str, grammar: Callable[[], str]) -> "GrammarGuide":
@@ -96,9 +104,14 @@ class Guides:
             problem = matcher.get_error()
         except (ValueError, RecursionError) as error:
             problem = str(error)
+        if "coerce_one_of" in problem:
+            problem = (
+                "alternatives of oneOf may overlap; write anyOf, or give each a required "
+                "property with a const of its own"
+            )
         if problem:
             raise ValueError(f"the {what} can't be kept to: {' '.join(problem.split())}")
-        return GrammarGuide(matcher, self._ends, self._vocabulary)
+        return GrammarGuide(matcher, self._ends, self._size)
 
 
 class GrammarGuide:
@@ -135,7 +148,7 @@ class GrammarGuide:
 
     def accept(self, token: int) -> None:
         """A token has come."""
-        if token in self.ends:
+        if token in self.ends and (self.error or self._matcher.is_accepting()):
             self._ended = True
         elif not self._ended and not self.error and not self._matcher.consume_token(token):
             self.error = self._why()
