@@ -263,10 +263,34 @@ def test_a_bias_chooses(running):
     assert found["choices"][0]["text"] == 3 * letter
 
 
+def assert_offsets(choice):
+    """Each is where its token begins in the text; parts of a character begin where it does."""
+    text, whole = choice["text"], choice["logprobs"]
+    assert whole["text_offset"] == sorted(whole["text_offset"]) and len(whole["tokens"]) > 1
+    for token, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
+        assert 0 <= offset <= len(text)
+        if "\N{REPLACEMENT CHARACTER}" not in token:
+            assert text.startswith(token, offset)
+
+
+def test_offsets_of_characters_of_several_tokens(running):
+    body = {"prompt": "x", "max_tokens": 24, "temperature": 0, "logprobs": 1, "n": 2}
+    body["structured_outputs"] = {"choice": ["é😀é a"]}
+    for more in ({}, {"best_of": 3}, {"use_beam_search": True, "n": 1, "beam_width": 2}):
+        for choice in running.post(**body | more).json()["choices"]:
+            assert choice["text"] == "é😀é a"
+            assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
+            assert_offsets(choice)
+    pieces = events(running.post(**body | {"n": 1}, stream=True).text)
+    streamed = [x["choices"][0]["logprobs"]["text_offset"] for x in pieces]
+    assert [each for part in streamed for each in part] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
 def test_logprobs_are_the_models_own(running):
     lm = running.lm
     settings = {"max_tokens": 8, "temperature": 0.7, "seed": 1, "min_tokens": 8}
-    whole = running.post(prompt="hello", **settings, logprobs=3).json()["choices"][0]["logprobs"]
+    choice = running.post(prompt="hello", **settings, logprobs=3).json()["choices"][0]
+    whole = choice["logprobs"]
     tokens = alone(
         running, "hello", max_new_tokens=8, min_new_tokens=8, temperature=0.7, seed=1
     ).tokens
@@ -277,8 +301,7 @@ def test_logprobs_are_the_models_own(running):
     np.testing.assert_allclose(whole["token_logprobs"], chosen, atol=1e-4)
     texts = TokenTexts(lm.tokenizer)
     assert whole["tokens"] == [texts.of(token)[0] for token in tokens]
-    ends = np.cumsum([0, *map(len, whole["tokens"])])
-    assert whole["text_offset"] == ends[:-1].tolist()
+    assert_offsets(choice)
     each = zip(wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True)
     for row, text, mine, likeliest in each:
         # Tokens that are parts of characters may have the same text.

@@ -27,7 +27,8 @@ _extended = jax.jit(extended, static_argnames=("beams", "scores"))
 class Found:
     """A text that a search has found: its ``text`` and ``tokens``; ``score``, what it is worth;
     ``logprobs``, of its tokens, where they were asked for; ``reason``: ``"eos"`` or ``"length"``;
-    ``guide``: behind its tokens, of a search with one.
+    ``guide``: behind its tokens, of a search with one; ``starts``: of each token, the characters
+    of the text before it.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Found:
     logprobs: list[TokenScore] | None
     reason: str
     guide: Guide | None
+    starts: list[int]
 
 
 class BeamRows:
@@ -110,7 +112,9 @@ class BeamRows:
             guide: Any = request.guide and request.guide.copy()  # type: ignore[attr-defined]
             if guide is not None:
                 go_along(guide, tokens, self._words)
-            found.append(Found(text.text, tokens, score, told, str(text.reason), guide))
+            found.append(
+                Found(text.text, tokens, score, told, str(text.reason), guide, text.starts)
+            )
         return found
 
     def _step(self) -> None:

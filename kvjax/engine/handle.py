@@ -28,11 +28,12 @@ class Times:
 
 class Piece(NamedTuple):
     """What a request has come to since it was last asked: text, tokens, and what is known of these,
-    where that was asked for."""
+    where that was asked for; ``starts``: of each token, the characters of the text before it."""
 
     text: str
     tokens: list[int]
     scores: list[TokenScore]
+    starts: list[int]
 
 
 class Handle:
@@ -99,6 +100,11 @@ class Handle:
         return self._text.text
 
     @property
+    def starts(self) -> list[int]:
+        """Of each of its ``tokens``, the characters of ``text`` before it."""
+        return self._text.starts
+
+    @property
     def logprobs(self) -> list[TokenScore] | None:
         """Of each of its ``tokens``, where they were asked for."""
         return None if self.request.scores is None else self._scores[: len(self.tokens)]
@@ -107,7 +113,8 @@ class Handle:
         """What nothing can take back any more, since the last call."""
         text, tokens = self._text.take()
         told, self._told = self._told, self._told + len(tokens)
-        return Piece(text, tokens, self._scores[told : self._told])
+        new = slice(told, self._told)
+        return Piece(text, tokens, self._scores[new], self.starts[new])
 
     def pieces(self, step: Callable[[], Any]) -> Iterator[Piece]:
         """Its text as it comes by steps; see ``Engine.stream``."""

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import Protocol
 
 from kvjax.generation.token_text import CONTEXT
@@ -48,12 +49,17 @@ class RowText:
         if tokenizer is not None:
             before = _behind_a_letter(tokenizer, prompt) if guided else prompt
             self._stream = tokenizer.stream(before)
-        self._ends: list[int] = []  # characters of text with each token, where they are known
+        # Characters of text before and with each token, where they are known; before the others
+        # what was held back.
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._held_before: list[str] = []
         self._given = (0, 0)
 
     def push(self, token: int) -> None:
         """Take a token, unless the text has ended."""
         if self.reason is None:
+            self._held_before.append(getattr(self._stream, "held", ""))
             self.tokens.append(token)
             text = "" if self._stream is None else self._stream.push(token)
             if text or self._stream is None:
@@ -73,6 +79,12 @@ class RowText:
             self.text = self.text[:characters]
             del self.tokens[tokens:]
             self.reason = "stopped"
+
+    @property
+    def starts(self) -> list[int]:
+        """Of each token whose text is known, the characters before it; none before a place in
+        ``text`` where a stop string has cut it."""
+        return [min(start, len(self.text)) for start in self._starts[: len(self.tokens)]]
 
     @property
     def given(self) -> int:
@@ -96,8 +108,10 @@ class RowText:
     def _extend(self, text: str) -> None:
         searched = len(self.text)
         self.text += text
-        # Tokens that make one character together end where it ends.
+        # Tokens that make one character together begin and end where it does.
         self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
+        self._starts += [searched + len(commonprefix([x, text])) for x in self._held_before]
+        self._held_before.clear()
         if len(self.tokens) <= self._least:
             self._uncounted = len(self.text)
         searched = max(searched, self._uncounted)

@@ -27,20 +27,25 @@ class TextStream:
         self._decode = decode
         self._before = [int(i) for i in after][-CONTEXT:]
         self._pending: list[int] = []
+        self.held = ""
+        """The text that is held back, which later tokens may change."""
 
     def push(self, token: int) -> str:
         """Take one token; the text that it completes, "" where there is none."""
         self._pending.append(int(token))
         text = self._new_text()
         incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _PATIENCE
-        return "" if not text or incomplete else self._give(text)
+        if not text or incomplete:
+            self.held = text
+            return ""
+        return self._give(text)
 
     def finish(self) -> str:
         """What is still held back, with replacement characters where it is incomplete."""
         return self._give(self._new_text()) if self._pending else ""
 
     def _give(self, text: str) -> str:
-        self._before, self._pending = self._pending, []
+        self._before, self._pending, self.held = self._pending, [], ""
         return text
 
     def _new_text(self) -> str:

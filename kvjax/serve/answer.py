@@ -8,14 +8,13 @@ from typing import Any
 
 from kvjax.core.errors import KvjaxError
 from kvjax.engine.beams import Found
-from kvjax.engine.handle import Handle
+from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
 from kvjax.serve.asked import Asked
 from kvjax.serve.choices import pieces_of
 from kvjax.serve.form import Form, Scored, with_scores
 from kvjax.serve.refused import Refused, to_json
-from kvjax.serve.token_texts import TokenTexts
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -24,11 +23,9 @@ class Answer:
     """What a request is answered, by its handles, one a sample."""
 
     def __init__(
-        self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str,
-        texts: TokenTexts | None,
-    ) -> None:  # fmt: skip
+        self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str
+    ) -> None:
         self._service, self._form, self._asked, self._handles = service, form, asked, handles
-        self._texts = texts
         self._head = {
             "id": form.prefix + secrets.token_hex(12), "object": form.whole,
             "created": int(time.time()), "model": model,
@@ -44,7 +41,7 @@ class Answer:
             async for _ in pieces:
                 pass
         choices = [
-            self._form.choice(at, each.text, self._scored(handle, each.tokens, each.logprobs), why)
+            self._form.choice(at, each.text, self._scored(handle, each, each.logprobs), why)
             for at, (handle, each, why) in enumerate(self._given())
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -62,8 +59,10 @@ class Answer:
             which = best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
         return [(handles[at], handles[at], self._reason(at)) for at in which]
 
-    def _scored(self, handle: Handle, tokens: list[int], scores: Any) -> Scored | None:
-        return with_scores(tokens, scores, handle) if self._asked.told else None
+    def _scored(self, handle: Handle, each: Handle | Found | Piece, scores: Any) -> Scored | None:
+        if not self._asked.told:
+            return None
+        return with_scores(each.tokens, scores, each.starts, handle)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Piece by piece; an error is the last."""
@@ -72,10 +71,9 @@ class Answer:
             for each in openings:
                 if each is not None:
                     yield self._event(each)
-            starts = [0] * len(self._handles)
             async with aclosing(self._pieces()) as pieces:
                 async for at, piece in pieces:
-                    for found in self._parts(at, piece, starts):
+                    for found in self._parts(at, piece):
                         yield self._event(found)
             if self._asked.usage:
                 yield self._event(None)
@@ -84,17 +82,14 @@ class Answer:
             return
         yield b"data: [DONE]\n\n"
 
-    def _parts(self, at: int, piece: Any, starts: list[int]) -> Iterator[dict[str, Any]]:
+    def _parts(self, at: int, piece: Piece | None) -> Iterator[dict[str, Any]]:
         form, handle = self._form, self._handles[at]
         if piece is None:
-            scored = [] if self._asked.told else None
-            yield form.piece(at, "", scored, starts[at], self._reason(at))
+            yield form.piece(at, "", [] if self._asked.told else None, self._reason(at))
             return
-        scored = self._scored(handle, piece.tokens, piece.scores)
+        scored = self._scored(handle, piece, piece.scores)
         if piece.text or scored:
-            yield form.piece(at, piece.text, scored, starts[at], None)
-        if scored and self._texts is not None:
-            starts[at] += sum(len(self._texts.of(token)[0]) for token, _ in scored)
+            yield form.piece(at, piece.text, scored, None)
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Any], None]:
         try:

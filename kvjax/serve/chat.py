@@ -74,7 +74,7 @@ class Chat:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(
-        self, index: int, text: str, scored: Scored | None, start: int, reason: str | None
+        self, index: int, text: str, scored: Scored | None, reason: str | None
     ) -> dict[str, Any]:
         delta = {"content": text} if text or reason is None else {}
         return {
@@ -88,7 +88,7 @@ class Chat:
         content = [
             self._entry(token, score.logprob)
             | {"top_logprobs": [self._entry(*other) for other in score.likeliest]}
-            for token, score in scored
+            for token, score, _ in scored
         ]
         return {"content": content, "refusal": None}
 

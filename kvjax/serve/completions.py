@@ -49,29 +49,24 @@ class Completions:
         return [self._limits.encoded(each) if isinstance(each, str) else each for each in some]
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
-        return self.piece(index, text, scored, 0, reason)
+        return self.piece(index, text, scored, reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     def piece(
-        self, index: int, text: str, scored: Scored | None, start: int, reason: str | None
+        self, index: int, text: str, scored: Scored | None, reason: str | None
     ) -> dict[str, Any]:
-        logprobs = None if scored is None else self._logprobs(scored, start)
+        logprobs = None if scored is None else self._logprobs(scored)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, scored: Scored, start: int) -> dict[str, Any]:
+    def _logprobs(self, scored: Scored) -> dict[str, Any]:
         assert self._texts is not None
-        texts, offsets = [], []
-        for token, _ in scored:
-            texts.append(self._texts.of(token)[0])
-            offsets.append(start)
-            start += len(texts[-1])
         return {
-            "tokens": texts,
-            "token_logprobs": [in_json(score.logprob) for _, score in scored],
-            "top_logprobs": [self._likeliest(token, score) for token, score in scored],
-            "text_offset": offsets,
+            "tokens": [self._texts.of(token)[0] for token, _, _ in scored],
+            "token_logprobs": [in_json(score.logprob) for _, score, _ in scored],
+            "top_logprobs": [self._likeliest(token, score) for token, score, _ in scored],
+            "text_offset": [start for *_, start in scored],
         }
 
     def _likeliest(self, token: int, score: TokenScore) -> dict[str, float | None]:

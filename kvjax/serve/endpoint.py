@@ -62,9 +62,7 @@ class Endpoint:
 
     async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         shared, handles = self._shared, self._submitted(asked, scope["state"]["tenant"])
-        answer = Answer(
-            shared.service, self._form, asked, handles, shared.settings.name, shared.texts
-        )
+        answer = Answer(shared.service, self._form, asked, handles, shared.settings.name)
         try:
             if not asked.stream:
                 await json_response(await answer.whole())(scope, receive, send)

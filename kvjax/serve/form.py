@@ -7,8 +7,8 @@ from kvjax.sampling.scores import TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 
-Scored = list[tuple[int, TokenScore]]
-"""Tokens, with what is known of them."""
+Scored = list[tuple[int, TokenScore, int]]
+"""Tokens, with what is known of them, and where in the text each begins."""
 
 
 class Form(Protocol):
@@ -31,18 +31,19 @@ class Form(Protocol):
         ...
 
     def piece(
-        self, index: int, text: str, scored: Scored | None, start: int, reason: str | None
+        self, index: int, text: str, scored: Scored | None, reason: str | None
     ) -> dict[str, Any]:
-        """A piece of a choice; ``start``: characters of tokens before; ``reason``: why it ends
-        here, None where it goes on."""
+        """A piece of a choice; ``reason``: why it ends here, None where it goes on."""
         ...
 
 
-def with_scores(tokens: list[int], scores: list[TokenScore] | None, handle: Handle) -> Scored:
-    """Tokens beside their scores, without the one that ends a text and is none of it."""
+def with_scores(
+    tokens: list[int], scores: list[TokenScore] | None, starts: list[int], handle: Handle
+) -> Scored:
+    """Tokens beside their scores and starts, without the one that ends a text and is none of it."""
     ends = handle.request.eos
-    pairs = zip(tokens, scores or [], strict=True)
-    return [pair for pair in pairs if pair[0] not in ends]
+    each = zip(tokens, scores or [], starts, strict=True)
+    return [one for one in each if one[0] not in ends]
 
 
 def in_json(logprob: float) -> float:
