@@ -6,6 +6,7 @@ from typing import Any
 
 import tokenizers
 
+from kvjax.core.checks import check_unicode
 from kvjax.core.errors import CheckpointError
 from kvjax.generation.token_text import TextStream
 
@@ -89,7 +90,11 @@ class Tokenizer:
 
         An explicit ``add_bos_token`` or ``add_eos_token`` of ``tokenizer_config.json`` goes
         before what ``tokenizer.json`` does by itself.
+
+        Raises:
+          ValueError: if the text has half a character (a lone surrogate).
         """
+        check_unicode("the text", text)
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 

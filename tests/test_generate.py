@@ -343,6 +343,23 @@ def test_the_result_of_a_stream_comes_at_its_end(byte_tokenizer):
     assert list(running) and running.result.text == ["bc"]
 
 
+def test_half_a_character_is_refused(byte_tokenizer):
+    """A lone surrogate, which no text of bytes has, wherever a text is given."""
+    lm, half = scripted("abc", tokenizer=byte_tokenizer), "caf\udce9"
+    calls: list[Any] = [
+        lambda: generate(lm, half, max_new_tokens=2),
+        lambda: generate(lm, "a", max_new_tokens=2, stop=half),
+        lambda: stream(lm, [half], max_new_tokens=2),
+        lambda: lm.tokenizer.encode(half),
+        lambda: kvjax.score(lm, "a", half),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"is not Unicode: character 3 is half of one, U\+DCE9"
+        ):
+            call()
+
+
 # Caches and capacities
 
 

@@ -403,6 +403,12 @@ def test_alternatives_of_one_of(embedded):
         jsonschema.validate(json.loads(text), schema)
     with pytest.raises(ValueError, match="alternatives of oneOf may overlap; write anyOf, or"):
         made.json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]})
+    for way, given in (
+        ("choices", ["\ud83d"]), ("regex", "\ud83d"), ("grammar", 'start: "\ud83d"'),
+        ("json_schema", {"const": "\ud83d"}), ("json_schema", '{"const":"\ud83d"}'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"is not Unicode: .* is half of one, U\+D83D"):
+            getattr(made, way)(given)
     with pytest.raises(ValueError, match="choices must be a list of texts, got the text 'ab'"):
         made.choices("ab")
 

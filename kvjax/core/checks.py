@@ -33,6 +33,18 @@ def truth_value(name: str, value: Any) -> bool:
     return value
 
 
+def check_unicode(what: str, text: str) -> None:
+    """Raise ``ValueError`` for a text with half a character, which has no bytes: a lone surrogate,
+    as Python makes of a byte of an argument that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"{what} is not Unicode: character {error.start} is half of one, U+{ord(half):04X}"
+        ) from None
+
+
 def is_traced(x: Any) -> bool:
     """Whether an array's numbers are not there to be looked at: inside ``jit`` and its like."""
     return isinstance(x, Tracer)

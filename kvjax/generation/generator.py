@@ -27,8 +27,9 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         used again, but a ``kvjax.fork`` of it can.
       max_len: tokens a row of the cache can hold. By default what is needed, rounded up to 2**k
         or 3 * 2**k, so that similar lengths share one compiled program; not rounded where that
-        would change the frequencies of a length-dependent rotary kind (dynamic, longrope); for
-        these a ``max_len`` beyond the trained length changes every logit, as in Transformers.
+        would change the frequencies of a length-dependent rotary kind (dynamic, longrope). These
+        go by ``max_len`` from the first token on, whereas Transformers goes by the text's length
+        so far: beyond the trained length a larger ``max_len`` changes every logit.
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.

@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 from typing import Protocol
 
 from kvjax.generation.token_text import CONTEXT
@@ -110,7 +109,7 @@ class RowText:
         self.text += text
         # Tokens that make one character together begin and end where it does.
         self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
-        self._starts += [searched + len(commonprefix([x, text])) for x in self._held_before]
+        self._starts += [searched + _in_common(x, text) for x in self._held_before]
         self._held_before.clear()
         if len(self.tokens) <= self._least:
             self._uncounted = len(self.text)
@@ -141,3 +140,9 @@ def _behind_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     tokenizers leave a space out at the beginning of what shows."""
     letter = tokenizer.encode("x", add_special_tokens=False)[:CONTEXT]
     return [*letter, *prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]]
+
+
+def _in_common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    both = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, its) in both if mine != its), min(len(one), len(other)))

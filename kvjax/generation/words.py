@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import check_unicode, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MOST_SCORES
@@ -97,6 +97,7 @@ def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[s
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(f"a stop string must have at least one character, got {text!r}")
+        check_unicode("a stop string", text)
     if stops and lm.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
     return stops

@@ -1,6 +1,7 @@
 """Guides: texts that keep to a grammar, by llguidance, where it is installed."""
 
 import copy
+import functools
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.checks import check_unicode
 from kvjax.generation.guides.vocabulary import Vocabulary
 from kvjax.generation.loaded import LanguageModel
 
@@ -61,12 +63,10 @@ class Guides:
           ValueError: if it is no schema, or says what can't be kept to.
         """
 
-        def grammar() -> str:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            spaces: Any = {"whitespace_flexible": False}
-            return self._matcher.grammar_from_json_schema(text, defaults=spaces)
-
-        return self._guide("schema", grammar)
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        spaces: Any = {"whitespace_flexible": False}
+        make = functools.partial(self._matcher.grammar_from_json_schema, defaults=spaces)
+        return self._guide("schema", text, make)
 
     def regex(self, pattern: str) -> "GrammarGuide":
         """What a regular expression of Rust's matches, from end to end.
@@ -74,7 +74,7 @@ class Guides:
         Raises:
           ValueError: if it is none.
         """
-        return self._guide("regex", lambda: self._matcher.grammar_from_regex(pattern))
+        return self._guide("regex", pattern, self._matcher.grammar_from_regex)
 
     def grammar(self, lark: str) -> "GrammarGuide":
         """A context-free grammar as of Lark, from ``start`` on.
@@ -82,7 +82,7 @@ class Guides:
         Raises:
           ValueError: if it is none.
         """
-        return self._guide("grammar", lambda: self._matcher.grammar_from_lark(lark))
+        return self._guide("grammar", lark, self._matcher.grammar_from_lark)
 
     def choices(self, texts: Sequence[str]) -> "GrammarGuide":
         """One of a list of texts.
@@ -94,13 +94,16 @@ class Guides:
             raise ValueError(f"choices must be a list of texts, got the text {texts!r:.80}")
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"choices must be texts, one at least, got {texts!r:.80}")
+        for text in texts:
+            check_unicode("a choice", text)
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         rule = rule.replace("\x7f", "\\u007f")  # which JSON leaves as it is, and Lark refuses
         return self.grammar(f"start: {rule}")
 
-    def _guide(self, what: str, grammar: Callable[[], str]) -> "GrammarGuide":
+    def _guide(self, what: str, text: str, make: Callable[[str], str]) -> "GrammarGuide":
+        check_unicode(f"the {what}", text)
         try:
-            matcher = self._matcher(self._tokenizer, grammar(), log_level=0)
+            matcher = self._matcher(self._tokenizer, make(text), log_level=0)
             problem = matcher.get_error()
         except (ValueError, RecursionError) as error:
             problem = str(error)
