@@ -322,6 +322,8 @@ def test_no_prompt_at_a_terminal_is_one_line(run, monkeypatch):
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     assert_refused(run("generate"), "no prompt")
+    # A byte of an argument that is not UTF-8, as Python has it.
+    assert_refused(run("generate", "caf\udce9"), "the text is not Unicode: character 3 is half")
 
 
 def test_unknown_command_is_one_line(run):
