@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         "empty slots are not left out of few rows' mixtures", "codecs/codec.py",
         "where = None if present is None else weights != 0",
-        "where = None", ("t4",),
+        "where = None if present is None else weights > -1", ("t4",),
     ),
     Fault(
         "a scale of 8-bit floats is forgotten", "codecs/float8.py",

@@ -548,7 +548,7 @@ def test_limits_have_their_statuses(own):
         {"prompt": "a", "n": ROWS + 2},
         {"prompt": ["a"] * (ROWS + 2)},
     ):
-        with pytest.raises(openai.UnprocessableEntityError):
+        with pytest.raises(openai.BadRequestError):
             client.completions.create(model=MODEL, **body)
     running.hold()
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -599,6 +599,66 @@ def test_pages_of_other_sites_are_refused(running, own):
     allowing = own(origins=("http://other.example",))
     for headers in (renamed, {"Origin": "http://other.example"}):
         assert allowing.post(prompt="a", max_tokens=1, headers=headers).status_code == 200
+
+
+def test_pages_of_an_allowed_site_may_read_what_they_are_sent(own):
+    """CORS, as a browser asks for it: before a request, with it, and in streams and errors."""
+    site, other = "http://other.example", "http://third.example"
+    allowing = own(origins=(site,), keys=("mine",))
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    before = allowing.http.options("/v1/chat/completions", headers={"Origin": site, **ask})
+    assert before.status_code == 200
+    assert before.headers["access-control-allow-origin"] == site
+    assert "POST" in before.headers["access-control-allow-methods"]
+    assert "authorization" in before.headers["access-control-allow-headers"].lower()
+    refused = allowing.http.options("/v1/completions", headers={"Origin": other, **ask})
+    assert refused.status_code == 400
+    assert "access-control-allow-origin" not in refused.headers
+    key = {"Authorization": "Bearer mine"}
+    for more, status in (({}, 200), ({"stream": True}, 200), ({"n": "x"}, 400)):
+        found = allowing.post(prompt="a", max_tokens=1, **more, headers={"Origin": site, **key})
+        assert found.status_code == status
+        assert found.headers["access-control-allow-origin"] == site
+    assert allowing.post(prompt="a", headers={"Origin": other, **key}).status_code == 403
+    assert allowing.post(prompt="a", headers={"Origin": site}).status_code == 401
+    anyone = own(origins=("*",))
+    found = anyone.post(prompt="a", max_tokens=1, headers={"Origin": other})
+    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "*")
+
+
+def test_a_prompt_that_is_too_long_is_the_requests_own_fault(running):
+    for path, body in (
+        ("completions", {"prompt": "a" * 5000}),
+        ("completions", {"prompt": "a", "max_tokens": 10**9}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
+    ):
+        found = running.post(path, **body)
+        assert found.status_code == 400
+        assert found.json()["error"]["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="room for"):
+        running.client().completions.create(model=MODEL, prompt="a" * 5000)
+
+
+def test_what_asks_for_nothing_is_no_error(running):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    found = running.post("chat/completions", **body, logprobs=False, top_logprobs=0)
+    assert found.status_code == 200 and found.json()["choices"][0]["logprobs"] is None
+
+
+def test_ends_of_lines_that_json_leaves_as_they_are(running):
+    """Clients that split a stream's lines as Unicode does are given whole events."""
+    text = "a\u2028b\u2029c\x85d"
+    body = {"prompt": "x", "max_tokens": 24, "structured_outputs": {"choice": [text]}}
+    found = running.post(**body)
+    assert found.json()["choices"][0]["text"] == text and len(found.text.splitlines()) == 1
+    stream = running.post(**body, stream=True).text
+    lines = [line for line in stream.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(part["choices"][0]["text"] for part in parts) == text
 
 
 def test_a_client_that_leaves_frees_its_pages(own):

@@ -6,6 +6,7 @@ from pathlib import Path
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -50,7 +51,13 @@ def make_app(shared: Shared) -> ASGIApp:
         routes=routes,
         exception_handlers={Refused: _refused, HTTPException: _unknown, Exception: _failed},
     )
-    return Gate(app, shared)
+    gate = Gate(app, shared)
+    if not (origins := shared.settings.origins):
+        return gate
+    return CORSMiddleware(
+        gate, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+        expose_headers=("Retry-After",),
+    )  # fmt: skip
 
 
 class _Watch:

@@ -41,7 +41,7 @@ class Chat:
         limit = self._limits.new_tokens(prompts, next(iter(given), None), None)
         asked = Asked(prompts=prompts, limit=limit)
         wanted, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_SCORES)
-        if count is not None and not wanted:
+        if count and not wanted:
             raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
         if wanted:
             asked.settings["logprobs"] = count or 0

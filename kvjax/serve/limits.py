@@ -30,7 +30,7 @@ class Limits:
         """Raise ``Refused`` for more prompts than can be taken."""
         if count > self.most:
             message = f"prompt has {count} prompts: this server takes {self.most} at once"
-            raise Refused(422, message, param="prompt")
+            raise Refused(400, message, param="prompt")
 
     def new_tokens(self, prompts: list[list[int]], wanted: int | None, default: int | None) -> int:
         """How many new tokens each prompt may have: as many as are wanted, or by default so many,
@@ -45,7 +45,7 @@ class Limits:
         if limit < 1 or limit > room:
             new = f" and {limit} new ones" if limit > 0 else ""
             raise Refused(
-                422, f"{most} tokens of prompt{new}: this server has room for {self.longest}, one "
+                400, f"{most} tokens of prompt{new}: this server has room for {self.longest}, one "
                 "new one at least", param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         return limit

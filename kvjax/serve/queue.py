@@ -51,7 +51,7 @@ class Place:
         """
         places, more = self._queue.places, to - self._mine
         if to > places:
-            raise Refused(422, f"a request of {to} choices: this server takes {places} at once")
+            raise Refused(400, f"a request of {to} choices: this server takes {places} at once")
         self._queue.check(more)
         self._queue.taken += more
         self._mine = to

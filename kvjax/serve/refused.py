@@ -50,6 +50,9 @@ class Refused(Exception):
 def to_json(value: Any) -> bytes:
     """JSON in UTF-8."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # Some clients end a line of an event at these too.
+    for end in "\x85\u2028\u2029":
+        text = text.replace(end, f"\\u{ord(end):04x}")
     # What clients sent, and an error repeats, may hold halves of characters.
     return text.encode("utf-8", "replace")
 

@@ -33,7 +33,7 @@ def read_several(fields: Fields, asked: Asked, most: int) -> None:
         asked.samples = several
     if asked.places > most:
         message = f"{name} asks for {asked.places} choices in all: this server takes {most} at once"
-        raise Refused(422, message, param=name)
+        raise Refused(400, message, param=name)
 
 
 def _read_search(asked: Asked, penalty: float | None, early: Any) -> None:
