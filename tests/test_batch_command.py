@@ -304,7 +304,7 @@ BAD = {
     "{}": "it has no prompt: give one of prompt, tokens, messages",
     '{"prompt": null}': "it has no prompt",
     '{"prompt": "a", "tokens": [1]}': "it has prompt and tokens: give one of",
-    '{"prompt": "a", "speed": 1, "id": "s"}': "it has 'speed': there are id, prompt, tokens",
+    '{"prompt": "a", "speed": 1, "id": "s"}': "it has 'speed': 'seed' perhaps",
     '{"prompt": "a", "id": [1]}': "id must be a text or a whole number",
     '{"prompt": 5}': "prompt must be a text",
     '{"prompt": ""}': "is empty",
@@ -341,12 +341,12 @@ def common(tiny_llama_dir):
 
 
 def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
-    """Whatever the order, and what runs beside; bad ones are told of, and are no failure."""
+    """Whatever the order, and what runs beside; bad ones are told of, and the exit code is 3."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     lines = [json.dumps(each, ensure_ascii=False) for each in LINES]
     prompts.write_text("\n".join([*lines, *BAD]), encoding="utf-8")
     code, printed, err = run(prompts, "--out", out, *common)
-    assert (code, printed) == (0, "")
+    assert (code, printed) == (3, "")
     bad = [words for words in BAD.values() if words is not None]
     *told, more, last = err.splitlines()
     assert len(told) == TOLD and more.endswith("their results say why")
@@ -386,7 +386,7 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
     more = "--max-batch-size", 3, "--json", "--lookup"
     code, printed, _ = run(prompts, "--out", out, *common, *more)
-    assert code == 0 and whole(out) == sorted(
+    assert code == 3 and whole(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
     figures = json.loads(printed)
@@ -397,10 +397,37 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     assert refused[0] == 2 and "only lines of a file can be gone on with" in refused[2]
     assert out.read_bytes() == before
     out.unlink()
-    assert run("-", "--out", out, *common, stdin=prompts.read_bytes())[0] == 0
+    assert run("-", "--out", out, *common, stdin=prompts.read_bytes())[0] == 3
     assert whole(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
+
+
+def test_a_rerun_says_what_was_bad_before(run, common, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    lines = ['{"prompt": "a"}', '{"prompt": "b", "temprature": 1}', "no JSON", '{"tokens": [1]}']
+    prompts.write_text("\n".join(lines))
+    code, _, err = run(prompts, "--out", out, *common)
+    assert code == 3 and "2 lines done · 2 bad, see error in" in err
+    assert "it has 'temprature': 'temperature' perhaps" in err
+    code, _, err = run(prompts, "--out", out, *common)
+    assert code == 3 and "0 lines done · 4 were there, 2 of them bad: --retry-errors · 0 bad" in err
+    figures = json.loads(run(prompts, "--out", out, *common, "--json")[1])
+    assert (figures["there"], figures["bad_there"], figures["bad"]) == (4, 2, 0)
+
+
+def test_ids_are_of_one_line_each(run, common, tmp_path):
+    """In a file before anything is done; from a pipe the second one is bad."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "x"}\nno JSON\n{"prompt": "y", "id": "a"}\n')
+    code, _, err = run(prompts, "--out", out, *common)
+    assert code == 2 and err.endswith("kvjax: error: line 3: its id 'a' is that of line 1 too\n")
+    assert not out.read_bytes()
+    prompts.write_text(prompts.read_text() + '{"prompt": "z", "xyzzy": 1}')
+    code, _, err = run("-", "--out", out, *common, stdin=prompts.read_bytes())
+    assert code == 3 and "its id 'a' is that of line 1 too" in err
+    assert "it has 'xyzzy': there are id, prompt, tokens" in err
+    assert [json.loads(line)["line"] for line in whole(out)] == [1, 2, 3, 4]
 
 
 def test_what_can_not_be_is_one_line(run, common, tmp_path):

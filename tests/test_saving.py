@@ -418,3 +418,24 @@ def test_a_second_thread_writes_what_was_there(tmp_path):
     saving = files.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, {})
     with pytest.raises(ValueError, match="zero size"):
         saving.wait()
+
+
+def test_a_home_is_found(tmp_path, monkeypatch):
+    """``~`` is the user's folder wherever one is named."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    lm = models.load()
+    cache = kvjax.generate(lm, "a", max_new_tokens=2, max_len=16).cache
+    kvjax.save_cache("~/cache", cache)
+    assert kvjax.load_cache("~/cache")[0].length.tolist() == cache.length.tolist()
+    lm.save("~/model")
+    assert models.load("~/model").config == lm.config
+    chat = kvjax.Chat(lm, max_len=32)
+    chat.save("~/chat")
+    assert kvjax.Chat.load(lm, "~/chat").turns == ()
+    tree = kvjax.PrefixTree(
+        lm, pages=4, max_len=32, host_memory=2**20, disk_memory=2**20, folder="~/pages"
+    )
+    tree.save("~/tree", lm)
+    assert {x.name for x in tmp_path.iterdir()} == {"cache", "model", "chat", "pages", "tree"}

@@ -30,7 +30,7 @@ def write(
     Raises:
       CheckpointError: if something else stands there.
     """
-    folder, model = Path(folder), fingerprint(lm)
+    folder, model = Path(folder).expanduser(), fingerprint(lm)
     ours = {_NAME, _CACHE, _BESIDE}
     if folder.exists() and not (folder.is_dir() and {x.name for x in folder.iterdir()} <= ours):
         raise CheckpointError(f"{folder}: there is something else, which is not written over")
@@ -57,7 +57,8 @@ def read(
       CheckpointError: if there is no chat, it is of another model, or a file was cut or changed.
       ValueError: if ``max_len`` is less than the cache holds.
     """
-    file = Path(folder) / _NAME
+    folder = Path(folder).expanduser()
+    file = folder / _NAME
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         form, model, cached = told["form"], told["model"], told["cache"]
@@ -74,7 +75,7 @@ def read(
         )
     if not cached:
         return told, None
-    cache, texts = load_cache(Path(folder) / _CACHE, model=own, max_len=max_len, mesh=lm.mesh)
+    cache, texts = load_cache(folder / _CACHE, model=own, max_len=max_len, mesh=lm.mesh)
     with read_as_written(folder):
         if texts is None or len(texts) != 1:
             raise ValueError(f"a cache of {len(texts or ())} texts")

@@ -23,6 +23,8 @@ AHEAD = 4
 """Requests that the engine has at once, for each of its rows: while one ends, others wait."""
 MOST_TOKENS = 4096
 """Of a text, where nobody says more: positions of a model may be many, or have no end."""
+BAD = 3
+"""The exit code where lines are bad."""
 
 
 def batch(
@@ -159,6 +161,8 @@ def batch(
         typer.echo(to_json(found))
     else:
         typer.echo(_summary(found, out), err=True)
+    if counts.bad or counts.bad_there:
+        raise typer.Exit(BAD)
 
 
 def _length(lm: Any) -> int:
@@ -178,7 +182,8 @@ def _summary(found: dict[str, Any], out: Path) -> str:
     """The last line of a run."""
     parts = [f"{_lines(found['done'])} done"]
     if found["there"]:
-        parts.append(f"{found['there']:,} were there")
+        bad = f", {found['bad_there']:,} of them bad: --retry-errors" if found["bad_there"] else ""
+        parts.append(f"{found['there']:,} were there{bad}")
     parts.append(f"{found['bad']:,} bad" + (f", see error in {out}" if found["bad"] else ""))
     parts.append(
         f"{found['prompt_tokens']:,} prompt ({found['cached_tokens']:,} cached) + "

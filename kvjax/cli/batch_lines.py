@@ -1,5 +1,6 @@
 """Lines of ``kvjax batch``: what each of them asks for."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,26 @@ def name_of(entry: dict[str, Any]) -> str | int | None:
     return name if isinstance(name, str | int) else None
 
 
+class DuplicateError(ValueError):
+    """An id that two lines have."""
+
+
+class Names:
+    """The ids of lines, each of one line."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str | int, int] = {}
+
+    def add(self, number: int, name: str | int | None) -> None:
+        """The id of the line of that number, None where it has none.
+
+        Raises:
+          DuplicateError: if another line has it.
+        """
+        if name is not None and self._lines.setdefault(name, number) != number:
+            raise DuplicateError(f"its id {name!r} is that of line {self._lines[name]} too")
+
+
 def asked_for(entry: dict[str, Any], lm: Any, chat: bool) -> tuple[Any, dict[str, Any]]:
     """The prompt of a line, a text or token ids, and its settings.
 
@@ -67,7 +88,9 @@ def asked_for(entry: dict[str, Any], lm: Any, chat: bool) -> tuple[Any, dict[str
       ValueError: naming what is wrong with it.
     """
     if unknown := [name for name in entry if name not in _KNOWN]:
-        raise ValueError(f"it has {unknown[0]!r}: there are {', '.join(_KNOWN)}")
+        near = difflib.get_close_matches(unknown[0], _KNOWN, 1)
+        known = f"{near[0]!r} perhaps" if near else f"there are {', '.join(_KNOWN)}"
+        raise ValueError(f"it has {unknown[0]!r}: {known}")
     if "id" in entry and name_of(entry) is None:
         raise ValueError("id must be a text or a whole number")
     given = [name for name in PROMPTS if name in entry]

@@ -74,6 +74,10 @@ class Results:
             raise self.foreign(line)
         return True
 
+    def bad(self, line: int) -> bool:
+        """Whether the result of a line that ``has`` one is an error."""
+        return line in self._bad
+
     def foreign(self, line: int) -> ValueError:
         """The error for a result that is of nothing that was asked for."""
         return ValueError(
@@ -134,6 +138,7 @@ class Results:
     def _read(self) -> None:
         """Find what is there, and cut off a last line that is torn."""
         lines, keys = array("q"), array("Q")
+        self._bad: set[int] = set()
         self._dropped = end = 0
         with open(self._file, "rb", closefd=False) as file:
             for number, (raw, found) in enumerate(_results(file), 1):
@@ -151,6 +156,8 @@ class Results:
                 else:
                     lines.append(found.line)
                     keys.append(found.key)
+                    if found.bad:
+                        self._bad.add(found.line)
         found = np.frombuffer(lines, np.int64) if lines else np.zeros(0, np.int64)
         order = np.argsort(found, kind="stable")
         self._lines = found[order]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.cli.batch_lines import asked_for, key_of, name_of, object_of
+from kvjax.cli.batch_lines import DuplicateError, Names, asked_for, key_of, name_of, object_of
 from kvjax.cli.batch_results import Results
 from kvjax.cli.figures import score
 from kvjax.core.progress import tell
@@ -18,11 +18,13 @@ Lines = Iterable[tuple[int, bytes]]
 
 @dataclass
 class Counts:
-    """Lines that were answered, that were bad, and that had results before; tokens of the first."""
+    """Lines that were answered, that were bad, and that had results before, of which so many are
+    errors; tokens of the first."""
 
     done: int = 0
     bad: int = 0
     there: int = 0
+    bad_there: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
 
@@ -49,17 +51,25 @@ class Batch:
         self._key, self._chat, self._most, self._say = key, chat, most, say
         self._running: dict[Handle, tuple[int, str, str | int | None]] = {}
         self._ended: list[Handle] = []
+        self._names = Names()
         self.counts = Counts()
 
     def check(self, lines: Lines) -> int:
         """How many lines there are, before any is done.
 
         Raises:
-          ValueError: if there is a result of a line that is another one now, or is not there.
+          ValueError: if there is a result of a line that is another one now, or is not there; if
+            two lines have the same id.
         """
-        number = 0
+        number, names = 0, Names()
         for number, raw in lines:
             self._results.has(number, key_of(raw, self._key))
+            try:
+                names.add(number, name_of(object_of(raw)) if b'"id"' in raw else None)
+            except DuplicateError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            except ValueError:
+                continue  # it is told of when its turn comes
         if number < self._results.last:
             raise self._results.foreign(self._results.last)
         return number
@@ -85,10 +95,12 @@ class Batch:
         key = key_of(raw, self._key)
         if self._results.has(number, key):
             self.counts.there += 1
+            self.counts.bad_there += self._results.bad(number)
         elif raw:
             entry: dict[str, Any] = {}
             try:
                 entry = object_of(raw)
+                self._names.add(number, name_of(entry))
                 prompt, own = asked_for(entry, self._lm, self._chat)
                 settings = self._settings | {"seed": self._settings["seed"] + number} | own
                 handle = self._engine.submit(prompt, listener=self._listen, **settings)

@@ -109,7 +109,7 @@ def can_be_saved(path: str | Path) -> Path:
     Raises:
       CheckpointError: if something else stands there.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.exists() and not (path.is_dir() and all(map(_is_ours, path.iterdir()))):
         raise CheckpointError(f"{path}: there is something else, which is not written over")
     return path
@@ -121,7 +121,7 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     Raises:
       CheckpointError: if nothing was written there, or it was cut or changed since.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
         data = (path / NAME).read_bytes()
     except FileNotFoundError:

@@ -105,7 +105,7 @@ class LanguageModel:
                 "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
                 "as you save them elsewhere"
             )
-        write(self.params, Path(self.source), Path(folder))
+        write(self.params, Path(self.source), Path(folder).expanduser())
 
     @outside
     def reading(

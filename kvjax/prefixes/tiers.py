@@ -48,7 +48,8 @@ class Tiers:
         self.bytes, self.dropped = {HOST: 0, DISK: 0}, 0
         self._files: tempfile.TemporaryDirectory[str] | None = None
         if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder = Path(folder).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
             self._files = tempfile.TemporaryDirectory(prefix="pages-", dir=folder)
         self._written = 0
 
