@@ -90,7 +90,7 @@ def test_slack_and_capacity_by_default():
         ("static", {}, (500, 500)),
         ("dynamic", {}, (256, 256)),
         ("sliding_window", {"window": 64}, (80, 80)),
-        ("sliding_window", {"window": 64, "sinks": 4, "slack": 7}, (75, 75)),
+        ("sliding_window", {"window": 64, "sinks": 4, "slack": 7}, (75, 71)),  # 9 is seen whole
         ("hybrid", {}, (500, 9 + 16)),
     ],
 )
@@ -126,6 +126,32 @@ def content(cache, layer, row=0):
         for slot, p in enumerate(positions[row])
         if p >= 0
     }
+
+
+@pytest.mark.parametrize("inner", [lambda ring: ring, lambda ring: kvjax.Paged(32, ring)])
+def test_sinks_open_no_window_that_forgets_nothing(inner):
+    """A layer keeps its own window as it was trained, where the ring's is not narrower."""
+    model, params = tiny_model(num_hidden_layers=2, windows=(None, 24))
+    ids = np.random.default_rng(0).integers(1, 60, (1, 90)).astype(np.int32)
+    wanted = model.apply(params, ids)
+
+    def logits(window, max_len=128):
+        policy = kvjax.CachePolicy(inner(kvjax.Ring(window, sinks=4, slack=16)))
+        cache = kvjax.init_cache(model.config, policy, batch=1, max_len=max_len)
+        kept = [layer.policy.layout.sinks for layer in cache.layers]
+        found = []
+        for start in range(0, ids.shape[1], 15):
+            some, cache = model.apply(params, ids[:, start : start + 15], cache)
+            found.append(some)
+        return kept, np.concatenate(found, axis=1)
+
+    for window in (100, 200):  # nothing is forgotten
+        kept, found = logits(window)
+        assert kept == [4, 0]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert logits(24)[0] == [4, 0]
+    assert logits(23)[0] == [4, 4]  # it forgets what the second layer sees
+    assert kvjax.Ring(sinks=4).resolve(None, 24).sinks == 4  # asked for by name
 
 
 @pytest.mark.rare

@@ -32,12 +32,14 @@ class Ring:
     arXiv:2310.06825).
 
     ``window``: None is the layer's own window, from the model's config. ``sinks``: tokens kept for
-    ever. ``slack``: slots beside the window's, so that a call of ``slack + 1`` tokens overwrites
-    nothing that its own queries see, and ``slack`` tokens can be taken back; by default the largest
-    of 16, a block where codecs work on blocks, and an eighth of the window. A text never fills a
-    ring. ``max_len`` is only of use to make it smaller than all that, for texts that are shorter;
-    it is None where it does not, and ``grows_to`` says how far ``kvjax.generate`` may lift it
-    (None: not at all).
+    ever; a layer whose own window is not wider than a ``window`` that is given has none, for
+    nothing that it was trained to see is forgotten: ``Ring(sinks=4)``, without a window, gives
+    such a layer sinks. ``slack``: slots beside the window's, so that a call of ``slack + 1``
+    tokens overwrites nothing that its own queries see, and ``slack`` tokens can be taken back; by
+    default the largest of 16, a block where codecs work on blocks, and an eighth of the window. A
+    text never fills a ring. ``max_len`` is only of use to make it smaller than all that, for texts
+    that are shorter; it is None where it does not, and ``grows_to`` says how far
+    ``kvjax.generate`` may lift it (None: not at all).
     """
 
     window: int | None = None
@@ -66,9 +68,12 @@ class Ring:
                 "window="
             )
         slack = max(back, own // 8) if self.slack is None else self.slack
-        fixed = replace(self, window=own, slack=slack, max_len=None, grows_to=None)
+        # A layer that sees no more than this keeps all that it was trained to see.
+        kept = self.window is not None and window is not None and window <= self.window
+        sinks = 0 if kept else self.sinks
+        fixed = replace(self, window=own, sinks=sinks, slack=slack, max_len=None, grows_to=None)
         limits = [limit for limit in (self.max_len, max_len) if limit is not None]
-        whole, limit = self.sinks + own + slack, min(limits, default=UNLIMITED)
+        whole, limit = sinks + own + slack, min(limits, default=UNLIMITED)
         if room is not None and room < min(whole, limit):
             return replace(fixed, max_len=room, grows_to=limit)
         return replace(fixed, max_len=limit) if limit < whole else fixed

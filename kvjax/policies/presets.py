@@ -63,7 +63,8 @@ def policy(
       dtype: what keys and values are stored in, and, where they are quantized, what the newest
         tokens are; by default what the model computes in.
       window: of ``sliding_window``; by default each layer's own, from the model's config.
-      sinks: of ``sliding_window``: first tokens that are kept for ever; by default 0.
+      sinks: of ``sliding_window``: first tokens that are kept for ever; by default 0. Layers whose
+        own window is not wider than ``window`` have none: see ``Ring``.
       slack: of ``sliding_window``, ``hybrid`` and ``paged``: see ``Ring``.
       bits: of each number, 1, 2, 3, 4 or 8 (see ``quantized_codec``); 16 is not quantized.
       key_bits, value_bits: the same for keys or for values alone.
