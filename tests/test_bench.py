@@ -111,6 +111,9 @@ def test_without_prefill_and_with_a_sampler(tiny_llama):
     assert told == ["1 x 7 tokens"]
     assert [row[-3:-1] for row in part_rows(found)] == [["prefill ms", "tokens/s"], ["-", "-"]]
     assert len(decode_rows(found)) == 2
+    split = dataclasses.replace(cell.split, attention=-0.2)
+    noisy = dataclasses.replace(found, cells=(dataclasses.replace(cell, split=split),))
+    assert part_rows(noisy)[1][3] == "–"
 
 
 def test_prompts_that_the_model_is_not_made_for(tiny_llama):

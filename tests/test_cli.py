@@ -459,6 +459,9 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--device", "v5e", "--memory-fraction", "0.5"): "without --memory, --memory-fraction",
         ("--device", "v5e", "--cache", "auto"): "with --device give what it chooses among",
         ("--device", "v5e", "--mesh", "auto"): "--mesh auto goes by the devices that are here",
+        ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: --max-len, perhaps",
+        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: two policies are given",
+        ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: two",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
         ("--shape", "gpt2", "--memory", 80): "'80' is a size without a unit: 80GB, perhaps",
@@ -519,7 +522,7 @@ def test_info(run, tiny_llama_dir):
     assert found["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * 16 * 4}
     assert found["devices"] and found["versions"]["kvjax"] == kvjax.__version__
     code, out, err = run("info", "--model", tiny_llama_dir)
-    assert (code, err) == (0, "") and "cache bytes a token" in out and "device 512" in out
+    assert (code, err) == (0, "") and "cache bytes a token  512 B device" in out
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,18 @@ def part_rows(found: Bench) -> list[list[str]]:
             "prefill ms", "tokens/s", "compile s"]  # fmt: skip
     rows = [
         [
-            _place(cell), cell.policy, *(f"{part:.3g}" for part in astuple(cell.split)),
+            _place(cell), cell.policy, *map(_part, astuple(cell.split)),
             _known(cell.prefill_ms, ".4g"), _known(cell.prefill_tokens_per_second, ",.0f"),
             f"{cell.compile_seconds:.1f}",
         ]
         for cell in found.cells
     ]  # fmt: skip
     return [head, *rows]
+
+
+def _part(milliseconds: float) -> str:
+    """A part of a step; nothing where noise is larger than it, for parts are differences."""
+    return f"{milliseconds:.3g}" if milliseconds >= 0 else "–"
 
 
 def device_line(found: Bench) -> str:

@@ -8,8 +8,9 @@ import typer
 import kvjax
 from kvjax.attention.kernels.choice import gained_by_upgrading
 from kvjax.cli import options
-from kvjax.cli.figures import table, to_json
+from kvjax.cli.figures import by_place, table, to_json
 from kvjax.cli.waiting import shown
+from kvjax.core.sizes import readable_bytes
 from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_a_token
 from kvjax.policies.model_config import layer_heads
@@ -57,6 +58,9 @@ def info(
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
         "upgrade": gained_by_upgrading(current_target()),
     }
+    if not as_json:
+        report["parameter_bytes"] = readable_bytes(report["parameter_bytes"])
+        report["cache_bytes_a_token"] = by_place(report["cache_bytes_a_token"])
     if not as_json and config.context is None:
         report["context"] = "any"
     if not as_json and report["upgrade"] is None:

@@ -57,6 +57,14 @@ for name, command in {
     app.command(name)(command)
 
 
+_LENGTH = "--max-len", "--max-seq-len"
+_MEANT = {
+    "--tokens": _LENGTH, "--length": _LENGTH, "--context": _LENGTH, "--ctx-size": _LENGTH,
+    "--max-model-len": _LENGTH, "--max-tokens": ("--max-new-tokens",), "--temp": ("--temperature",),
+}  # fmt: skip
+"""Options of other programs, and what they are called here."""
+
+
 def main() -> None:
     """Run the command line and leave the process with its exit code.
 
@@ -68,7 +76,7 @@ def main() -> None:
         with interruptible():
             code = app(standalone_mode=False)
     except _UsageError as error:
-        _leave(error, error.format_message())
+        _leave(error, f"{error.format_message()}{_hint(error)}")
     except (KvjaxError, ValueError, OSError) as error:
         _leave(error, str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -78,6 +86,15 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _hint(error: Any) -> str:
+    """What may have been meant by an option that a command does not have."""
+    given, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    params = [] if context is None else context.command.params
+    known = {name for each in params for name in each.opts}
+    meant = next((name for name in _MEANT.get(given or "", ()) if name in known), None)
+    return "" if meant is None else f": {meant}, perhaps"
 
 
 def _leave(error: Exception, message: str) -> NoReturn:

@@ -14,15 +14,20 @@ def parse_policy(words: str, **more: Any) -> PolicyChoice:
       more: further settings; None is none.
 
     Raises:
-      ValueError: if a setting is not one of ``kvjax.policy``, or is given twice.
+      ValueError: if a setting is not one of ``kvjax.policy`` or is given twice; for two names.
     """
-    name, settings = "static", {}
+    names: list[str] = []
+    settings: dict[str, int | str] = {}
     for part in words.split(","):
         setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if setting in settings or (names and not equals):
+            twice = f"{setting} twice" if equals else f"two names, {names[0]} and {setting}"
+            raise ValueError(f"the policy {words!r} has {twice}: two policies are given one by one")
         if not equals:
-            name = setting
+            names.append(setting)
         else:
             settings[setting] = int(value) if value.lstrip("-").isdigit() else value
+    name = names[0] if names else "static"
     for setting, value in more.items():
         if value is not None and settings.setdefault(setting, value) != value:
             raise ValueError(
