@@ -360,6 +360,48 @@ def test_half_a_character_is_refused(byte_tokenizer):
             call()
 
 
+OTHERS = {
+    "NumPy, no axes": np.asarray,
+    "NumPy scalars": lambda x: np.asarray(x)[()],
+    "JAX": jnp.asarray,
+}
+"""Numbers as other libraries have them, of Python's own."""
+
+
+@pytest.mark.parametrize("of", OTHERS.values(), ids=OTHERS)
+def test_numbers_of_other_libraries(tiny_llama, of):
+    """They are Python's own numbers: in generation, in an engine and in policies."""
+    numbers: dict[str, Any] = {
+        "max_new_tokens": 4, "max_len": 32, "seed": 3, "temperature": 0.5, "top_k": 4,
+        "top_p": 0.75, "min_p": 0.125, "typical_p": 0.75, "repetition_penalty": 1.25,
+        "frequency_penalty": 0.25, "presence_penalty": 0.5, "no_repeat_ngram_size": 2,
+        "min_new_tokens": 2, "logprobs": 1, "eos_token_ids": 5, "n": 2, "prefill_chunk": 16,
+    }  # fmt: skip
+    wanted = generate(tiny_llama, "a", logit_bias={5: 0.5}, **numbers)
+    given = {name: of(value) for name, value in numbers.items()}
+    assert generate(tiny_llama, "a", logit_bias={5: of(0.5)}, **given).tokens == wanted.tokens
+    rows = numbers | {"n": 1}
+    wanted = generate(tiny_llama, ["a"] * 2, **rows | {"seed": [3, 9]})
+    for seed in ([of(3), of(9)], of([3, 9])):
+        found = generate(tiny_llama, ["a"] * 2, **rows | {"seed": seed})
+        assert found.tokens == wanted.tokens
+    beams = {"max_new_tokens": 3, "num_beams": 2, "length_penalty": 0.5}
+    wanted = generate(tiny_llama, "a", **beams)
+    found = generate(tiny_llama, "a", **{name: of(value) for name, value in beams.items()})
+    assert found.tokens == wanted.tokens
+    make: list[Any] = [
+        lambda f: kvjax.policy(bits=f(4), group=f(32), block=f(64), recent=f(1)),
+        lambda f: kvjax.policy("sliding_window", window=f(8), sinks=f(1), slack=f(4)),
+        lambda f: kvjax.policy("paged", page_size=f(16), pages=f(8)),
+        lambda f: kvjax.policy("offloaded", prefetch=f(1)),
+        lambda f: kvjax.CachePolicy(kvjax.Growing(f(16)), kvjax.Integer(f(8), "token", f(16))),
+        lambda f: kvjax.InferenceLimits(max_batch_size=f(2), max_seq_len=f(64)),
+    ]
+    for each in make:
+        assert each(of) == each(int) and hash(each(of)) == hash(each(int))
+        assert repr(each(of)) == repr(each(int))
+
+
 # Caches and capacities
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.sections import Section
-from kvjax.core.checks import whole_or_none
+from kvjax.core.checks import keep_whole
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Positions, Rows, Visible
 from kvjax.layouts import UNLIMITED, Split
@@ -42,9 +42,9 @@ class Mask:
     axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
-        whole_or_none("window", self.window, 1)
-        whole_or_none("chunk", self.chunk, 1)
-        whole_or_none("sinks", self.sinks, 0)
+        keep_whole(self, "window", 1, optional=True)
+        keep_whole(self, "chunk", 1, optional=True)
+        keep_whole(self, "sinks", 0, optional=True)
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 

@@ -36,7 +36,7 @@ class Groups:
         if self.per not in PER:
             raise ValueError(f"per={self.per!r}: scales are per {', '.join(PER)}")
         if self.size is not None:
-            whole_number("group", self.size, 1)
+            object.__setattr__(self, "size", whole_number("group", self.size, 1))
             if self.per in ("head", "tensor"):
                 raise ValueError(f"group={self.size}: a scale per {self.per} has no groups")
 
@@ -100,7 +100,7 @@ class WithScales(InTiles):
     blockwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        Groups(self.per, self.group)
+        object.__setattr__(self, "group", Groups(self.per, self.group).size)
         if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
 

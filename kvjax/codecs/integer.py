@@ -17,6 +17,7 @@ from jaxtyping import Array
 from kvjax.codecs._scales import WithScales, finite, in_range, mean, rounded, undifferentiable
 from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
+from kvjax.core.checks import plain
 from kvjax.core.trees import store
 
 BITS = (1, 2, 3, 4, 8)
@@ -60,6 +61,7 @@ class Integer(WithScales):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", plain(self.bits))
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
         super().__post_init__()

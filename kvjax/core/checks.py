@@ -14,8 +14,19 @@ UNLIMITED = 2**30
 """Positions of a text that nothing else limits, and those that rotary tables reach."""
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy or JAX, or an array of one without axes, as Python's own; anything else,
+    traced arrays among it, as it is."""
+    if isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray | jax.Array) and not is_traced(value) and value.ndim == 0
+    ):
+        return value.item()
+    return value
+
+
 def whole_number(name: str, value: Any, least: int) -> int:
     """``value`` as an int, or a ``ValueError`` that names it and its limit."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
     return int(value)
@@ -24,6 +35,19 @@ def whole_number(name: str, value: Any, least: int) -> int:
 def whole_or_none(name: str, value: Any, least: int) -> int | None:
     """``whole_number`` of what may be None as well."""
     return None if value is None else whole_number(name, value, least)
+
+
+def keep_whole(settings: Any, name: str, least: int, *, optional: bool = False) -> Any:
+    """Check a field of a frozen dataclass, and keep it as Python's own whole number, or as None
+    where it is ``optional``: settings are compared and hashed. Gives it back.
+
+    Raises:
+      ValueError: as of ``whole_number``.
+    """
+    check = whole_or_none if optional else whole_number
+    value = check(name, getattr(settings, name), least)
+    object.__setattr__(settings, name, value)
+    return value
 
 
 def truth_value(name: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from kvjax.generation.beams.searching import Search
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.settings import Options
-from kvjax.generation.words import biases, check_ids, stop_strings, token_ids, told_scores
+from kvjax.generation.words import biases, end_tokens, stop_strings, token_ids, told_scores
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
 from kvjax.sampling.controls import Sampling
@@ -134,10 +134,7 @@ def asked(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} make "
             f"{len(tokens) + limit}, but the engine's max_seq_len is {terms.max_len}"
         )
-    eos = lm.generation.eos_token_ids if eos_token_ids is None else eos_token_ids
-    eos = (eos,) if isinstance(eos, int) else tuple(eos)
-    if eos_token_ids is not None:
-        check_ids(lm.config, eos, "eos_token_ids")
+    eos = end_tokens(lm, eos_token_ids)
     if guide is not None:
         check_guide(guide, eos, least)
     bias = biases(lm.config, logit_bias)

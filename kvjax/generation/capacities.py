@@ -55,7 +55,7 @@ def capacity_for(
         if not same_rotary(config, need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
-    whole_number("max_len", max_len, 1)
+    max_len = whole_number("max_len", max_len, 1)
     if positions is not None and positions < max_len < UNLIMITED:
         raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
     if need > max_len:

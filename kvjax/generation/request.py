@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.cache.usable import usable
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import plain, whole_number
 from kvjax.core.context import home
 from kvjax.core.device import fetch
 from kvjax.generation.beams.searching import Search, rows_asked
@@ -24,7 +24,7 @@ from kvjax.generation.sources import bytes_of_source
 from kvjax.generation.words import (
     Prompts,
     biases,
-    check_ids,
+    end_tokens,
     row_seeds,
     stop_strings,
     token_ids,
@@ -192,10 +192,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
             capacity=capacity,
             beside=0 if texts is None else bytes_of_source(lm, chosen, texts, len(rows)),
         )
-    eos = lm.generation.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
-    eos = (eos,) if isinstance(eos, int) else tuple(eos)
-    if options.eos_token_ids is not None:
-        check_ids(lm.config, eos, "eos_token_ids")
+    eos = end_tokens(lm, options.eos_token_ids)
     filters, settings = make_settings(
         seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
         min_p=options.min_p, typical_p=options.typical_p,
@@ -210,7 +207,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
-        max_len=options.max_len if same_rotary(lm.config, 1, UNLIMITED) else capacity,
+        max_len=plain(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),

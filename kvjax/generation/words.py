@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.checks import check_unicode, whole_number
+from kvjax.core.checks import check_unicode, plain, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MOST_SCORES
@@ -84,11 +84,25 @@ def told_scores(config: ModelConfig, logprobs: int | bool | None) -> int | None:
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """A seed for each row."""
-    if isinstance(seed, (int, np.integer)):
-        return [int(seed) + row for row in range(rows)]
+    seed = plain(seed)
+    if isinstance(seed, int):
+        return [seed + row for row in range(rows)]
+    if not hasattr(seed, "__len__"):
+        raise ValueError(f"seed must be a whole number, or one a prompt, got {seed!r:.80}")
     if len(seed) != rows:
         raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
-    return list(seed)
+    return [plain(each) for each in seed]
+
+
+def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Tokens after which a row ends: those given, or else the checkpoint's."""
+    if given is None:
+        return tuple(lm.generation.eos_token_ids)
+    given = plain(given)
+    each = (given,) if isinstance(given, int) else given
+    found = tuple(whole_number("a token of eos_token_ids", token, 0) for token in each)
+    check_ids(lm.config, found, "eos_token_ids")
+    return found
 
 
 def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:

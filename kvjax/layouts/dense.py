@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.checks import UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots
 from kvjax.core.typing import (
     Cursors,
@@ -35,8 +35,8 @@ class Dense:
     sinks = 0
 
     def __post_init__(self) -> None:
-        whole_or_none("max_len", self.max_len, 1)
-        whole_or_none("grows_to", self.grows_to, self.max_len or 1)
+        keep_whole(self, "max_len", 1, optional=True)
+        keep_whole(self, "grows_to", self.max_len or 1, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
@@ -131,7 +131,7 @@ class Growing:
     """It grows for ever unless ``max_len`` says how far."""
 
     def __post_init__(self) -> None:
-        whole_number("start", self.start, 1)
+        keep_whole(self, "start", 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

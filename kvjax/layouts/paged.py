@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, whole_number, whole_or_none
+from kvjax.core.checks import UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots, xp
 from kvjax.core.typing import (
     Cursors,
@@ -49,8 +49,8 @@ class Paged:
     pool: int | None = None
 
     def __post_init__(self) -> None:
-        whole_number("page_size", self.page_size, 1)
-        whole_or_none("pages", self.pages, 1)
+        keep_whole(self, "page_size", 1)
+        keep_whole(self, "pages", 1, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

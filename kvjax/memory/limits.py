@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.checks import keep_whole
 from kvjax.core.target import default_device
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import device_bytes
@@ -86,8 +86,8 @@ class InferenceLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "device_memory"):
-            whole_or_none(name, getattr(self, name), 1)
-        whole_number("prefetch_steps", self.prefetch_steps, 0)
+            keep_whole(self, name, 1, optional=True)
+        keep_whole(self, "prefetch_steps", 0)
         ratio = self.cache_memory_ratio
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 0 < ratio <= 1):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import keep_whole
 from kvjax.placement.device import Device, check_placement
 from kvjax.placement.host import Host
 
@@ -35,7 +35,7 @@ class Budget:
     placement: Device = field(default_factory=Host)
 
     def __post_init__(self) -> None:
-        whole_number("memory", self.memory, 1)
+        keep_whole(self, "memory", 1)
         check_placement(self.placement)
         if not self.placement.behind_tail:
             raise ValueError(f"{self.placement!r}: layers that are too much go to the host")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.core import control
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import is_traced, keep_whole
 from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.target import default_device
 from kvjax.placement.device import _T, Device
@@ -35,7 +35,7 @@ class Host(Device):
     behind_tail: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        whole_number("prefetch", self.prefetch, 0)
+        keep_whole(self, "prefetch", 0)
 
     @property
     def memory_kind(self) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import keep_whole
 from kvjax.layouts import Dense, Layout, Split, paged
 from kvjax.paging.kinds import Paging
 from kvjax.placement.device import Device
@@ -45,8 +45,8 @@ class CachePolicy:
                     f"{part} of a CachePolicy is {given!r}: give an object, such as "
                     f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
                 )
-        whole_number("recent", self.recent, 0)
-        if whole_number("block", self.block, 1) % MULTIPLE:
+        keep_whole(self, "recent", 0)
+        if keep_whole(self, "block", 1) % MULTIPLE:
             raise ValueError(f"block={self.block}: packed codes need a multiple of {MULTIPLE}")
         if self.prefill not in ("sight", "exact"):
             raise ValueError(f"prefill={self.prefill!r}: there are 'sight' and 'exact'")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvjax.codecs import BITS, Codec, Integer, Raw
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import keep_whole, plain
 from kvjax.core.sizes import parse_bytes
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.placement.budget import Budget
@@ -89,6 +89,7 @@ def policy(
     for setting, value in given.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
+    bits, key_bits, value_bits = map(plain, (bits, key_bits, value_bits))
     bits = 4 if bits is None and name == "quantized" else bits
     key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
@@ -150,8 +151,8 @@ class Edges:
     last: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("first", self.first, 0)
-        whole_number("last", self.last, 0)
+        keep_whole(self, "first", 0)
+        keep_whole(self, "last", 0)
         _refuse_auto(self.inner)
         _refuse_auto(self.edge)
 

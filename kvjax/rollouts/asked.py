@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.core.checks import UNLIMITED, is_traced, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Drawing
-from kvjax.generation.words import biases, check_ids, token_ids
+from kvjax.generation.words import biases, check_ids, end_tokens, token_ids
 from kvjax.policies.positions import position_limit, same_rotary
 from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.settings import make_settings
@@ -71,10 +71,7 @@ def drawing_of(
     least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
     if least > new:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
-    ends = given.pop("eos_token_ids", None)
-    ends = lm.generation.eos_token_ids if ends is None else ends
-    ends = (ends,) if isinstance(ends, int) else tuple(ends)
-    check_ids(lm.config, ends, "eos_token_ids")
+    ends = end_tokens(lm, given.pop("eos_token_ids", None))
     bias = biases(lm.config, given.pop("logit_bias", None))
     filters, found = make_settings(
         seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given

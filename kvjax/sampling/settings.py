@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.checks import plain
 from kvjax.sampling.controls import NO_TOKEN, Filters, Sampling
 from kvjax.sampling.past import LogitsHook
 
@@ -73,11 +74,16 @@ def make_settings(
     Raises:
       ValueError: naming the value that is out of its range, and the range.
     """
+    temperature, top_k, top_p, min_p = map(plain, (temperature, top_k, top_p, min_p))
+    typical_p, repetition_penalty = plain(typical_p), plain(repetition_penalty)
+    frequency_penalty, presence_penalty = plain(frequency_penalty), plain(presence_penalty)
+    no_repeat_ngram_size = plain(no_repeat_ngram_size)
+    seeds = [plain(seed) for seed in seeds]
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given |= {"typical_p": typical_p, "repetition_penalty": repetition_penalty}
     given |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
     given["no_repeat_ngram_size"] = no_repeat_ngram_size
-    bias = dict(logit_bias or {})
+    bias = {token: plain(value) for token, value in (logit_bias or {}).items()}
     every = [*given.items(), *(("seed", seed) for seed in seeds)]
     for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
         limits, fits = _RANGES[name]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import keep_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Settings:
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        whole_number("places", self.places, 1)
-        whole_number("max_body", self.max_body, 1)
+        keep_whole(self, "places", 1)
+        keep_whole(self, "max_body", 1)
         for name, value in {"patience": self.patience, "grace": self.grace}.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: give seconds, more than 0")

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import plain, whole_number
 from kvjax.generation.settings import Options
 
 _EARLY: dict[Any, int] = {False: 0, True: 1, "never": 2}
@@ -46,8 +44,9 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
       ValueError: naming what does not go together, or is out of its range.
     """
     n = whole_number("n", options.n, 1)
-    if whole_number("num_beams", options.num_beams, 1) > 1:
-        return options.num_beams, _search(options, n)
+    beams = whole_number("num_beams", options.num_beams, 1)
+    if beams > 1:
+        return beams, _search(options, n, beams)
     defaults = Options()
     for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
         if getattr(options, name) != getattr(defaults, name):
@@ -63,8 +62,8 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     return samples, Search(n)
 
 
-def _search(options: Options, n: int) -> Search:
-    beams, groups = options.num_beams, whole_number("num_beam_groups", options.num_beam_groups, 1)
+def _search(options: Options, n: int, beams: int) -> Search:
+    groups = whole_number("num_beam_groups", options.num_beam_groups, 1)
     if n > beams:
         raise ValueError(f"n is {n}, and num_beams is {beams}: a search finds as many texts")
     if options.best_of is not None:
@@ -102,7 +101,8 @@ def _search(options: Options, n: int) -> Search:
 
 def _number(name: str, value: Any, most: int) -> float:
     # Beyond this, a long text's length to this power, or a sum, is no float32.
-    fine = isinstance(value, int | float | np.floating | np.integer)
+    value = plain(value)
+    fine = isinstance(value, int | float)
     if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > most:
         raise ValueError(f"{name} must be a number from {-most} to {most}, got {value!r}")
     return float(value)

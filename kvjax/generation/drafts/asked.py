@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from kvjax.core.checks import truth_value, whole_number
+from kvjax.core.checks import keep_whole, truth_value, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.sources import without_encoder
 from kvjax.policies.positions import position_limit
@@ -37,8 +37,8 @@ class PromptLookup:
 
     def __post_init__(self) -> None:
         _check(self)
-        whole_number("shortest", self.shortest, 1)
-        whole_number("longest", self.longest, self.shortest)
+        keep_whole(self, "shortest", 1)
+        keep_whole(self, "longest", self.shortest)
 
 
 @dataclass(frozen=True, eq=False)
