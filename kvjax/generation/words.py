@@ -98,8 +98,8 @@ def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[in
     """Tokens after which a row ends: those given, or else the checkpoint's."""
     if given is None:
         return tuple(lm.generation.eos_token_ids)
-    given = plain(given)
-    each = (given,) if isinstance(given, int) else given
+    tokens: Any = plain(given)
+    each = (tokens,) if isinstance(tokens, int) else tokens
     found = tuple(whole_number("a token of eos_token_ids", token, 0) for token in each)
     check_ids(lm.config, found, "eos_token_ids")
     return found

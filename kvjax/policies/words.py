@@ -17,7 +17,7 @@ def parse_policy(words: str, **more: Any) -> PolicyChoice:
       ValueError: if a setting is not one of ``kvjax.policy`` or is given twice; for two names.
     """
     names: list[str] = []
-    settings: dict[str, int | str] = {}
+    settings: dict[str, Any] = {}
     for part in words.split(","):
         setting, equals, value = (piece.strip() for piece in part.partition("="))
         if setting in settings or (names and not equals):
