@@ -181,7 +181,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "other lengths": "ValueError: lengths of row 1 are not those that the first append of its "
         "call was given, by which it goes; kvjax.rewind takes tokens back",
         "more than a ring's slack": "ValueError: 9 tokens in a call, but the ring has slack for "
-        "3: append them in parts (a model's apply does so), or give the ring more slack",
+        "3: feed the text in chunks of at most 3, or give the ring more slack (slack=8)",
         "lengths in parts": "ValueError: lengths must be whole numbers, got float64",
         "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
         "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",

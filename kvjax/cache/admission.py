@@ -112,8 +112,8 @@ def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> Non
     chunk = held.policy.layout.chunk
     if chunk is not None and x.shape[2] > chunk:
         raise ValueError(
-            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: append them in "
-            "parts (a model's apply does so), or give the ring more slack"
+            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: feed the text in "
+            f"chunks of at most {chunk}, or give the ring more slack (slack={x.shape[2] - 1})"
         )
 
 
