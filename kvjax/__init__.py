@@ -33,7 +33,13 @@ from kvjax.codecs import (
     Unrotated,
 )
 from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv
-from kvjax.core.errors import CacheOverflowError, CheckpointError, KvjaxError, NonFiniteError
+from kvjax.core.errors import (
+    CacheMemoryError,
+    CacheOverflowError,
+    CheckpointError,
+    KvjaxError,
+    NonFiniteError,
+)
 from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
@@ -82,18 +88,18 @@ from kvjax.rollouts.rolling import rollout
 __version__ = "0.1.0"
 
 __all__ = [
-    "Auto", "Batch", "CacheOverflowError", "CachePolicy", "Centred", "Chat", "ChatStats",
-    "CheckpointError", "Compiled", "Dense", "Device", "DevicePlan", "DraftModel", "Edges", "Engine",
-    "EngineStats", "Float8", "GenerationResult", "Growing", "Guides", "HalfQuadratic", "Handle",
-    "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4", "Int8", "Integer",
-    "KVCache", "KvjaxError", "LanguageModel", "ModelShape", "NonFiniteError", "PageAllocator",
-    "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "PromptLookup", "Quantized", "Raw",
-    "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored", "Service", "Step", "Turn",
-    "Unrotated", "advance", "append", "apply_rotary", "attend", "bench", "cache_nbytes", "check",
-    "clear_status", "compile", "concatenate", "convert", "dequantize_kv", "evaluate", "fork",
-    "generate", "generate_batches", "grow", "init_cache", "language_model", "load_cache",
-    "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map", "plan", "plan_on",
-    "policy", "prefill", "quantize_kv", "quantized_codec", "read", "repeat", "reset", "rewind",
-    "rewindable", "rollout", "rotary_table", "save_cache", "score", "select", "self_attend",
-    "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
+    "Auto", "Batch", "CacheMemoryError", "CacheOverflowError", "CachePolicy", "Centred", "Chat",
+    "ChatStats", "CheckpointError", "Compiled", "Dense", "Device", "DevicePlan", "DraftModel",
+    "Edges", "Engine", "EngineStats", "Float8", "GenerationResult", "Growing", "Guides",
+    "HalfQuadratic", "Handle", "Host", "Hybrid", "InferenceLimits", "Int1", "Int2", "Int3", "Int4",
+    "Int8", "Integer", "KVCache", "KvjaxError", "LanguageModel", "ModelShape", "NonFiniteError",
+    "PageAllocator", "PageMap", "Paged", "Plan", "PrefixStats", "PrefixTree", "PromptLookup",
+    "Quantized", "Raw", "Ring", "Rollout", "RotaryTable", "Rotated", "SavedCache", "Scored",
+    "Service", "Step", "Turn", "Unrotated", "advance", "append", "apply_rotary", "attend", "bench",
+    "cache_nbytes", "check", "clear_status", "compile", "concatenate", "convert", "dequantize_kv",
+    "evaluate", "fork", "generate", "generate_batches", "grow", "init_cache", "language_model",
+    "load_cache", "make_mesh", "make_room", "memory_report", "migrate", "nbytes", "page_map",
+    "plan", "plan_on", "policy", "prefill", "quantize_kv", "quantized_codec", "read", "repeat",
+    "reset", "rewind", "rewindable", "rollout", "rotary_table", "save_cache", "score", "select",
+    "self_attend", "stack", "step", "stream", "transformers_policy", "unstack", "what_fits",
 ]  # fmt: skip

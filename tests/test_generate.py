@@ -402,6 +402,15 @@ def test_numbers_of_other_libraries(tiny_llama, of):
         assert repr(each(of)) == repr(each(int))
 
 
+def test_a_cache_without_room_is_told_by_its_size(tiny_llama):
+    words = r"no memory for the cache: 2 row\(s\) of .* tokens take .* (TB|PB)"
+    for policy in ("static", "offloaded_static"):
+        with pytest.raises(kvjax.CacheMemoryError, match=words):
+            generate(tiny_llama, ["a", "b"], max_new_tokens=10**9, cache=policy)
+    with pytest.raises(MemoryError, match=words):
+        kvjax.init_cache(tiny_llama.config, batch=2, max_len=10**10)
+
+
 # Caches and capacities
 
 

@@ -15,9 +15,12 @@ from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import truth_value, whole_number, whole_or_none
+from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.context import outside
 from kvjax.core.device import check_here, committed_alike
-from kvjax.core.trees import tell_flax
+from kvjax.core.errors import CacheMemoryError
+from kvjax.core.sizes import readable_bytes
+from kvjax.core.trees import tell_flax, tree_bytes
 from kvjax.placement.budget import Budget
 from kvjax.placement.spread import spread_over
 from kvjax.policies.cache_policy import CachePolicy
@@ -66,6 +69,7 @@ def init_cache(
       ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
         than the model has positions, a list of policies has the wrong length, or the mesh does not
         divide the rows; if layers are to be stacked of which one reads another's keys.
+      CacheMemoryError: if the device or the host has no memory for it.
     """
     return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked)
 
@@ -82,6 +86,33 @@ def allocate(
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
+    make = functools.partial(
+        _allocate, config, policy, batch=batch, max_len=max_len, room=room, mesh=mesh,
+        stacked=stacked,
+    )  # fmt: skip
+    try:
+        return make()
+    except jax.errors.JaxRuntimeError as error:
+        if jax_0_10_error_code(error) != NO_MEMORY:
+            raise
+        size = tree_bytes(jax.eval_shape(make))
+        raise CacheMemoryError(
+            f"there is no memory for the cache: {batch} row(s) of {max_len or room:,} tokens take "
+            f"{readable_bytes(size)}; give fewer tokens (max_new_tokens, max_len), fewer rows, or "
+            "a policy that takes less (kvjax.what_fits shows some)"
+        ) from error
+
+
+def _allocate(
+    config: CacheShape,
+    policy: PolicyChoice | None,
+    *,
+    batch: int,
+    max_len: int | None,
+    room: int | None = None,
+    mesh: Mesh | None = None,
+    stacked: bool | None = None,
+) -> KVCache:
     tell_flax()
     batch = whole_number("batch", batch, 1)
     config = decoder_config(config)

@@ -11,9 +11,8 @@ from kvjax.chats.answer import Answer
 from kvjax.chats.chat import Chat
 from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
 from kvjax.cli.figures import beyond
-from kvjax.cli.processes import NO_MEMORY
 from kvjax.cli.waiting import shown
-from kvjax.core.compat import jax_0_10_error_code
+from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
 _LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER keeps it)"

@@ -16,10 +16,7 @@ from jax.experimental import multihost_utils
 
 from kvjax.cli.waiting import INTERRUPTED, leave
 from kvjax.core.checks import whole_or_none
-from kvjax.core.compat import jax_0_9_shutdown_timeout, jax_0_10_error_code
-
-NO_MEMORY = "RESOURCE_EXHAUSTED"
-"""The status of an error of a device without memory left."""
+from kvjax.core.compat import NO_MEMORY, jax_0_9_shutdown_timeout, jax_0_10_error_code
 
 
 @contextmanager

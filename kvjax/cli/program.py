@@ -20,10 +20,9 @@ from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
-from kvjax.cli.processes import NO_MEMORY
 from kvjax.cli.serve_command import serve
 from kvjax.cli.waiting import INTERRUPTED, interruptible
-from kvjax.core.compat import jax_0_10_error_code
+from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.

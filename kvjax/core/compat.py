@@ -61,6 +61,10 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else kind.varying
 
 
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+"""The ``jax_0_10_error_code`` of a device without memory left."""
+
+
 def jax_0_10_error_code(error: BaseException) -> str | None:
     """An error's ``error_code_string``, such as RESOURCE_EXHAUSTED; None of one that is not XLA's.
     Before JAX 0.10 its message begins with that."""

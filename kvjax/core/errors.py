@@ -16,6 +16,10 @@ class CacheOverflowError(KvjaxError, RuntimeError):
     """A traced step asked a cache for more tokens than it can hold; the tokens were dropped."""
 
 
+class CacheMemoryError(KvjaxError, MemoryError):
+    """A device or its host has no memory for a cache."""
+
+
 class NonFiniteError(KvjaxError, ArithmeticError):
     """A model gave logits that are not finite numbers, so that no token can be chosen."""
 
