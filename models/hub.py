@@ -1,6 +1,7 @@
 """Find a checkpoint: a folder here, or a model of the Hugging Face hub in its local cache."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.core.errors import CheckpointError
@@ -13,17 +14,18 @@ _SMALL_FILES = (
     "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
     "tokenizer.model", "merges.txt", "model.safetensors.index.json", "pytorch_model.bin.index.json",
 )  # fmt: skip
-_WEIGHTS = ("model.safetensors", "model-*.safetensors")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def locate(path_or_id: str | Path | None, revision: str | None, *, weights: bool) -> Path:
+def locate(
+    path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
+) -> Path:
     """The folder of a checkpoint, downloaded if it is on the hub and not in the cache yet.
 
     Args:
       path_or_id: a folder, or a hub id (``owner/name``); None is the embedded model.
       revision: a hub id's branch, tag or commit.
-      weights: whether the weights are wanted too; without them a download is small.
+      weights: the names of files of weights that are wanted too; without any a download is small.
 
     Raises:
       CheckpointError: if there is no such folder and no such model, or the hub can't be reached
@@ -43,7 +45,7 @@ def locate(path_or_id: str | Path | None, revision: str | None, *, weights: bool
         raise CheckpointError(f"{folder}: is a file; expected the folder of a checkpoint")
     if not _HUB_ID.fullmatch(str(path_or_id)):
         raise CheckpointError(f"{path_or_id}: there is no such folder, and it is no hub id either")
-    return _download(str(path_or_id), revision, _SMALL_FILES + (_WEIGHTS if weights else ()))
+    return _download(str(path_or_id), revision, (*_SMALL_FILES, *weights))
 
 
 def commit_of(folder: Path) -> str | None:

@@ -21,7 +21,7 @@ from .config_families import Config
 from .config_json import read_config
 from .generation import read_generation
 from .hub import commit_of, locate
-from .stored import Stored, find_tensors
+from .stored import Stored, find_tensors, weight_files
 from .text import read_tokenizer
 
 _WIDE = "gemma2", "gemma3", "gemma4", "t5"
@@ -67,12 +67,13 @@ def load(
     device = Device()
     if dtype is not None:
         _dtype_name(dtype)
-    folder = locate(path_or_id, revision, weights=False)
+    folder = locate(path_or_id, revision)
     # Read first, so that a model that can't be used is refused before gigabytes are fetched.
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     generation = read_generation(folder, config.model_type)
-    folder = locate(path_or_id, commit_of(folder) or revision, weights=True)
+    files = weight_files(folder)
+    folder = locate(path_or_id, commit_of(folder) or revision, weights=files)
     stored = find_tensors(folder)
     if not stored:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensor")

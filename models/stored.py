@@ -66,10 +66,7 @@ def find_tensors(folder: Path) -> Stored:
         return _read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise _no_weights(folder)
-    index = folder / INDEX
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise CheckpointError(f"{index}: weight_map: expected an object of file names")
+    index, places = folder / INDEX, _places(folder)
     stored: Stored = {}
     for name in sorted(set(places.values())):
         if Path(name).name != name or not (folder / name).is_file():
@@ -80,6 +77,28 @@ def find_tensors(folder: Path) -> Stored:
             raise CheckpointError(f"{folder / name}: the tensor {tensor} is missing; {index} "
                                   "says that it is there")  # fmt: skip
     return stored
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a checkpoint's files of weights, which need not be there yet: by its index,
+    whatever they are called, or the one file. Those that are no safetensors files beside it
+    are left to ``find_tensors``, which refuses them.
+
+    Raises:
+      CheckpointError: if the index is damaged.
+    """
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    names = sorted(set(_places(folder).values()))
+    return [name for name in names if Path(name).name == name and name.endswith(".safetensors")]
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """In which file each tensor is, by the index."""
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map: expected an object of file names")
+    return places
 
 
 def _no_weights(folder: Path) -> CheckpointError:

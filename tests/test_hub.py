@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
@@ -73,6 +75,38 @@ def test_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("owner/name", None, False)]
 
 
+def test_files_of_any_name_are_fetched_by_the_index(folder, monkeypatch):
+    """Those that the index names, and no others."""
+    names = "model.safetensors-00001-of-00002.safetensors", "consolidated-2.safetensors"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half = len(tensors) // 2
+    parts = [dict([*tensors.items()][:half]), dict([*tensors.items()][half:])]
+    places = {}
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    asked: list[set[str]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append({x for x in allow_patterns if x.endswith(".safetensors")})
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    lm = models.load("owner/name")
+    assert asked == [set(), set(names)]
+    assert sum(leaf.size for leaf in jax.tree.leaves(lm.params)) == sum(
+        x.size for x in tensors.values()
+    )
+    for wrong in ("../x.safetensors", "model.bin"):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, wrong)}))
+        with pytest.raises(kvjax.CheckpointError, match="weight_map: there is no file"):
+            models.load("owner/name")
+        assert asked[-1] == set()
+
+
 def hub_error(kind: str, status: int | None = None) -> Exception:
     """An error of the hub's client as it raises it, made without a request."""
     from huggingface_hub import errors
@@ -124,6 +158,6 @@ def test_hub_offline(tmp_path: Path) -> None:
 
 
 def test_embedded_place() -> None:
-    assert hub.locate(None, None, weights=True) == hub.EMBEDDED
+    assert hub.locate(None, None) == hub.EMBEDDED
     with pytest.raises(ValueError, match="is for hub ids"):
-        hub.locate(None, "main", weights=True)
+        hub.locate(None, "main")

@@ -193,7 +193,7 @@ def _planned(
     if config is not None and read_json(config).get("model_type") in READERS:
         found = read_config(config)
     elif config is None and shape is None:
-        found = read_config(locate(model, revision, weights=False))
+        found = read_config(locate(model, revision))
     if found is not None:
         found = dataclasses.replace(found, dtype=found.dtype or "bfloat16")
         computed = compute_dtype(found, dtype, target)
