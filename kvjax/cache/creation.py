@@ -74,6 +74,28 @@ def init_cache(
     return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked)
 
 
+def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
+    """``make``, whose error says how much the cache takes where there is no memory for it."""
+
+    @functools.wraps(make)
+    def made(*given: Any, **named: Any) -> KVCache:
+        try:
+            return make(*given, **named)
+        except jax.errors.JaxRuntimeError as error:
+            if jax_0_10_error_code(error) != NO_MEMORY:
+                raise
+            cache = jax.eval_shape(functools.partial(make, *given, **named))
+            raise CacheMemoryError(
+                f"there is no memory for the cache: {cache.batch} row(s) of "
+                f"{named['max_len'] or named.get('room'):,} tokens take "
+                f"{readable_bytes(tree_bytes(cache))}; give fewer tokens (max_new_tokens, "
+                "max_len), fewer rows, or a policy that takes less (kvjax.what_fits shows some)"
+            ) from error
+
+    return made
+
+
+@_told_by_size
 def allocate(
     config: CacheShape,
     policy: PolicyChoice | None,
@@ -86,33 +108,6 @@ def allocate(
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
-    make = functools.partial(
-        _allocate, config, policy, batch=batch, max_len=max_len, room=room, mesh=mesh,
-        stacked=stacked,
-    )  # fmt: skip
-    try:
-        return make()
-    except jax.errors.JaxRuntimeError as error:
-        if jax_0_10_error_code(error) != NO_MEMORY:
-            raise
-        size = tree_bytes(jax.eval_shape(make))
-        raise CacheMemoryError(
-            f"there is no memory for the cache: {batch} row(s) of {max_len or room:,} tokens take "
-            f"{readable_bytes(size)}; give fewer tokens (max_new_tokens, max_len), fewer rows, or "
-            "a policy that takes less (kvjax.what_fits shows some)"
-        ) from error
-
-
-def _allocate(
-    config: CacheShape,
-    policy: PolicyChoice | None,
-    *,
-    batch: int,
-    max_len: int | None,
-    room: int | None = None,
-    mesh: Mesh | None = None,
-    stacked: bool | None = None,
-) -> KVCache:
     tell_flax()
     batch = whole_number("batch", batch, 1)
     config = decoder_config(config)

@@ -18,8 +18,8 @@ Lines = Iterable[tuple[int, bytes]]
 
 @dataclass
 class Counts:
-    """Lines that were answered, that were bad, and that had results before, of which so many are
-    errors; tokens of the first."""
+    """Numbers of lines: answered, bad, with a result before (``there``), and with an error before
+    (``bad_there``); tokens of the answered ones."""
 
     done: int = 0
     bad: int = 0
@@ -69,7 +69,7 @@ class Batch:
             except DuplicateError as error:
                 raise ValueError(f"line {number}: {error}") from None
             except ValueError:
-                continue  # it is told of when its turn comes
+                continue  # ``_ask`` reports it
         if number < self._results.last:
             raise self._results.foreign(self._results.last)
         return number

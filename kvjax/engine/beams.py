@@ -113,7 +113,7 @@ class BeamRows:
             if guide is not None:
                 go_along(guide, tokens, self._words)
             found.append(
-                Found(text.text, tokens, score, told, str(text.reason), guide, text.starts)
+                Found(text.text, tokens, score, told, str(text.reason), guide, text.starts())
             )
         return found
 

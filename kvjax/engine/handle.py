@@ -102,7 +102,7 @@ class Handle:
     @property
     def starts(self) -> list[int]:
         """Of each of its ``tokens``, the characters of ``text`` before it."""
-        return self._text.starts
+        return self._text.starts()
 
     @property
     def logprobs(self) -> list[TokenScore] | None:
@@ -113,8 +113,8 @@ class Handle:
         """What nothing can take back any more, since the last call."""
         text, tokens = self._text.take()
         told, self._told = self._told, self._told + len(tokens)
-        new = slice(told, self._told)
-        return Piece(text, tokens, self._scores[new], self.starts[new])
+        starts = self._text.starts(told)[: len(tokens)]
+        return Piece(text, tokens, self._scores[told : self._told], starts)
 
     def pieces(self, step: Callable[[], Any]) -> Iterator[Piece]:
         """Its text as it comes by steps; see ``Engine.stream``."""

@@ -79,11 +79,10 @@ class RowText:
             del self.tokens[tokens:]
             self.reason = "stopped"
 
-    @property
-    def starts(self) -> list[int]:
-        """Of each token whose text is known, the characters before it; none before a place in
-        ``text`` where a stop string has cut it."""
-        return [min(start, len(self.text)) for start in self._starts[: len(self.tokens)]]
+    def starts(self, first: int = 0) -> list[int]:
+        """Where in ``text`` each token begins, from token number ``first`` on, as far as that is
+        known. Tokens behind the place where a stop string has cut the text begin at its end."""
+        return [min(start, len(self.text)) for start in self._starts[first : len(self.tokens)]]
 
     @property
     def given(self) -> int:

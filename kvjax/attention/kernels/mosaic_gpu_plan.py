@@ -28,10 +28,11 @@ FEWEST = 4
 AHEAD = 4
 """Pieces in shared memory, at most; two at least."""
 ROOM = 96
-"""KiB of shared memory that a program takes, where fewer pieces are enough: so two programs run
-beside each other."""
+"""KiB of shared memory that a program takes if it can, so that two programs fit on a
+multiprocessor."""
 GRAIN, LANES = 16, 8
-"""What matrix units multiply together: rows and sums of so many, for so many tokens or channels."""
+"""The size of a matrix product: rows of queries, or numbers that are summed (``GRAIN``), and
+tokens or channels (``LANES``)."""
 KIB = 1024
 WHOLE = 128
 """Numbers that are written together."""
@@ -43,7 +44,7 @@ class Plan:
 
     ``warps``: of four, those that divide rows of queries; the others divide tokens. ``piece``:
     units that are fetched together, and ``steps``: pieces in shared memory. ``run``: tokens that
-    are multiplied together. ``product``: the dtype of what is multiplied, ``queries``: of queries.
+    are multiplied together. ``product`` and ``queries``: dtypes of factors and of queries.
     ``swizzle``: of numbers in shared memory, bytes.
     """
 
@@ -124,7 +125,7 @@ class Plan:
             for name in form.of_tokens:
                 each = self.piece, form.groups, self.unit
                 found[f"{name}_{which}"] = plgpu.SMEM(each, jnp.float32)
-        # Keys' first, and then values' in their place: planes one behind the other.
+        # Unpacked keys, which unpacked values overwrite; planes follow each other.
         made = max(self.planes(which) * self.rows_of(which) for which in (0, 1))
         if made:
             found["made"] = plgpu.SMEM((made, self.head_dim), self.product, transforms=tiles)
@@ -138,13 +139,13 @@ class Plan:
         return found
 
     def written(self, rows: int) -> int:
-        """Of so many rows of queries those of a program whose mixtures are written: so many that
-        they are whole writes."""
+        """Rows of mixtures that a program writes, of ``rows`` of queries: rounded up to whole
+        writes."""
         some = (n for n in range(min(rows, self.rows), self.rows) if n * self.head_dim % WHOLE == 0)
         return next(some, self.rows)
 
     def bytes(self, rows: int) -> int:
-        """Of all of that for so many rows, each rounded up, and of what sums across warps take."""
+        """Shared memory for ``rows`` of queries: each array rounded up, and sums across warps."""
         total = 2 * KIB
         for each in self.scratch(self.written(rows), False).values():
             total += -(-each.dtype.itemsize * math.prod(each.shape) // KIB) * KIB
@@ -160,7 +161,7 @@ def plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | No
     if section.unit == 1 and units % LANES:
         return None
     if section.pages is None or section.pages.shape[1] == 1:
-        page = 1 << 30  # units of a row alone, one behind the other
+        page = 1 << 30  # a row's units are contiguous
     target = current_target()
     # Where it is interpreted, an H100's.
     shared = (target if target.capability else Target("gpu", (9, 0))).shared_memory
@@ -173,7 +174,7 @@ def _planned(
     forms: tuple[Form, Form], unit: int, units: int, page: int, head_dim: int, rows: int,
     dtype: Any, shared: int,
 ) -> Plan | None:  # fmt: skip
-    """``plan_of`` for a store of so many units, which ``page`` divides."""
+    """``plan_of`` for a store of ``units``, of which ``page`` are contiguous."""
     wanted = min(rows, MOST if head_dim <= 128 else MOST // 2)
     needed = -(-FETCHED // min(form.rows for form in forms))
     sizes = (TOKENS, TOKENS // 2, TOKENS // 4) if unit == 1 else (needed,)
@@ -197,7 +198,7 @@ def _planned(
 
 
 def splits_of(programs: int, pieces: int) -> int:
-    """Programs that share a row's text: so many that all units of a GPU have work, but with some
-    pieces each."""
+    """Programs that share a row's text: enough to occupy a GPU, with at least ``FEWEST`` pieces
+    each."""
     wanted = max(PROGRAMS // programs, 1)
     return min(1 << wanted.bit_length() - 1, 1 << max(pieces // FEWEST, 1).bit_length() - 1)
