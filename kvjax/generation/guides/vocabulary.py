@@ -25,14 +25,15 @@ class Vocabulary:
         self.tokens = [whole.decode_bytes([token]) for token in known]
         self.tokens += [b""] * (size - len(self.tokens))
         self.special_token_ids = [x for x in known if whole.is_special_token(x) or x in ends]
+        self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
         """The ordinary tokens of a text."""
         if not isinstance(text, str):
             raise TypeError("a vocabulary splits str, not bytes")
-        found, special = [], set(self.special_token_ids)
+        found: list[int] = []
         for token in self._whole.tokenize_str(text):
-            usual = token < self._size and token not in special
+            usual = token < self._size and token not in self._special
             found += [token] if usual else self._spelled(self._whole.decode_bytes([token]))
         return found
 
@@ -51,9 +52,8 @@ class Vocabulary:
 
     @cached_property
     def _ordinary(self) -> dict[bytes, int]:
-        special = set(self.special_token_ids)
-        usual = (pair for pair in enumerate(self.tokens) if pair[0] not in special and pair[1])
-        return {text: token for token, text in usual}
+        usual = (pair for pair in enumerate(self.tokens) if pair[0] not in self._special)
+        return {text: token for token, text in usual if text}
 
     @cached_property
     def _longest(self) -> int:
