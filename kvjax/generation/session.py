@@ -234,8 +234,8 @@ class Session:
             holds = most_tokens(cache)
             if request.need > holds:
                 raise ValueError(
-                    f"prompt and max_new_tokens make {request.need} tokens, but the policy's cache "
-                    f"holds {holds}"
+                    f"prompt and max_new_tokens need {request.need} positions, but the policy's "
+                    f"cache holds {holds}"
                 )
             self._hold(cache, [])
         else:
