@@ -218,8 +218,8 @@ def test_a_home_behind_an_equals_sign(run, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", **small}))
     assert run("plan", "--config=~/config.json", "--max-len=8", "--estimate", "--json")[0] == 0
     assert given_form("~/config.json", None, None, None)[1].startswith("{")
-    assert_refused(run("plan", "--config=~nobody/config.json"), "~nobody")
-    assert_refused(run("info", "--model=~nobody/model"), "~nobody")
+    assert_refused(run("plan", "--config=~no-such-user/config.json"), "~no-such-user")
+    assert_refused(run("info", "--model=~no-such-user/model"), "~no-such-user")
     assert_refused(run("generate", "--file=~/none"), str(tmp_path / "none"))
     assert_refused(run("batch", "~/none", "--out=~/results"), str(tmp_path / "none"))
 

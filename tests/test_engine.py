@@ -667,6 +667,7 @@ def test_what_can_not_be_is_refused(name):
         engine_of().submit([1, 2, 3], **settings)
 
 
+@pytest.mark.rare
 def test_the_last_new_token_needs_no_position():
     """Nor a page: the pool has those of ``MOST`` tokens alone."""
     lm = lettered()
@@ -682,6 +683,7 @@ def test_the_last_new_token_needs_no_position():
     assert settled(engine)
 
 
+@pytest.mark.rare
 def test_log_probabilities_of_prompts():
     """Those of the uncached pass, and to the last bit what each request gets alone, though others
     have read its beginning, and it may have given its pages away in between."""

@@ -788,7 +788,12 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+OFTEN = ("static", "of its length", "without a cache", "beams")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=[pytest.mark.rare] * (x not in OFTEN)) for x in WAYS]
+)
 def test_the_last_new_token_needs_no_position(tiny_llama, way):
     """Where the model has 64 positions, 60 tokens of prompt and 5 new ones fit, and 6 do not."""
     config = types.SimpleNamespace(**vars(tiny_llama.config), position_limit=64)

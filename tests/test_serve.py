@@ -669,8 +669,9 @@ def test_limits_have_their_statuses(own):
 
     assert running.http.post("/v1/completions", content=endless()).status_code == 413
     for body in (
-        {"prompt": [1] * LONGEST, "max_tokens": 1},
-        {"prompt": "a", "max_tokens": LONGEST},
+        {"prompt": [1] * LONGEST, "max_tokens": 2},
+        {"prompt": [1] * (LONGEST + 1)},
+        {"prompt": "a", "max_tokens": LONGEST + 1},
         {"prompt": "a", "n": ROWS + 2},
         {"prompt": ["a"] * (ROWS + 2)},
     ):
