@@ -103,12 +103,12 @@ def test_without_prefill_and_with_a_sampler(tiny_llama):
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.01}
     told: list[str] = []
     found = bench.measure(
-        tiny_llama, {"a": "static"}, prompts=[7, 7], prefill=False, told=told.append, **sampling,
+        tiny_llama, {"a": "static"}, prompts=[62, 62], prefill=False, told=told.append, **sampling,
         **QUICK,
     )  # fmt: skip
     (cell,) = found.cells
     assert (cell.prefill_ms, cell.prefill_tokens_per_second, cell.steps) == (None, None, 3)
-    assert told == ["1 x 7 tokens"]
+    assert told == ["1 x 62 tokens"]
     assert [row[-3:-1] for row in part_rows(found)] == [["prefill ms", "tokens/s"], ["-", "-"]]
     assert len(decode_rows(found)) == 2
     split = dataclasses.replace(cell.split, attention=-0.2)

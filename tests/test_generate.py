@@ -508,6 +508,9 @@ def test_the_capacity_of_the_cache(byte_tokenizer):
     assert generate(lm, "a", max_new_tokens=2).cache.max_len == 64
     assert generate(lm, "a", max_new_tokens=65).cache.max_len == 70
     assert generate(lm, "a", max_new_tokens=2, max_len=3).cache.max_len == 3
+    # Of ``prefill`` there is room to go on, where there can be.
+    assert kvjax.prefill(lm, "a" * 64)[0].max_len == kvjax.prefill(lm, "a" * 70)[0].max_len == 70
+    assert kvjax.prefill(lm, "a" * 64, max_len=64)[0].max_len == 64
 
 
 def test_a_chunk_padded_past_the_capacity_loses_nothing(tiny_llama):

@@ -45,7 +45,8 @@ class Timed:
         steps: int,
         drawing: Drawing,
     ) -> None:
-        options = Options(max_new_tokens=steps, cache=policy, eos_token_ids=(), **drawing)
+        # Steps read the token that they begin with, and the last of theirs is not read.
+        options = Options(max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing)
         request = prepare(lm, prompt.tolist(), options)
         if request.spread is not None:
             request.spread.check_rows(len(prompt))

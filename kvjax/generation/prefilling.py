@@ -1,5 +1,7 @@
 """Prompts as a cache, and what the model says behind them."""
 
+from dataclasses import replace
+
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
@@ -12,6 +14,7 @@ from kvjax.generation.settings import CacheChoice, Options
 from kvjax.generation.sources import check_read
 from kvjax.generation.words import Prompts
 from kvjax.memory.planning import PREFILL
+from kvjax.policies.positions import position_limit
 from kvjax.sampling.filters import Logits
 
 
@@ -29,7 +32,7 @@ def prefill(
 
     Args:
       lm, prompts, cache, max_len, prefill_chunk, mesh: as of ``generate``; without ``max_len``
-        there is room for a token more, rounded up.
+        there is room for a token more, rounded up, as far as the model has positions.
 
     Returns:
       The cache, and the logits behind each prompt, float32[batch, vocab]. Any loop of one's own
@@ -42,6 +45,10 @@ def prefill(
     lm = lm if mesh is None else lm.on(mesh)
     options = Options(max_new_tokens=1, cache=cache, max_len=max_len, prefill_chunk=prefill_chunk)
     request = prepare(lm, prompts, options)
+    full = request.capacity == request.need != position_limit(lm.config)
+    if max_len is None and request.cache is None and full:
+        # Whoever goes on needs room for a token.
+        request = prepare(lm, prompts, replace(options, max_new_tokens=2))
     session = Session(lm, request)
     session.start()
     for chunk in prompt_chunks(request):
