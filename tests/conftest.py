@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What the README's command leaves out, and how to run it."""
     if not (FULL or SLOW or os.environ.get("KVJAX_SHARD")):
         terminalreporter.write_line(
-            "Left out: slow tests (KVJAX_SLOW=1 runs them), and those of the shards (KVJAX_FULL=1 runs all)."
+            "Left out: slow tests (KVJAX_SLOW=1 runs them too) and the shards' (KVJAX_FULL=1, all)."
         )
 
 
