@@ -17,7 +17,7 @@ from kvjax.core.errors import CheckpointError
 from kvjax.core.progress import tell
 from kvjax.placement.device import Device
 
-from .config import TensorNames
+from .config import NARROWED, TensorNames
 from .experts import stack_experts
 from .stored import STORED_DTYPES, Stored, StoredTensor
 
@@ -119,7 +119,7 @@ def _check_dtype(tensor: StoredTensor) -> None:
     if tensor.dtype not in STORED_DTYPES:
         raise CheckpointError(
             f"{tensor.file}: the tensor {tensor.name} has dtype {tensor.dtype}; expected one of "
-            f"{', '.join(STORED_DTYPES)}"
+            f"{', '.join(STORED_DTYPES)}: quantized weights are not read"
         )
     if tensor.count != int(np.prod(tensor.shape)) * jnp.dtype(STORED_DTYPES[tensor.dtype]).itemsize:
         raise CheckpointError(
@@ -139,12 +139,18 @@ def is_transposed(name: str, names: TensorNames) -> bool:
 
 
 def stored_dtype(stored: Stored) -> str:
-    """The dtype of most of a checkpoint's bytes."""
-    sizes: dict[str, int] = {}
+    """The dtype of most of a checkpoint's bytes of weights, float32 in place of float64."""
+    sizes = {"float32": 0}
     for tensor in stored.values():
-        dtype = STORED_DTYPES.get(tensor.dtype, "float32")
-        sizes[dtype] = sizes.get(dtype, 0) + tensor.count
+        if dtype := STORED_DTYPES.get(tensor.dtype):
+            dtype = NARROWED.get(dtype, dtype)
+            sizes[dtype] = sizes.get(dtype, 0) + tensor.count
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def count_float64(stored: Stored) -> int:
+    """How many of the tensors are float64."""
+    return sum(STORED_DTYPES.get(tensor.dtype) in NARROWED for tensor in stored.values())
 
 
 def load_tensors(
