@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvjax.core.errors import CheckpointError
 
-from .fields import Fields, read_text
+from .fields import Fields, read_json, read_text
 
 Message = Mapping[str, Any]
 
@@ -107,7 +107,8 @@ class ChatTemplates:
 
 def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -> ChatTemplates:
     """Read a checkpoint's templates: ``chat_template.jinja`` and its like, which go first, or
-    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names.
+    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names, or that of
+    ``chat_template.json``, where older multimodal checkpoints have it.
 
     Raises:
       CheckpointError: if a file can't be read or the field has a wrong form.
@@ -118,6 +119,9 @@ def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -
         texts[other.stem] = read_text(other)
     if texts:
         return ChatTemplates(texts, variables, str(file))
+    older = folder / "chat_template.json"
+    if config.raw("chat_template") is None and older.exists():
+        config = Fields(older, read_json(older))
     value = config.raw("chat_template")
     if isinstance(value, str):
         texts = {"default": value}

@@ -28,7 +28,7 @@ class _Whole:
     ``missing``: the fields where there is no ``text_config``; ``flat``: then they stand outside.
     """
 
-    text_type: str
+    text_type: str | None
     tied: bool = False
     either: bool = False
     missing: Mapping[str, Any] | None = None
@@ -82,11 +82,11 @@ _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Text parts that compute what another family does, and the defaults that differ from its own."""
 
-_AXES = "type", "mrope_section", "mrope_interleaved"
 _IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 _NOT_TEXT = "vision_", "image_", "video_"
 """How fields begin that stand beside those of text where there is no ``text_config``."""
-_PREFIX = re.compile(r"^(model\.)?(language_model|text_model)\.")
+TEXT_PREFIX = re.compile(r"^(model\.)?(language_model|text_model)\.")
+"""What stands before the names of the text part's tensors."""
 _PART = re.compile(
     r"^(?:model\.)?(vision_tower|vision_model|vision_embedder|visual|image_tower|video_tower|"
     r"audio_tower|multi_modal_projector|connector|image_newline|embed_vision|embed_audio)(\.|$)"
@@ -127,7 +127,7 @@ def text_fields(config: Fields) -> Fields:
     values = {**text.values, **ids}
     if dtype := read_dtype(config):
         values |= {"dtype": dtype}
-    whole, outer = WHOLES.get(config.raw("model_type"), _Whole("")), "tie_word_embeddings"
+    whole, outer = WHOLES.get(config.raw("model_type"), _Whole(None)), "tie_word_embeddings"
     inner = told.flag(outer, False)
     if config.raw(outer) is not None:
         values[outer] = config.flag(outer, False) or (whole.either and inner)
@@ -138,7 +138,7 @@ def text_fields(config: Fields) -> Fields:
 
 def _text(config: Fields) -> tuple[Fields, Fields]:
     """The text part's fields under the name of the family that computes the same, and as told."""
-    whole = WHOLES.get(config.raw("model_type"), _Whole(""))
+    whole = WHOLES.get(config.raw("model_type"), _Whole(None))
     told = config.inner("text_config")
     if told is None and whole.flat:
         ropes = ("rope_scaling", "rope_parameters")
@@ -162,9 +162,10 @@ def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions of text. ``mrope`` turns each pair of channels by the token's time, row or
     column; a token of text has the same number for all three, its position, so that pairs turn as
     they do without it, by the same frequencies (Wang et al., arXiv:2409.12191, section 2.1)."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kept = {k: v for k, v in rope.items() if k not in _AXES}
-    return {**kept, "rope_type": "default" if kind == "mrope" else kind}
+    kept = {k: v for k, v in rope.items() if k not in ("mrope_section", "mrope_interleaved")}
+    if (rope.get("rope_type") or rope.get("type")) == "mrope":
+        kept |= {"type": None, "rope_type": "default"}
+    return kept
 
 
 def read_text_fields(folder: Path) -> Fields:
@@ -191,20 +192,17 @@ def text_config(folder: Path) -> dict[str, Any]:
 def other_part(name: str) -> str | None:
     """The part that a tensor of a multimodal checkpoint belongs to; None for the text part, and for
     a tensor of no known part."""
-    found = None if _PREFIX.match(name) else _PART.match(name)
+    found = None if TEXT_PREFIX.match(name) else _PART.match(name)
     return found and found[1]
 
 
 def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
-    """The text part's tensors by the names that a text model's have, and the others by part."""
-    text: Stored = {}
+    """The text part's tensors, and the others by part."""
+    text = {name: tensor for name, tensor in stored.items() if not other_part(name)}
     others: dict[str, list[StoredTensor]] = {}
     for name, tensor in stored.items():
         if part := other_part(name):
             others.setdefault(part, []).append(tensor)
-            continue
-        short = _PREFIX.sub("", name)
-        text[name if short in text else short] = tensor
     return text, others
 
 

@@ -80,7 +80,7 @@ def check_model_type(config: Fields) -> str:
       CheckpointError: if it is not read.
     """
     name = config.raw("model_type")
-    if name in RELATIVES:
+    if isinstance(name, str) and name in RELATIVES:
         raise config.wrong("model_type", RELATIVES[name])
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

@@ -229,6 +229,16 @@ def test_template_files_go_first(tmp_path: Path) -> None:
     assert tokenizer.render(messages, name="other") == "another"
 
 
+def test_the_template_of_an_older_multimodal_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    messages = [{"role": "user", "content": "Hi"}]
+    assert read(tmp_path, chat_template=None).render(messages) == "Hi!"
+    assert read(tmp_path, chat_template="the tokenizer's").render(messages) == "the tokenizer's"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(kvjax.CheckpointError, match=r"template\.json: chat_template is 3; exp"):
+        read(tmp_path, chat_template=None)
+
+
 @pytest.mark.parametrize(
     ("template", "kind", "message"),
     [
