@@ -239,6 +239,21 @@ def test_the_template_of_an_older_multimodal_checkpoint(tmp_path: Path) -> None:
         read(tmp_path, chat_template=None)
 
 
+def test_a_template_that_reads_contents_in_parts(tmp_path: Path) -> None:
+    """A text is not lost, even one that the template's own words have in them."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content | selectattr('type', "
+        "'equalto', 'text') %}{{ part.text }}{% endfor %};{% endfor %}"
+    )
+    tokenizer = read(tmp_path, chat_template=template)
+    messages = [{"role": "user", "content": "use"}, {"role": "assistant"}]
+    assert tokenizer.render(messages) == "user:use;assistant:;"
+    parts = [{"type": "image"}, {"type": "text", "text": "Hi"}]
+    assert tokenizer.render([{"role": "user", "content": parts}]) == "user:Hi;"
+    strict = "{{ messages[0].content[0].text + '!' }}"
+    assert tokenizer.render(messages, template=strict) == "use!"
+
+
 @pytest.mark.parametrize(
     ("template", "kind", "message"),
     [
