@@ -24,7 +24,7 @@ class _Whole:
     """What a multimodal model says of its text part where its file does not.
 
     ``text_type``: the text part's ``model_type``. ``tied``: the default of ``tie_word_embeddings``.
-    ``either``: whether a true one of ``text_config`` counts beside a false one outside.
+    ``either``: whether a true one of the text part counts beside a false one outside.
     ``missing``: the fields where there is no ``text_config``; ``flat``: then they stand outside.
     """
 
@@ -128,11 +128,9 @@ def text_fields(config: Fields) -> Fields:
     if dtype := read_dtype(config):
         values |= {"dtype": dtype}
     whole, outer = WHOLES.get(config.raw("model_type"), _Whole(None)), "tie_word_embeddings"
-    inner = told.flag(outer, False)
-    if config.raw(outer) is not None:
-        values[outer] = config.flag(outer, False) or (whole.either and inner)
-    elif whole.text_type:
-        values[outer] = whole.tied or inner
+    tied = config.flag(outer, whole.tied or told.flag(outer, False))
+    if tied or (not whole.either and (whole.text_type or config.raw(outer) is not None)):
+        values[outer] = tied
     return Fields(config.file, values, text.parent)
 
 

@@ -513,6 +513,10 @@ WHOLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
         {**LLAMA, "tie_word_embeddings": True},
     ),
+    (
+        {"model_type": "llava", "tie_word_embeddings": False, "text_config": GEMMA},
+        {**GEMMA, "tie_word_embeddings": True},
+    ),
     (  # as it was published: flat
         {
             **QWEN, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 7},
