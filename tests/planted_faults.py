@@ -810,6 +810,16 @@ FAULTS = (
         "among = jnp.where(asked.search[:, None], allowed, EVERY)",
         "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
     ),
+    Fault(
+        "files of images alone are fetched", "models/stored.py",
+        "names = sorted({name for tensor, name in _places(folder).items() if not unused(tensor)})",
+        "names = sorted({name for tensor, name in _places(folder).items()})", ("hub",),
+    ),
+    Fault(
+        "numbers beyond float32 become infinite", "models/stored.py",
+        "if np.any(np.isinf(narrow) & ~np.isinf(values)):",
+        "if np.any(np.isinf(narrow) & np.isinf(values)):", ("load",),
+    ),
 )  # fmt: skip
 
 

@@ -441,6 +441,10 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     for given, size in (("--model", tiny_llama_dir), weights), (("--config", config), weights / 2):
         code, out, _ = run("plan", *given, "--max-len", 128, "--estimate", "--json")
         assert code == 0 and json.loads(out)["plan"]["weights"] == size
+    # Of a multimodal one the text part.
+    config.write_text(json.dumps({"model_type": "llava", "text_config": whole}), encoding="utf-8")
+    code, out, _ = run("plan", "--config", config, "--dtype", "float32", "--estimate", "--json")
+    assert code == 0 and json.loads(out)["plan"]["weights"] == weights
     small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 300}
     config.write_text(json.dumps({"model_type": "gpt2", **small}), encoding="utf-8")
     arguments = ("--config", config, "--batch", 64, "--cache", "auto", "--memory", "140MB")

@@ -183,14 +183,15 @@ def _planned(
     """What is planned for, and the length that it was trained for. A config that kvjax runs is read
     as ``load`` reads it."""
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config_json import READERS, read_config
-    from kvjax.models.fields import read_json
+    from kvjax.models.config_json import read_config
+    from kvjax.models.fields import Fields, read_json
     from kvjax.models.hub import locate
     from kvjax.models.loading import compute_dtype
+    from kvjax.models.multimodal import is_read
 
     check_dtype(dtype)
     found = None
-    if config is not None and read_json(config).get("model_type") in READERS:
+    if config is not None and is_read(Fields(config, read_json(config))):
         found = read_config(config)
     elif config is None and shape is None:
         found = read_config(locate(model, revision))
