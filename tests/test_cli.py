@@ -607,6 +607,78 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     assert [line for line in found.stderr.splitlines() if not other.match(line)] == []
 
 
+@contextlib.contextmanager
+def consoles(monkeypatch, encoding, stdin=b""):
+    """Standard streams of such an encoding, as a system may give them: what is written there."""
+    out, err = io.BytesIO(), io.BytesIO()
+    for name, stream in (("stdin", io.BytesIO(stdin)), ("stdout", out), ("stderr", err)):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding=encoding))
+    yield out, err
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+def test_what_a_console_can_not_show_is_an_escape(monkeypatch, encoding, tiny_llama_dir, tmp_path):
+    """Text, figures, JSON and errors, and what is read from a pipe, which is UTF-8."""
+    word, model = "é😀ж", tmp_path / "ж😀"
+    model.symlink_to(tiny_llama_dir)
+    # A stream of ASCII is taken for one of UTF-8, as typer has it.
+    shown = word if encoding != "cp1252" else "é\\U0001f600\\u0436"
+    written_as = "utf-8" if encoding == "ascii" else encoding
+
+    def printed(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        with consoles(monkeypatch, encoding, stdin) as (out, err):
+            with pytest.raises(SystemExit) as leaving:
+                cli.main()
+            return leaving.value.code, *(x.getvalue().decode(written_as) for x in (out, err))
+
+    said = ("generate", "a", "--model", model, "--choice", word, "--max-new-tokens", 30)
+    code, out, err = printed(*said)
+    assert (code, out) == (0, f"{shown}\n") and "new tokens" in err
+    code, out, _ = printed(*said, "--json")
+    assert code == 0 and json.loads(out)["text"] == word
+    code, out, _ = printed("info", "--model", model)
+    assert code == 0 and str(tmp_path) in out
+    code, out, _ = printed("info", "--model", model, "--json")
+    assert code == 0 and json.loads(out)["model"] == str(model)
+    code, out, err = printed("info", "--model", tmp_path / "no😀")
+    assert code == 2 and out == "" and err.startswith("kvjax: error: ")
+    lines = f"/system {word}\n/nope{word}\n".encode()
+    code, out, err = printed("chat", "--model", tiny_llama_dir, stdin=lines)
+    assert (code, out) == (2, f"{shown}\n") and f"no command /nope{shown}" in err
+    prompts, results = tmp_path / "prompts", tmp_path / "results"
+    prompts.write_text(json.dumps({"id": word, "prompt": "a"}, ensure_ascii=False), "utf-8")
+    batch = ("--model", model, "--max-new-tokens", 1, "--max-seq-len", 64, "--max-batch-size", 1)
+    code, out, err = printed("batch", prompts, "--out", results, *batch)
+    assert (code, out) == (0, "") and json.loads(results.read_text("utf-8"))["id"] == word
+
+
+def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
+    """From the start, or by whoever read them: a quiet end."""
+    arguments = ["--model", str(tiny_llama_dir), "--max-new-tokens", "3"]
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+    monkeypatch.setattr(sys, "argv", ["kvjax", "chat", *arguments[:2]])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
+    with consoles(monkeypatch, "utf-8") as (_, err):
+        monkeypatch.setattr(sys, "stdout", stdout := os.fdopen(write, "w"))
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert leaving.value.code == 1 and err.getvalue() == b""
+    with contextlib.suppress(BrokenPipeError):
+        stdout.close()
+
+
 def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
     arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
     wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]

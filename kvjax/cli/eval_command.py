@@ -7,7 +7,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.policies.words import parse_policy
 
@@ -77,5 +77,7 @@ def evaluate(
         if plot is not None:
             reports.plot_quality(found, plot, title=model or "the embedded model")
         tables = [reports.quality_rows(found), reports.range_rows(found)]
-    as_tables = "\n\n".join(map(reports.columns, tables))
-    typer.echo(to_json(reports.as_figures(found)) if as_json else as_tables)
+    if as_json:
+        echo_json(reports.as_figures(found))
+    else:
+        typer.echo("\n\n".join(map(reports.columns, tables)))

@@ -12,9 +12,10 @@ import typer
 from kvjax.cli import drafting, guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line, to_json
+from kvjax.cli.figures import beyond, one_line
 from kvjax.cli.processes import joined
 from kvjax.cli.several_texts import choices, headed
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.files import can_be_saved
 from kvjax.generation.results import GenerationResult
@@ -166,7 +167,7 @@ def generate(
             if others:
                 found["others"] = others
             if speaks:
-                typer.echo(to_json(found))
+                echo_json(found)
             keep(result)
             if speaks:
                 _warn(result.stats)

@@ -141,5 +141,5 @@ def leave(code: int) -> NoReturn:
             if os.isatty(2):
                 os.write(2, CLEAN.encode())
             for words in _PARTING if code == INTERRUPTED else ():
-                os.write(2, f"{words()}\n".encode())
+                os.write(2, f"{words()}\n".encode(errors="backslashreplace"))
         os._exit(code)
