@@ -11,9 +11,12 @@ import sys
 
 import jax
 import pytest
+import rich.progress
 
 import kvjax
 from kvjax import cli, models
+from kvjax.cli import waiting
+from kvjax.cli.chat_loop import Talk
 from kvjax.core import compat
 from kvjax.core.progress import heard_by
 from kvjax.core.target import Target
@@ -750,6 +753,105 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
     assert (running.returncode, out) == (130, "")
     shown, hidden = seen.rindex(b"\x1b[?25h"), seen.rindex(b"\x1b[?25l")
     assert shown > hidden and b"Traceback" not in seen
+
+
+class AtOnce:
+    """A timer that does not wait."""
+
+    def __init__(self, seconds, call):
+        self.start = call
+
+    def cancel(self):
+        pass
+
+    join = cancel
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Both streams as one terminal, and what was drawn there; no work is too short to be shown."""
+    monkeypatch.setattr(waiting.threading, "Timer", AtOnce)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    drawn = rich.progress.Progress.update
+
+    def at_once(display, *args, **fields):
+        drawn(display, *args, **fields)
+        if display.live.is_started:
+            display.refresh()
+
+    def begin():
+        seen = io.StringIO()
+        seen.isatty = lambda: True
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, seen)
+        return seen
+
+    monkeypatch.setattr(rich.progress.Progress, "update", at_once)
+    return begin
+
+
+def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
+    """That it reads, and that it compiles, gone when the answer begins; nothing else is lost."""
+    # Of a length that no other test has, so that it compiles.
+    chat = kvjax.Chat(tiny_llama, max_len=77, max_new_tokens=6, eos_token_ids=[])
+    talk = Talk(chat, alone=False)
+    for warm in (False, True):
+        seen = terminal()
+        talk._answer(chat.send("ab"))
+        seen, answer = seen.getvalue(), chat.turns[-1].answer
+        assert "reading the prompt" in seen and "generating" in seen
+        for what in ("reading the prompt", "generating"):
+            assert (f"{what}: compiling (once)" in seen) != warm
+        # Behind the last of what was drawn stands the answer, whole, on a line of its own.
+        *_, line = seen.partition(answer)[0].rpartition("\x1b[2K")
+        assert line == "" and seen.partition(answer)[2].startswith("\n")
+
+
+def test_pieces_come_one_by_one_where_nothing_is_shown(capfd):
+    taken = []
+    pieces = (taken.append(n) or n for n in range(4))
+    assert waiting.begun(pieces, "reading") == [0] and taken == [0]
+    assert waiting.begun(iter(()), "reading") == []
+    assert capfd.readouterr() == ("", "")
+
+
+def evaluated(monkeypatch, tiny_llama_dir, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
+    arguments = ["--model", str(tiny_llama_dir), "--file", str(text), "--context", "200"]
+    arguments += ["-p", "static", "-p", "bits=8", "--time-steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["kvjax", "eval", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+
+
+def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_path):
+    """Which policy, which window, and how much of all."""
+    seen = terminal()
+    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    seen, _, table = seen.getvalue().rpartition("policy ")
+    assert "full precision" in table and "window" not in table
+    shown = re.findall(r"evaluating (full precision|static|bits=8), window (\d) of (\d)", seen)
+    count = int(shown[0][2])
+    assert count > 1
+    names = ("full precision", "static", "bits=8")
+    order = [(name, str(n + 1), str(count)) for n in range(count) for name in names]
+    assert list(dict.fromkeys(shown)) == order
+    told = [int(each) for each in re.findall(r"evaluating .*?(\d+)%", seen)]
+    assert told == sorted(told) and told[0] == 0 and told[-1] == 100
+    assert "timing steps of bits=8" in seen and "reading the text" in seen
+
+
+def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llama_dir, tmp_path):
+    monkeypatch.setattr(waiting, "LINES", 0.0)
+    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    out, err = capfd.readouterr()
+    assert "window" not in out and out.startswith("policy")
+    first, *_, last = err.splitlines()
+    assert first == "kvjax: evaluating full precision, window 1 of 3 (0%)"
+    assert last == "kvjax: timing steps of bits=8 (50%)"
 
 
 def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):

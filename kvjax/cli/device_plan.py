@@ -37,7 +37,7 @@ def on_device(
     found: dict[str, DevicePlan] = {}
     with shown("planning"):
         for number, (title, choice) in enumerate(choices.items()):
-            tell("planning", number, len(choices))
+            tell(f"planning {title}", number, len(choices))
             found[title] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
     if as_json:
         plans = {

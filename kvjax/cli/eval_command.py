@@ -59,7 +59,7 @@ def evaluate(
         for option, value in unused.items():
             if value is not None:
                 raise ValueError(f"{option} is not for --recall, which has a model of its own")
-        with shown("asking for facts"):
+        with shown("asking for facts", lines=True):
             found = measure.recall(named)
         tables = [measure.rows(found)]
     else:
@@ -69,8 +69,9 @@ def evaluate(
             raise ValueError("no text: give a --file")
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision)
-        text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-        with shown("evaluating"):
+        with shown("reading the text" if file is not None else "finding the held-out text"):
+            text: Any = read(file) if file is not None else part_tokens("held_out", lm)
+        with shown("evaluating", lines=True):
             found = evaluate(
                 lm, text, named, context=context, windows=windows, time_steps=time_steps
             )
