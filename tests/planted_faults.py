@@ -809,6 +809,16 @@ FAULTS = (
         "among = jnp.where(asked.search[:, None], allowed, EVERY)",
         "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
     ),
+    Fault(
+        "requests of threads take a tree's pages away from each other", "generation/running.py",
+        "with nullcontext() if prefixes is None else prefixes.tree.turns.taken():",
+        "with nullcontext():", ("prefixes",),
+    ),
+    Fault(
+        "a character that a console lacks ends the command", "cli/streams.py",
+        'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")',
+        ("cli",),
+    ),
 )  # fmt: skip
 
 

@@ -820,7 +820,7 @@ def evaluated(monkeypatch, tiny_llama_dir, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
     arguments = ["--model", str(tiny_llama_dir), "--file", str(text), "--context", "200"]
-    arguments += ["-p", "static", "-p", "bits=8", "--time-steps", "2"]
+    arguments += ["-p", "static", "--time-steps", "2"]
     monkeypatch.setattr(sys, "argv", ["kvjax", "eval", *arguments])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
@@ -833,15 +833,15 @@ def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_pat
     evaluated(monkeypatch, tiny_llama_dir, tmp_path)
     seen, _, table = seen.getvalue().rpartition("policy ")
     assert "full precision" in table and "window" not in table
-    shown = re.findall(r"evaluating (full precision|static|bits=8), window (\d) of (\d)", seen)
+    shown = re.findall(r"evaluating (full precision|static), window (\d) of (\d)", seen)
     count = int(shown[0][2])
     assert count > 1
-    names = ("full precision", "static", "bits=8")
+    names = ("full precision", "static")
     order = [(name, str(n + 1), str(count)) for n in range(count) for name in names]
     assert list(dict.fromkeys(shown)) == order
     told = [int(each) for each in re.findall(r"evaluating .*?(\d+)%", seen)]
     assert told == sorted(told) and told[0] == 0 and told[-1] == 100
-    assert "timing steps of bits=8" in seen and "reading the text" in seen
+    assert "timing steps of static" in seen and "reading the text" in seen
 
 
 def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llama_dir, tmp_path):
@@ -849,9 +849,9 @@ def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llam
     evaluated(monkeypatch, tiny_llama_dir, tmp_path)
     out, err = capfd.readouterr()
     assert "window" not in out and out.startswith("policy")
-    first, *_, last = err.splitlines()
+    first, *_, last = (line for line in err.splitlines() if line.startswith("kvjax: "))
     assert first == "kvjax: evaluating full precision, window 1 of 3 (0%)"
-    assert last == "kvjax: timing steps of bits=8 (50%)"
+    assert last == "kvjax: timing steps of static (50%)"
 
 
 def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):
