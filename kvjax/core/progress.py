@@ -11,19 +11,20 @@ Listener = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-_compiles: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
+HEARS_COMPILERS: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
+"""Whom JAX's events, of which ``generation/statistics.py`` hears, are told to."""
 
 
 @contextmanager
 def heard_by(listener: Listener, compiles: Callable[[bool], None] | None = None) -> Iterator[None]:
     """Tell ``listener`` of all that is done inside, in this thread; ``compiles``: told when a
     program begins to be compiled there, and when it has been."""
-    token, other = _listener.set(listener), _compiles.set(compiles)
+    token, other = _listener.set(listener), HEARS_COMPILERS.set(compiles)
     try:
         yield
     finally:
         _listener.reset(token)
-        _compiles.reset(other)
+        HEARS_COMPILERS.reset(other)
 
 
 def tell(what: str, done: int, total: int, behind: Any = None) -> None:
@@ -33,17 +34,3 @@ def tell(what: str, done: int, total: int, behind: Any = None) -> None:
     if listener is not None:
         jax.block_until_ready(behind)
         listener(what, done, total)
-
-
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-def _listen(event: str, duration_secs: float, **_: Any) -> None:
-    """JAX tells of what has ended: behind the one comes the other."""
-    compiles = _compiles.get()
-    if compiles is not None and event in (_LOWERED, _COMPILED):
-        compiles(event == _LOWERED)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
