@@ -820,6 +820,16 @@ FAULTS = (
         "if np.any(np.isinf(narrow) & ~np.isinf(values)):",
         "if np.any(np.isinf(narrow) & np.isinf(values)):", ("load",),
     ),
+    Fault(
+        "requests of threads take a tree's pages away from each other", "generation/running.py",
+        "with nullcontext() if prefixes is None else prefixes.tree.turns.taken():",
+        "with nullcontext():", ("prefixes",),
+    ),
+    Fault(
+        "a character that a console lacks ends the command", "cli/streams.py",
+        'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")',
+        ("cli",),
+    ),
 )  # fmt: skip
 
 

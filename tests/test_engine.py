@@ -22,6 +22,7 @@ from kvjax.memory.limits import memory_left
 from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
+from tests.threads import together
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
 FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
@@ -510,6 +511,25 @@ def test_streams_of_several_requests():
         assert "".join(piece.text for piece in pieces) == text
         assert [token for piece in pieces for token in piece.tokens] == tokens
         assert [score for piece in pieces for score in piece.scores] == scores
+
+
+def test_threads_step_one_engine():
+    """Some run, some stream, and each is given all of its own."""
+    engine = engine_of()
+    requests, wanted = asked()[:8], alone("raw")
+
+    def asks(number):
+        prompt, settings = requests[number]
+        if number % 2:
+            (handle,) = engine.run([prompt], **settings)
+            return told(handle)
+        handle = engine.submit(prompt, **settings)
+        pieces = list(engine.stream(handle))
+        assert "".join(piece.text for piece in pieces) == handle.text
+        assert [token for piece in pieces for token in piece.tokens] == handle.tokens
+        return told(handle)
+
+    assert together(8, asks) == wanted[:8] and settled(engine)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])

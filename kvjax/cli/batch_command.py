@@ -15,7 +15,7 @@ from kvjax.cli.batch_lines import numbered
 from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import Batch, Counts
 from kvjax.cli.common import given_mesh, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import parting, shown
 from kvjax.policies.words import parse_policy
 
@@ -158,7 +158,7 @@ def batch(
             seconds = time.perf_counter() - start
     found = _figures(counts, engine.stats(), seconds)
     if as_json:
-        typer.echo(to_json(found))
+        echo_json(found)
     else:
         typer.echo(_summary(found, out), err=True)
     if counts.bad or counts.bad_there:

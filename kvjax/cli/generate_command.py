@@ -12,10 +12,11 @@ import typer
 from kvjax.cli import drafting, guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line, to_json
+from kvjax.cli.figures import beyond, one_line
 from kvjax.cli.processes import joined
 from kvjax.cli.several_texts import choices, headed
-from kvjax.cli.waiting import shown
+from kvjax.cli.streams import echo_json
+from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.files import can_be_saved
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Settings
@@ -139,7 +140,7 @@ def generate(
             where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
             lm = models.load(model, revision=revision, **where)
             settings["draft"] = drafting.draft_for(lm, *drafts, **where)
-        settings["guide"] = guiding.guide_of(lm, form)
+            settings["guide"] = guiding.guide_of(lm, form)
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         held: list[int] = []
         if load_cache is not None:
@@ -159,21 +160,21 @@ def generate(
                 put_away(lm, save_cache, result.cache, [*held, *ids, *result.tokens[0]])
 
         if as_json:
-            with shown("reading the prompt"):
+            with shown("reading the prompt", after=SOON):
                 result = kvjax.generate(lm, [entry], **settings)
             found, *others = choices(result)
             found["stats"] = asdict(result.stats)
             if others:
                 found["others"] = others
             if speaks:
-                typer.echo(to_json(found))
+                echo_json(found)
             keep(result)
             if speaks:
                 _warn(result.stats)
             guiding.check_kept(result)
             return
         if n > 1 or best_of is not None:
-            with shown("reading the prompt"):
+            with shown("reading the prompt", after=SOON):
                 result = kvjax.generate(lm, [entry], **settings)
             keep(result)
             if speaks:
@@ -183,9 +184,7 @@ def generate(
             guiding.check_kept(result)
             return
         running = kvjax.stream(lm, [entry], **settings)
-        with shown("reading the prompt"):
-            first = next(running)
-        for piece in itertools.chain([first], running):
+        for piece in itertools.chain(begun(running, "reading the prompt"), running):
             if speaks:
                 typer.echo(piece.text[0], nl=False)
         keep(running.result)

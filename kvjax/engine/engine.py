@@ -1,6 +1,7 @@
 """Continuous batching: requests come and go, and the device never waits."""
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -121,7 +122,7 @@ class Engine(Runs):
         self._ahead = limits.prefetch_steps
         self._flights = Flights(self._counters, self._memory.land, self._end)
         self._inbox: deque[Callable[[], Any]] = deque()
-        self._numbers = itertools.count(1)
+        self._numbers, self.stepping = itertools.count(1), threading.RLock()
 
     @outside
     def compile(self) -> Compiled:
@@ -178,18 +179,19 @@ class Engine(Runs):
 
     @outside
     def step(self) -> bool:
-        """Do the next piece of work; whether there is more. Where a program can't be run, all
-        requests end with its error, which is raised."""
-        start, waited = time.perf_counter(), self._counters.waiting_seconds
-        try:
-            self._step()
-        except Exception as error:
-            self._fail(error)
-            raise
-        self._counters.steps += 1
-        waited -= self._counters.waiting_seconds
-        self._counters.host_seconds += time.perf_counter() - start + waited
-        return self.busy
+        """Do the next piece of work; whether there is more; of several threads each in its turn.
+        Where a program can't be run, all requests end with its error, which is raised."""
+        with self.stepping:
+            start, waited = time.perf_counter(), self._counters.waiting_seconds
+            try:
+                self._step()
+            except Exception as error:
+                self._fail(error)
+                raise
+            self._counters.steps += 1
+            waited -= self._counters.waiting_seconds
+            self._counters.host_seconds += time.perf_counter() - start + waited
+            return self.busy
 
     def _step(self) -> None:
         told, flight = self._take_in(), Flight()

@@ -1,5 +1,6 @@
 """The texts that a tree keeps: where their numbers are, and which can be gone on from."""
 
+import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ class Texts:
     """``nodes``, by the texts' tokens; ``pool``, of their pages on the device; ``tiers``, of what
     is elsewhere.
 
-    ``limits``: bytes of the host and of the disk, and the folder of files there, or None.
+    ``limits``: bytes of the host and of the disk, and the folder of files there, or None. ``lock``:
+    of whoever looks at them, or changes them, where threads do.
     """
 
     def __init__(self, terms: Terms, limits: tuple[int, int, str | Path | None]) -> None:
         self.terms, self.limits = terms, limits
+        # A stream that is let go ends wherever garbage is found: perhaps in what has the lock.
+        self.lock = threading.RLock()
         self.clear()
 
     def clear(self) -> None:
