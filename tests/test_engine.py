@@ -274,7 +274,13 @@ def test_other_parameters_between_steps():
     with meter.running():
         engine.update(jax.device_put(params, device))
         engine.run([[1, 2]])
+        engine.update(jax.tree.map(np.asarray, params))
+        engine.run([[1, 2]])
     assert meter.compilations == 0
+    with pytest.raises(ValueError, match=r"engine's model: parameters must be a tree of arrays"):
+        engine.update({"other": 3})
+    with pytest.raises(ValueError, match="on other devices"):
+        engine.update(jax.device_put(params, jax.devices()[1]))
     for tenant in range(9):
         engine.run([[1, 2]], tenant=tenant)
     assert len(engine._texts.nodes.roots) < 3

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.cache.creation import allocate
 from kvjax.core.device import committed
 from kvjax.engine import programs
-from kvjax.engine.arrays import flag, ints
+from kvjax.engine.arrays import flag, ints, sent
 from kvjax.engine.board import Board
 from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
@@ -47,7 +47,7 @@ class Rows:
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
     ) -> None:
         self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
-        self.params, self.rounds, self.exact = committed(lm.params), rounds, exact
+        self.params, self.rounds, self.exact = sent(lm.params), rounds, exact
         self.widths = [terms.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)

@@ -14,13 +14,14 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
+from kvjax.core.device import committed_as
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.parameters import check_like
+from kvjax.generation.parameters import check_like, strong
 from kvjax.generation.programs import begin, decoded
 from kvjax.generation.settings import spelled_out
 from kvjax.generation.sharing import for_samples
@@ -101,8 +102,13 @@ def rollout(
     texts = range(max(1, width - MOST + 1), width + 1)
     policy = for_samples(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
     made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
-    if buffer is not None:
+    if buffer is None:
+        buffer = _empty(made, samples)
+    else:
         _check_buffer(buffer, _abstract(made, samples))
+    # What is committed makes the results so: parameters of the next step would be, and this one's.
+    params = committed_as(strong(params), buffer)
+    buffer = committed_as(buffer, params)
     return _rolled(
         lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
     )
@@ -142,6 +148,12 @@ class _Made:
         )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("made", "n"))
+def _empty(made: _Made, n: int) -> KVCache:
+    """A buffer for the first rollout: with one, its program is that of all the others."""
+    return repeat(made(), n)
+
+
 @functools.lru_cache(maxsize=64)
 def _abstract(made: _Made, n: int) -> KVCache:
     """The cache that a rollout gives, as shapes."""
@@ -156,10 +168,10 @@ def _abstract(made: _Made, n: int) -> KVCache:
 )
 def _rolled(
     model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
-    lengths: Rows, drawing: Sampling, buffer: KVCache | None,
+    lengths: Rows, drawing: Sampling, buffer: KVCache,
 ) -> Rollout:  # fmt: skip
     """The program of a rollout."""
-    cache = reset(buffer) if buffer is not None and n == 1 else made()
+    cache = reset(buffer) if n == 1 else made()
     logits, cache = model.apply(params, tokens, cache, lengths=lengths, last_only=True)
     if n > 1:
         cache, logits = repeat(cache, n), jnp.repeat(logits, n, axis=0)
