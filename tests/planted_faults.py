@@ -809,6 +809,11 @@ FAULTS = (
         "among = jnp.where(asked.search[:, None], allowed, EVERY)",
         "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
     ),
+    Fault(
+        "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
+        "params = committed_as(strong(params), buffer)",
+        "params = committed_as(params, buffer)", ("rollouts",),
+    ),
 )  # fmt: skip
 
 

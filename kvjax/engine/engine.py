@@ -222,7 +222,8 @@ class Engine(Runs):
         return EngineStats(
             **counted(self._counters), **self._rows.pages.counted(), rows=self._rows.count,
             running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self._inbox),
-            parked_bytes=self._memory.parked,
+            parked_bytes=self._memory.parked, **self._rows.allocated,
+            draft_bytes=self._checks.draft_bytes,
         )  # fmt: skip
 
     def _take_in(self) -> bool:

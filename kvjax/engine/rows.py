@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.core.device import committed
+from kvjax.core.trees import tree_bytes
 from kvjax.engine import programs
 from kvjax.engine.arrays import flag, ints, sent
 from kvjax.engine.board import Board
@@ -41,7 +42,9 @@ class Rows:
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
     that can be sent at once; ``exact``: no row's numbers depend on the others; ``revocable``: how
     many of its newest tokens a row can forget, None for all; ``platform``: that they are on.
-    ``pages``: of the rows; ``board``: what each asks for."""
+    ``pages``: of the rows; ``board``: what each asks for; ``allocated``: bytes, by the names of
+    ``EngineStats``.
+    """
 
     def __init__(
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
@@ -70,6 +73,11 @@ class Rows:
         self._held = Held(replace(cache, pools=()), *rows)
         texts.pool.take_up(cache.layers)
         self.pages, self.board = RowPages(texts, count), Board(count, placement)
+        pool = texts.pool.nbytes
+        rest = tree_bytes(self._held) - pool + tree_bytes(self.board.all())
+        self.allocated = {
+            "weight_bytes": tree_bytes(self.params), "pool_bytes": pool, "row_bytes": rest,
+        }  # fmt: skip
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to."""

@@ -90,6 +90,7 @@ class PrefixTree:
         )
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.texts = Texts(self.terms, (host, disk, folder))
+        self.texts.clear()
         self._rows = self._hits = self._asked = self._saved = 0
         self._lease: Lease | None = None
 
