@@ -40,6 +40,7 @@ def serve(
             min=2,
         ),
     ] = None,
+    rotary_len: options.RotaryLen = None,
     pages: Annotated[
         int | None, typer.Option(help="Of each pool; by default what all rows can need.", min=1)
     ] = None,
@@ -110,7 +111,7 @@ def serve(
                 max_batch_size=max_batch_size, max_seq_len=max_seq_len or _positions(lm)
             ),
             pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk, host_memory=host_memory,
-            draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
+            draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh), rotary_len=rotary_len,
         )  # fmt: skip
         with shown("compiling"):
             engine.compile()

@@ -74,6 +74,7 @@ class Engine(Runs):
       draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
         of its own, in pages, and keeps its parameters. CPUs draft where all rows that decode do,
         and it is worth it.
+      rotary_len: as of ``init_cache``.
 
     Raises:
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
@@ -95,6 +96,7 @@ class Engine(Runs):
         checkpoint_every: int = 16,
         host_memory: int | str = "1GiB",
         draft: DraftChoice | None = None,
+        rotary_len: int | None = None,
     ) -> None:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
@@ -106,7 +108,7 @@ class Engine(Runs):
         second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
-            0 if second is None else second.nbytes,
+            0 if second is None else second.nbytes, rotary_len,
         )  # fmt: skip
         least = prefill_chunk + count
         tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)

@@ -59,11 +59,11 @@ class Rows:
             self.sizes.insert(0, -(-self.sizes[0] // 2))
         # All that its programs are given is committed: else they would be compiled again beside
         # parameters of a trainer, which are.
-        cache = committed(
-            allocate(
-                lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
-            )
-        )
+        cache = allocate(
+            lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh,
+            rotary_len=terms.rotary_len,
+        )  # fmt: skip
+        cache = committed(cache)
         placement = cache.layers[0].policy.placement
         self.revocable, self.platform = cache.revocable, placement.platform()
         zeros = np.zeros(count, np.int32)

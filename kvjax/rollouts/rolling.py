@@ -35,7 +35,7 @@ from kvjax.policies.model_config import (
     model_dtype,
     scanned,
 )
-from kvjax.policies.positions import position_limit, rotary_length
+from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
@@ -131,7 +131,7 @@ class _Made:
         vars(self)["_key"] = (
             layer_heads(config), str(model_dtype(config)), layer_windows(config),
             layer_sources(config), position_limit(config), scanned(config),
-            rotary_length(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
+            rotary_terms(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
         )  # fmt: skip
 
     def __hash__(self) -> int:
