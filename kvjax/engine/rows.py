@@ -75,7 +75,7 @@ class Rows:
         self.pages, self.board = RowPages(texts, count), Board(count, placement)
         pool = texts.pool.nbytes
         rest = tree_bytes(self._held) - pool + tree_bytes(self.board.all())
-        self.allocated = {
+        self.allocated: dict[str, Any] = {
             "weight_bytes": tree_bytes(self.params), "pool_bytes": pool, "row_bytes": rest,
         }  # fmt: skip
 

@@ -241,7 +241,8 @@ class Session:
             self._hold(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
-            return Uncached(*Device(spread=request.spread).put(empty), request.rotary_len)
+            tokens, length = Device(spread=request.spread).put(empty)
+            return Uncached(tokens, length, request.rotary_len)
         return self.context
 
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:
