@@ -75,7 +75,7 @@ def rollout(
         ``generate(seed=seed * 2**32 + i)``: rows of other seeds are never the same.
       cache: a policy, its name, or one a layer. On a mesh, ``data`` must divide the prompts.
       buffer: the ``cache`` of an earlier rollout of the same shapes, whose memory is used again; it
-        is used up, by donation.
+        is used up, by donation. Without it an empty one is made, for the same program.
       put: True for parameters of another dtype or sharding than the model's own, such as a
         trainer's: they go through ``lm.put`` first. Or a function of them.
       temperature: 1 by default. It, the filters and ``logits_hook`` are those of ``generate``.
