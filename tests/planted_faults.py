@@ -830,6 +830,21 @@ FAULTS = (
         'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")',
         ("cli",),
     ),
+    Fault(
+        "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
+        "params = committed_as(strong(params), buffer)",
+        "params = committed_as(params, buffer)", ("rollouts",),
+    ),
+    Fault(
+        "a pool of a tree that forgets is there beside the new one", "prefixes/texts.py",
+        "        self._forget()  # first: the old pool and the new one may not fit together",
+        "        pass", ("prefixes",),
+    ),
+    Fault(
+        "texts go on where rotary frequencies would be others", "policies/positions.py",
+        "            return chosen, chosen",
+        "            return chosen, None", ("rope",),
+    ),
 )  # fmt: skip
 
 

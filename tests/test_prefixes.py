@@ -24,7 +24,9 @@ from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
 from kvjax.models.generation import GenerationDefaults
+from kvjax.prefixes import texts as kept_texts
 from kvjax.prefixes.nodes import TIERS
+from tests.alive import alive
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 from tests.threads import together
 
@@ -121,6 +123,20 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     assert saved > 150 and tiers == {"device", "host", "disk"}
     tree.clear()
     assert not any(tmp_path.rglob("*.npz"))
+
+
+def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
+    tree, made, held = tree_of(small(), whole()), kept_texts.new_layer, []
+
+    def new_layer(*given):
+        held.append(sum(x.nbytes for x in alive()))
+        return made(*given)
+
+    monkeypatch.setattr(kept_texts, "new_layer", new_layer)
+    before, pool = sum(x.nbytes for x in alive()), tree.texts.pool.nbytes
+    tree.clear()
+    assert held[0] == before - pool
+    assert sum(x.nbytes for x in alive()) == before
 
 
 def test_a_hit_ends_where_a_chunk_of_prompts_did():

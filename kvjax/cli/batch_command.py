@@ -83,6 +83,7 @@ def batch(
             help="Tokens of a prompt and its text; by default the model's positions, 4096 at most."
         ),
     ] = None,
+    rotary_len: options.RotaryLen = None,
     pages: Annotated[
         int | None, typer.Option(help="Of each pool; by default what all rows can need.")
     ] = None,
@@ -136,6 +137,7 @@ def batch(
             engine = Engine(
                 lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
                 draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
+                rotary_len=rotary_len,
             )  # fmt: skip
             engine.check([0], **settings)  # what is wrong for all is told before them
             ends = lm.generation.eos_token_ids

@@ -67,6 +67,7 @@ def generate(
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
+    rotary_len: options.RotaryLen = None,
     cache: options.Cache = "static",
     kv_bits: options.Bits = None,
     key_bits: options.KeyBits = None,
@@ -126,7 +127,7 @@ def generate(
         "typical_p": typical_p, "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
-        "max_len": max_len, "cache": policy, "use_cache": not no_cache,
+        "max_len": max_len, "rotary_len": rotary_len, "cache": policy, "use_cache": not no_cache,
         "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
         "n": n, "best_of": best_of, "num_beams": num_beams, "length_penalty": length_penalty,
     }  # fmt: skip

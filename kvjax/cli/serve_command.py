@@ -40,6 +40,7 @@ def serve(
             min=2,
         ),
     ] = None,
+    rotary_len: options.RotaryLen = None,
     pages: Annotated[
         int | None, typer.Option(help="Of each pool; by default what all rows can need.", min=1)
     ] = None,
@@ -110,7 +111,7 @@ def serve(
             )
             engine = kvjax.Engine(
                 lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
-                host_memory=host_memory,
+                host_memory=host_memory, rotary_len=rotary_len,
                 draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
             )  # fmt: skip
         with shown("compiling"):

@@ -75,6 +75,7 @@ class Engine(Runs):
       draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
         of its own, in pages, and keeps its parameters. CPUs draft where all rows that decode do,
         and it is worth it.
+      rotary_len: as of ``init_cache``.
 
     Raises:
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
@@ -96,6 +97,7 @@ class Engine(Runs):
         checkpoint_every: int = 16,
         host_memory: int | str = "1GiB",
         draft: DraftChoice | None = None,
+        rotary_len: int | None = None,
     ) -> None:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
@@ -107,7 +109,7 @@ class Engine(Runs):
         second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
-            0 if second is None else second.nbytes,
+            0 if second is None else second.nbytes, rotary_len,
         )  # fmt: skip
         least = prefill_chunk + count
         tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)
@@ -224,7 +226,8 @@ class Engine(Runs):
         return EngineStats(
             **counted(self._counters), **self._rows.pages.counted(), rows=self._rows.count,
             running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self._inbox),
-            parked_bytes=self._memory.parked,
+            parked_bytes=self._memory.parked, **self._rows.allocated,
+            draft_bytes=self._checks.draft_bytes,
         )  # fmt: skip
 
     def _take_in(self) -> bool:

@@ -130,9 +130,10 @@ def asked(
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     if len(tokens) + limit > terms.max_len:
+        name = "rotary_len" if terms.max_len == terms.rotary_len else "max_seq_len"
         raise ValueError(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} make "
-            f"{len(tokens) + limit}, but the engine's max_seq_len is {terms.max_len}"
+            f"{len(tokens) + limit}, but the engine's {name} is {terms.max_len}"
         )
     eos = end_tokens(lm, eos_token_ids)
     if guide is not None:

@@ -32,6 +32,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         would change the frequencies of a length-dependent rotary kind (dynamic, longrope). These
         go by ``max_len`` from the first token on, whereas Transformers goes by the text's length
         so far: beyond the trained length a larger ``max_len`` changes every logit.
+      rotary_len: the length that these frequencies go by in place of ``max_len``, whatever room the
+        cache has; as of ``init_cache``.
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.

@@ -22,14 +22,15 @@ def prefill(
     *,
     cache: CacheChoice = "static",
     max_len: int | None = None,
+    rotary_len: int | None = None,
     prefill_chunk: int = PREFILL,
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, Logits]:
     """Read prompts into a cache, as ``generate`` does before its first token.
 
     Args:
-      lm, prompts, cache, max_len, prefill_chunk, mesh: as of ``generate``; without ``max_len``
-        there is room for a token more, rounded up.
+      lm, prompts, cache, max_len, rotary_len, prefill_chunk, mesh: as of ``generate``; without
+        ``max_len`` there is room for a token more, rounded up.
 
     Returns:
       The cache, and the logits behind each prompt, float32[batch, vocab]. Any loop of one's own
@@ -40,7 +41,10 @@ def prefill(
     """
     check_read(lm)
     lm = lm if mesh is None else lm.on(mesh)
-    options = Options(max_new_tokens=1, cache=cache, max_len=max_len, prefill_chunk=prefill_chunk)
+    options = Options(
+        max_new_tokens=1, cache=cache, max_len=max_len, rotary_len=rotary_len,
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
     request = prepare(lm, prompts, options)
     session = Session(lm, request)
     session.start()

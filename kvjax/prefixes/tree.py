@@ -54,6 +54,7 @@ class PrefixTree:
       pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. A
         policy that names its pages has neither.
       max_len: tokens a row, of prompt and new text; by default as many as the model has positions.
+      rotary_len: as of ``init_cache``.
       prefill_chunk: tokens of a call of prompts; hits end at multiples of it and of a page.
       exact_prefix: see above.
       checkpoint_every: pages after which states are kept inside a long prompt, where the policy
@@ -78,6 +79,7 @@ class PrefixTree:
         pages: int | None = None,
         memory: int | str | None = None,
         max_len: int | None = None,
+        rotary_len: int | None = None,
         prefill_chunk: int = 256,
         exact_prefix: bool = True,
         checkpoint_every: int = 16,
@@ -89,10 +91,12 @@ class PrefixTree:
         self.weights = weights
         self._versions = Versions()
         self.terms = terms_for(
-            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every
-        )
+            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every,
+            rotary_len,
+        )  # fmt: skip
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.texts = Texts(self.terms, (host, disk, folder))
+        self.texts.clear()
         self._rows = self._hits = self._asked = self._saved = 0
         self.turns = Turns()
 
@@ -119,7 +123,7 @@ class PrefixTree:
         """Of ``generate``: with them a request is, without a tree, what it is with this one."""
         return {
             "cache": list(self.terms.policies), "max_len": self.terms.max_len,
-            "prefill_chunk": self.terms.prefill_chunk,
+            "rotary_len": self.terms.rotary_len, "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
     def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
