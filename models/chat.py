@@ -17,12 +17,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvjax.core.checks import truth_value
 from kvjax.core.errors import CheckpointError
 
 from .fields import Fields, read_json, read_text
 
 Message = Mapping[str, Any]
 _PROBE = "kvjaxprobe"
+_CUT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Where the text of a conversation is cut. Transformers' own mark, which some templates know; its
+space shows whether a template trims."""
 
 
 class _Refused(jinja2.TemplateError):
@@ -53,7 +57,8 @@ class ChatTemplates:
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         name: str | None = None,
         template: str | None = None,
         **variables: Any,
@@ -63,7 +68,10 @@ class ChatTemplates:
         Args:
           messages: dicts with ``role`` and ``content``, oldest first. A template of a multimodal
             checkpoint that reads contents in parts alone gets texts as one part.
-          add_generation_prompt: end with the header of the answer to come.
+          add_generation_prompt: end with the header of the answer to come; by default it does,
+            unless the last message is continued.
+          continue_final_message: end with the content of the last message, so that the model
+            goes on with it: without the tokens that end a turn.
           name: which template; by default ``tool_use`` where ``tools`` are given and there is
             one, else ``default``.
           template: the text of another one, in their place.
@@ -71,7 +79,8 @@ class ChatTemplates:
 
         Raises:
           ValueError: if there is no template, no message, a message is not plain data with a
-            role, or the template refuses them.
+            role, or the template refuses them; if the last message is to be continued and is no
+            text that the template leaves as it is, or a generation prompt is wanted too.
           CheckpointError: if the template itself is wrong.
         """
         if not messages or isinstance(messages, (str, Mapping)):
@@ -85,18 +94,28 @@ class ChatTemplates:
             plain = json.loads(json.dumps({"messages": given, **variables}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"messages and variables must be plain data: {error}") from error
+        ending = truth_value("continue_final_message", continue_final_message)
+        if add_generation_prompt is None:
+            add_generation_prompt = not ending
+        if ending and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message goes with add_generation_prompt=False: the last message is "
+                "continued, or an answer to it begins"
+            )
+        final = _marked(plain["messages"]) if ending else ""
         text = template or self._choose(name, tools=variables.get("tools") is not None)
         scope = {"tools": None, "documents": None, **self._variables, **plain}
         if self._reads_parts(text, scope):
             scope["messages"] = [_parted(message) for message in scope["messages"]]
         try:
-            return _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
+            found = _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
         except _Refused as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{self._source}: the chat template fails: {error}") from error
         except (OverflowError, RecursionError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{self._source}: the chat template fails: {error!r}") from error
+        return _cut(found, final) if ending else found
 
     def _reads_parts(self, text: str, scope: Mapping[str, Any]) -> bool:
         """Whether a template loses a content that is a text, and shows one that is in parts."""
@@ -159,6 +178,32 @@ def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -
         except (TypeError, KeyError) as error:
             raise config.wrong("chat_template", "a text, or a list of name and template") from error
     return ChatTemplates(texts, variables, str(config.file))
+
+
+def _marked(messages: list[dict[str, Any]]) -> str:
+    """Mark the end of the last message's text, and give that text."""
+    content = messages[-1].get("content")
+    holder, key = (messages[-1], "content")
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        holder, key = content[-1], "text"
+    final = holder.get(key)
+    if not isinstance(final, str):
+        raise ValueError("continue_final_message: the last message has no text to go on with")
+    holder[key] = final + _CUT
+    return final
+
+
+def _cut(rendered: str, final: str) -> str:
+    """What was rendered, up to the mark behind the last message's text."""
+    end = rendered.rfind(_CUT.rstrip())
+    trims = not rendered.startswith(_CUT, end)
+    found = rendered[: max(end, 0)]
+    if end < 0 or not found.endswith(final) or (trims and final != final.rstrip()):
+        raise ValueError(
+            "continue_final_message: the chat template strips or changes the last message, "
+            f"{final!r:.80}, so the model can't go on with it as it is"
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=32)

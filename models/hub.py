@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.core.errors import CheckpointError
+from kvjax.core.files import at_home
 
 EMBEDDED = Path(__file__).parent / "tiny"
 """The checkpoint that comes with the package."""
@@ -33,7 +34,7 @@ def locate(
         or refuses; it says what to do.
       ValueError: if ``revision`` is given for a folder.
     """
-    folder = EMBEDDED if path_or_id is None else Path(path_or_id).expanduser()
+    folder = EMBEDDED if path_or_id is None else at_home(path_or_id)
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:

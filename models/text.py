@@ -98,6 +98,15 @@ class Tokenizer:
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def starts(self, text: str) -> list[int]:
+        """Of each token that ``encode`` gives for a text, the characters of the text before it."""
+        found, end = [], 0
+        for first, last in self.backend.encode(text, add_special_tokens=False).offsets:
+            # Some tokenizers leave spaces out of what a token spans.
+            found.append(end if text[end:first].isspace() else first)
+            end = last
+        return [*[0] * len(self._prefix), *found, *[len(text)] * len(self._suffix)]
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that it does not know are left out."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)

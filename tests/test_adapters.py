@@ -334,7 +334,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a checkpoint": (lambda: model("plain_scan").save("nowhere"), "only models of kvjax.models"),
     "a text beyond the positions": (
         lambda: kvjax.score(model("nnx_model"), [[1] * 250], [[1] * 10]),
-        "250 tokens of prompt and a continuation of 10 make 260",
+        "250 tokens of prompt and a continuation of 10 need 259 positions",
     ),
     "a chat": (
         lambda: dataclasses.replace(model("plain_scan"), tokenizer=Letters()).chat([]),

@@ -315,6 +315,8 @@ BAD = {
     '{"messages": "hi"}': "messages must be a list of messages",
     '{"messages": []}': "messages must be a list of at least one message",
     '{"messages": ["hi"]}': "a message must be a dict with a role",
+    '{"messages": [], "continue_final_message": 1}': "continue_final_message must be true or false",
+    '{"prompt": "a", "continue_final_message": true}': "continue_final_message is of messages",
     '{"prompt": "a\\ud800"}': "it has half a character: '\\ud800'",
     '{"prompt": "a", "temperature": "hot"}': "temperature must be a finite number",
     '{"prompt": "a", "temperature": NaN}': "temperature must be a finite number",

@@ -361,7 +361,7 @@ def test_a_full_chat(tiny_llama):
     ):
         chat.send("b" * 19)
     assert (
-        said(chat.send("b" * 5)) and len(chat.turns[-1].tokens) == 256 - 246 and not chat.stats.room
+        said(chat.send("b" * 5)) and len(chat.turns[-1].tokens) == 257 - 246 and not chat.stats.room
     )
     with pytest.raises(ValueError, match=r"on_full='drop'"):
         chat.send("c")

@@ -17,6 +17,7 @@ import kvjax
 from kvjax import cli, models
 from kvjax.cli import waiting
 from kvjax.cli.chat_loop import Talk
+from kvjax.cli.guiding import given_form
 from kvjax.core import compat
 from kvjax.core.progress import heard_by
 from kvjax.core.target import Target
@@ -210,6 +211,20 @@ def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_
     assert code == 0 and err.startswith(warning) and err.count("\n") == 1
     assert json.loads(out)["plan"]["beyond_context"] == 3
     assert run(*shape, 8192)[2] == ""
+
+
+def test_a_home_behind_an_equals_sign(run, tmp_path, monkeypatch):
+    """Shells leave ``~`` in ``--config=~/config.json`` as it is, and every path is one of those."""
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", **small}))
+    assert run("plan", "--config=~/config.json", "--max-len=8", "--estimate", "--json")[0] == 0
+    assert given_form("~/config.json", None, None, None)[1].startswith("{")
+    assert_refused(run("plan", "--config=~no-such-user/config.json"), "~no-such-user")
+    assert_refused(run("info", "--model=~no-such-user/model"), "~no-such-user")
+    assert_refused(run("generate", "--file=~/none"), str(tmp_path / "none"))
+    assert_refused(run("batch", "~/none", "--out=~/results"), str(tmp_path / "none"))
 
 
 def test_prompt_from_option_file_and_standard_input(run, tiny_llama_dir, tmp_path):

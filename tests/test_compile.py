@@ -54,9 +54,9 @@ def test_generation_compiles_nothing_afterwards(lm, name):
     assert made.temporaries is None or made.temporaries > 0
     assert len(made.executables) == made.programs - 1  # all but the first token's
     assert all(name.startswith(("prefill", "decode")) for name in made.executables)
-    for length in (1, 15, 16, 17, 32, 33, 50, 64, 65, max_len - 1):
+    for length in (1, 15, 16, 17, 32, 33, 50, 64, 65, max_len):
         prompts = [prompt(length), prompt(1 + length // 3)]
-        for count in {1, min(3, max_len - length), max_len - length}:
+        for count in {1, min(3, max_len - length + 1), max_len - length + 1}:
             settings |= {"max_new_tokens": count, "cache": policy}
             result = generate(lm, prompts, seed=length, **settings)
             assert result.stats.compilations == 0, (length, count)
@@ -153,7 +153,7 @@ class _Watched:
     ("changes", "message"),
     [
         ({"batch": 0}, "batch must be a whole number, at least 1, got 0"),
-        ({"max_len": 1}, "but max_len is 1"),
+        ({"max_len": 0}, "max_len must be a whole number, at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"prefill_chunk": 0}, "prefill_chunk must be"),
         ({"policy": "turbo"}, "unknown cache policy 'turbo'"),

@@ -718,6 +718,7 @@ BAD = {
     "priority": ({"priority": 0.5}, "priority is 0.5"),
     "deadline": ({"deadline": -1}, "deadline is -1"),
     "logprobs": ({"logprobs": 21}, "at most 20"),
+    "logprobs of the prompt": ({"prompt_logprobs": 21}, "prompt_logprobs is 21, .* at most 20"),
     "bias": ({"logit_bias": {99: 1.0}}, "logit_bias: token id 99"),
     "ends": ({"eos_token_ids": range(17)}, "eos_token_ids has 17 tokens"),
     "tenant": ({"tenant": 1.5}, "tenant is 1.5"),
@@ -730,6 +731,53 @@ def test_what_can_not_be_is_refused(name):
     settings, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         engine_of().submit([1, 2, 3], **settings)
+
+
+@pytest.mark.rare
+def test_the_last_new_token_needs_no_position():
+    """Nor a page: the pool has those of ``MOST`` tokens alone."""
+    lm = lettered()
+    engine = engine_of(rows=1, pages=MOST // 16)
+    for held, new in ((MOST - 12, 13), (MOST, 1)):
+        prompt = [(7 * n) % 60 for n in range(held)]
+        (handle,) = engine.run([prompt], max_new_tokens=new, eos_token_ids=())
+        assert len(handle.tokens) == new and handle.reason == "length"
+        logits = lm.apply(lm.params, np.array([(prompt + handle.tokens)[:MOST]], np.int32))
+        assert handle.tokens == np.argmax(logits[0, held - 1 :], axis=-1).tolist()
+        with pytest.raises(ValueError, match=f"need {MOST + 1} positions, but .* is {MOST}"):
+            engine.submit(prompt, max_new_tokens=new + 1)
+    assert settled(engine)
+
+
+@pytest.mark.rare
+def test_log_probabilities_of_prompts():
+    """Those of the uncached pass, and to the last bit what each request gets alone, though others
+    have read its beginning, and it may have given its pages away in between."""
+    lm, engine = lettered(), engine_of()
+    some = [(prompt, {**settings, "max_new_tokens": 40}) for prompt, settings in asked()[:9]]
+    told_too = [{"prompt_logprobs": 2}, {}, {"prompt_logprobs": 0}]
+    each = [(prompt, settings | told_too[n % 3]) for n, (prompt, settings) in enumerate(some)]
+    handles = [engine.submit(prompt, **settings) for prompt, settings in [*some, *each]]
+    assert settled(engine) and engine.stats().preemptions and engine.stats().cached_tokens
+    text = np.zeros((9, 120), np.int32)
+    for row, (prompt, _) in zip(text, some, strict=True):
+        row[: len(prompt)] = prompt
+    every = jax.nn.log_softmax(lm.apply(lm.params, text)[:, :-1])
+    wanted = np.take_along_axis(np.asarray(every), text[:, 1:, None], axis=2)[..., 0]
+    for n, ((prompt, settings), before, handle) in enumerate(
+        zip(each, handles[:9], handles[9:], strict=True)
+    ):
+        found = handle.prompt_logprobs
+        if "prompt_logprobs" not in settings:
+            assert found is None and told(handle) == told(before)
+            continue
+        assert handle.tokens == before.tokens and handle.cached_tokens == 0
+        assert found[0] is None and len(found) == len(prompt)
+        assert all(len(x.likeliest) == settings["prompt_logprobs"] for x in found[1:])
+        own = [x.logprob for x in found[1:]]
+        np.testing.assert_allclose(own, wanted[n, : len(prompt) - 1], atol=1e-4)
+        alone = engine_of().run([prompt], **settings)[0]
+        assert (told(alone), alone.prompt_logprobs) == (told(handle), found)
 
 
 def test_pools_take_what_there_is(monkeypatch):

@@ -646,9 +646,9 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ("a", {"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens only 5"),
         ("a", {"prefill_chunk": 0}, "prefill_chunk must be"),
         ("a", {"max_len": 0}, "max_len must be"),
-        (["a", "abcdef"], {"max_len": 10}, "6 tokens of prompt and max_new_tokens=5 make 11, but"),
-        (["a", "abcdef"], {"max_len": 10}, "but max_len is 10"),
-        ("a" * 96, {}, "make 101, but the model has only 100 positions"),
+        (["a", "abcdef"], {"max_len": 9}, "6 tokens of prompt and max_new_tokens=5 need 10 pos"),
+        (["a", "abcdef"], {"max_len": 9}, "but max_len is 9"),
+        ("a" * 97, {}, "need 101 positions, but the model has only 100"),
         ("a", {"max_len": 200}, "max_len is 200, but the model has only 100 positions"),
         ("a", {"top_p": 0}, "top_p must be"),
         ("a", {"logprobs": -1}, "logprobs must be a whole number, at least 0"),
@@ -681,8 +681,8 @@ def test_bad_requests_of_a_continuation(byte_tokenizer):
     lm = scripted("abc", "abc", tokenizer=byte_tokenizer)
     cache = generate(lm, "ab", max_new_tokens=5, max_len=8).cache
     assert cache.length.tolist() == [6]
-    with pytest.raises(ValueError, match="7 tokens of prompt and max_new_tokens=2 make 9, but"):
-        generate(lm, "c", cache=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="7 tokens of prompt and max_new_tokens=3 need 9 pos"):
+        generate(lm, "c", cache=cache, max_new_tokens=3)
     with pytest.raises(ValueError, match="the cache has 1 rows, but there are 2 prompts"):
         generate(lm, ["a", "b"], cache=cache, max_new_tokens=1)
     with pytest.raises(ValueError, match="max_len is 9, but the cache given holds 8"):
@@ -777,10 +777,60 @@ def test_a_model_on_another_device_than_the_default_one(tiny_llama):
 
 def test_a_cache_given_that_is_too_small_can_be_grown(tiny_llama):
     cache = kvjax.generate(tiny_llama, [[1, 2]], max_new_tokens=2, max_len=8).cache
-    with pytest.raises(ValueError, match=r"holds 8: kvjax\.grow\(cache, 12\) makes room"):
+    with pytest.raises(ValueError, match=r"holds 8: kvjax\.grow\(cache, 11\) makes room"):
         kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=cache)
-    grown = kvjax.grow(cache, 12)
+    grown = kvjax.grow(cache, 11)
     assert kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=grown).stats.new_tokens
+
+
+def _in_tree(lm, prompts, **settings):
+    tree = kvjax.PrefixTree(lm, "paged", pages=12, max_len=64, prefill_chunk=16)
+    del settings["prefill_chunk"]
+    return generate(lm, prompts, prefix_cache=tree, **settings)
+
+
+def _rolled_out(lm, prompts, **settings):
+    del settings["prefill_chunk"]
+    found = kvjax.rollout(lm, lm.params, prompts, temperature=0, **settings).check()
+    both = zip(found.new_tokens.tolist(), found.lengths.tolist(), strict=True)
+    return types.SimpleNamespace(tokens=[ids[:count] for ids, count in both])
+
+
+WAYS: dict[str, Any] = {
+    "static": generate,
+    "of its length": lambda *args, **more: generate(*args, max_len=64, **more),
+    "without a cache": lambda *args, **more: generate(*args, use_cache=False, **more),
+    "dynamic": lambda *args, **more: generate(*args, cache="dynamic", **more),
+    "samples in pages": lambda *args, **more: generate(*args, cache="paged", n=2, **more),
+    "beams": lambda *args, **more: generate(*args, num_beams=2, **more),
+    "penalized drafts": lambda *args, **more: generate(
+        *args, draft="lookup", no_repeat_ngram_size=64, **more
+    ),
+    "in a tree": _in_tree,
+    "rolled out": _rolled_out,
+}
+
+
+OFTEN = ("static", "of its length", "without a cache", "beams")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=[pytest.mark.rare] * (x not in OFTEN)) for x in WAYS]
+)
+def test_the_last_new_token_needs_no_position(tiny_llama, way):
+    """Where the model has 64 positions, 60 tokens of prompt and 5 new ones fit, and 6 do not."""
+    config = types.SimpleNamespace(**vars(tiny_llama.config), position_limit=64)
+    lm: Any = dataclasses.replace(tiny_llama, config=config)
+    every = jax.jit(lm.architecture.apply)
+    for held, new in ((60, 5), (64, 1)) if WAYS[way] is generate else ((60, 5),):
+        prompt = [(7 * n) % 250 for n in range(held)]
+        ids = WAYS[way](lm, [prompt], max_new_tokens=new, **SHARED).tokens[0]
+        assert len(ids) == new
+        if way != "beams":
+            logits = every(lm.params, np.array([(prompt + ids)[:64]], np.int32))
+            assert ids == jnp.argmax(logits[0, held - 1 :], axis=-1).tolist()
+        with pytest.raises(ValueError, match=r"need 65 positions, but .* 64"):
+            WAYS[way](lm, [prompt], max_new_tokens=new + 1, **SHARED)
 
 
 def test_a_layers_number_is_not_traced():

@@ -320,7 +320,7 @@ class TestLimits:
         ("limits", "message"),
         [
             ({"max_batch_size": 1}, "2 prompts, but max_batch_size is 1"),
-            ({"max_seq_len": 10}, "come to [0-9]+ tokens, but max_seq_len is 10"),
+            ({"max_seq_len": 10}, "need 32 positions, but max_seq_len is 10"),
             (
                 {"cache_memory_ratio": 0.1, "device_memory": 10**6},
                 "the cache would take [0-9,]+ bytes of the device, but cache_memory_ratio=0.1 of",

@@ -112,9 +112,9 @@ wrong("lists", lambda: kvjax.append(plain(), 0, [[1.0]], [[1.0]]))
 wrong("layer 1.0", lambda: kvjax.read(plain(), 1.0))
 wrong("last_only traced", lambda: jax.jit(lm.apply)(lm.params, tokens, plain(), last_only=True))
 wrong("a fixed policy that is too small", lambda: kvjax.generate(
-    lm, [[1] * 5], max_new_tokens=6, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+    lm, [[1] * 5], max_new_tokens=7, cache=kvjax.CachePolicy(kvjax.Dense(10))))
 wrong("a fixed policy is fine", lambda: kvjax.generate(
-    lm, [[1] * 5], max_new_tokens=5, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+    lm, [[1] * 5], max_new_tokens=6, cache=kvjax.CachePolicy(kvjax.Dense(10))))
 grown = kvjax.init_cache(lm.config, "dynamic")
 kvjax.grow(grown, 512)
 wrong("used up by grow", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, cache=grown))
@@ -223,8 +223,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "layer 1.0": "ValueError: layer must be a whole number, at least 0, got 1.0",
         "last_only traced": "ValueError: last_only is no array: jax.jit(..., "
         'static_argnames="last_only")',
-        "a fixed policy that is too small": "ValueError: prompt and max_new_tokens make 11 "
-        "tokens, but the policy's cache holds 10",
+        "a fixed policy that is too small": "ValueError: prompt and max_new_tokens need 11 "
+        "positions, but the policy's cache holds 10",
         "a fixed policy is fine": "accepted",
         "used up by grow": "ValueError: the cache given was used up by an earlier call: go on "
         "with the one that it gave back, or give it a kvjax.fork next time",

@@ -216,7 +216,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: lm.reading(
             TEXTS, kvjax.policy("auto", memory=9999)
         ): "moves layers as a text grows",
-        lambda: written(lm, limits=InferenceLimits(max_seq_len=100)): "come to 150 tokens, but max",
+        lambda: written(lm, limits=InferenceLimits(max_seq_len=100)): "need 150 positions, but max",
         lambda: written(lm, limits=small): r"the cache would take 262,144 bytes of the device",
         lambda: read.on(kvjax.make_mesh(data=2)): "what the encoder has read is where the model w",
         lambda: written(read, [[0]] * 2, mesh=kvjax.make_mesh(data=2)): "move that first",

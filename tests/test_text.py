@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 import kvjax
 from kvjax.models import LanguageModel
@@ -194,6 +194,51 @@ def test_chat(tmp_path: Path) -> None:
     assert tokenizer.render([{"role": "user", "content": "x"}], add_generation_prompt=False) == (
         "<s>[user]x</s>"
     )
+
+
+def test_the_last_message_goes_on(tmp_path: Path) -> None:
+    """Cut behind its text, without an end of its turn; what a template changes is refused."""
+    tokenizer = read(tmp_path)
+
+    def ends(content: Any, **more: Any) -> str:
+        messages = [{"role": "user", "content": "x y"}, {"role": "assistant", "content": content}]
+        return tokenizer.render(messages, continue_final_message=True, **more)
+
+    assert ends(" x y ") == "<s>[user]x y</s>[assistant] x y "
+    assert ends("", add_generation_prompt=False) == "<s>[user]x y</s>[assistant]"
+    told = [{"role": "assistant", "content": "x"}]
+    assert tokenizer.decode(tokenizer.chat(told, continue_final_message=True)).endswith("]x")
+    assert told == [{"role": "assistant", "content": "x"}]
+    parts = "{% for m in messages %}{{ m.content[0].text }};{% endfor %}"
+    assert ends([{"type": "text", "text": "so "}], template=parts).endswith(";so ")
+    trims = "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"
+    assert ends("so", template=trims) == "<x y><so"
+    changes = "{% for m in messages %}<{{ m.content.split('|')[-1] }}>{% endfor %}"
+    for content, template in (
+        ("so ", trims), (" so", trims), ("a|b", changes), ("so", "{{ messages[0].content }}"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"strips or changes the last message, '{content[0]}"):
+            ends(content, template=template)
+    with pytest.raises(ValueError, match="goes with add_generation_prompt=False"):
+        ends("so", add_generation_prompt=True)
+    for content in (None, [], [{"type": "image"}]):
+        with pytest.raises(ValueError, match="the last message has no text to go on with"):
+            ends(content)
+
+
+def test_where_tokens_begin(tmp_path: Path) -> None:
+    """In the text as it was given, which lacks the BOS token; spaces are a token's own."""
+    tokenizer = read(tmp_path, add_bos_token=True)
+    assert tokenizer.encode("a<s>é ")[:4] == [BOS, 64, BOS, *tokenizer.encode("é")[1:2]]
+    assert tokenizer.starts("a<s>é ") == [0, 0, 1, 4, 4, 5]
+    assert tokenizer.starts("") == [0]
+    backend = Backend(models.BPE(vocab={"a": 0, "Ġ": 1, "Ġa": 2}, merges=[("Ġ", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[assignment]
+    trimming = Tokenizer(backend)
+    assert trimming.encode("a a  a") == [0, 2, 1, 2]
+    assert trimming.starts("a a  a") == [0, 1, 3, 4]
 
 
 def test_template_helpers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.bench import Bench, Cell
+from kvjax.core.files import at_home
 from kvjax.core.plots import pyplot
 from kvjax.core.sizes import readable_bytes
 
@@ -102,7 +103,7 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
     roof.set(xlabel="megabytes that a step must read", ylabel="GB/s reached")
     time.legend(fontsize=8)
     figure.suptitle(f"{title} in {found.dtype} on {found.device}", fontsize=11)
-    figure.savefig(path, dpi=150)
+    figure.savefig(at_home(path), dpi=150)
     plt.close(figure)
 
 

@@ -22,6 +22,7 @@ from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Answering, CacheChoice, Options
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
+from kvjax.policies.positions import new_tokens_for
 from kvjax.policies.presets import PolicyChoice
 
 _SETTINGS = Answering.__annotations__.keys() | {"max_new_tokens", "stop"}
@@ -69,7 +70,7 @@ class Conversation:
             self.rendering, known, system, turns, user, most=self.most, new=new, drop=drop
         )
         if self.most is not None:
-            new = min(new, self.most - len(plan.ids))
+            new = min(new, new_tokens_for(self.most, len(plan.ids)))
         held = self.held or empty(self.lm, self.policy, self.length)
         kept, again = held.back_to(plan.ids)
         request = self.request(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvjax.chats.known import Known
 from kvjax.chats.texts import Rendering, messages_of
 from kvjax.chats.turns import Turn
+from kvjax.policies.positions import positions_needed
 
 WHEN_FULL = ("stop", "drop")
 
@@ -41,11 +42,13 @@ def planned(
     found = plan(turns[-1].first if turns else 0)
     if not found.ids:
         raise ValueError("the text is empty: there is no token to answer to")
-    if most is None or len(found.ids) + (min(new, most // 4) if drop else 1) <= most:
+    if most is None:
+        return found
+    if positions_needed(len(found.ids), min(new, most // 4) if drop else 1) <= most:
         return found
     while drop and found.first < len(turns) and len(found.ids) > most // 2:
         found = plan(found.first + 1)
-    if len(found.ids) < most:
+    if len(found.ids) <= most:
         return found
     full = f"the chat comes to {len(found.ids)} tokens with this text, and has room for {most}: "
     if drop:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.chats.held import Held
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import read_as_written
+from kvjax.core.files import at_home, read_as_written
 from kvjax.generation.loaded import LanguageModel
 from kvjax.operations.fingerprints import fingerprint
 from kvjax.operations.loading import load_cache
@@ -30,7 +30,7 @@ def write(
     Raises:
       CheckpointError: if something else stands there.
     """
-    folder, model = Path(folder).expanduser(), fingerprint(lm)
+    folder, model = at_home(folder), fingerprint(lm)
     ours = {_NAME, _CACHE, _BESIDE}
     if folder.exists() and not (folder.is_dir() and {x.name for x in folder.iterdir()} <= ours):
         raise CheckpointError(f"{folder}: there is something else, which is not written over")
@@ -57,7 +57,7 @@ def read(
       CheckpointError: if there is no chat, it is of another model, or a file was cut or changed.
       ValueError: if ``max_len`` is less than the cache holds.
     """
-    folder = Path(folder).expanduser()
+    folder = at_home(folder)
     file = folder / _NAME
     try:
         told = json.loads(file.read_text(encoding="utf-8"))

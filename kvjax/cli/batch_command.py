@@ -33,7 +33,8 @@ def batch(
         typer.Argument(
             metavar="PROMPTS",
             help='JSON objects, one a line: {"prompt": text}, {"tokens": [ids]} or {"messages": '
-            "[chat]}, with an id and the settings below where wanted; - is standard input.",
+            "[chat]}, with an id and the settings below where wanted; - is standard input. With "
+            '"continue_final_message": true the last of the messages is continued.',
         ),
     ],
     out: Annotated[

@@ -12,11 +12,13 @@ SETTINGS = (
     "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "no_repeat_ngram_size", "logit_bias", "seed", "stop", "logprobs", "priority",
 )  # fmt: skip
-_KNOWN = ("id", *PROMPTS, *SETTINGS)
+_GOES_ON = "continue_final_message"
+_KNOWN = ("id", *PROMPTS, _GOES_ON, *SETTINGS)
 _KINDS = {
     "prompt": (str, "a text"),
     "tokens": (list, "a list of token ids"),
     "messages": (list, "a list of messages"),
+    _GOES_ON: (bool, "true or false"),
     "logit_bias": (dict, "an object: token ids, and what is added to their logits"),
     "stop": ((str, list), "a text, or a list of texts"),
 }
@@ -107,10 +109,12 @@ def asked_for(entry: dict[str, Any], lm: Any, chat: bool) -> tuple[Any, dict[str
     settings = {name: entry[name] for name in SETTINGS if name in entry}
     if "logit_bias" in settings:
         settings["logit_bias"] = {_token(each): x for each, x in entry["logit_bias"].items()}
-    prompt = entry[given[0]]
+    prompt, how = entry[given[0]], {_GOES_ON: True} if entry.get(_GOES_ON) else {}
+    if how and given != ["messages"]:
+        raise ValueError(f"{_GOES_ON} is of messages: it has {given[0]}")
     if given == ["prompt"] and chat:
         prompt = lm.chat([{"role": "user", "content": prompt}])
-    return lm.chat(prompt) if given == ["messages"] else prompt, settings
+    return lm.chat(prompt, **how) if given == ["messages"] else prompt, settings
 
 
 def _token(written: str) -> int:

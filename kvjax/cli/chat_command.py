@@ -11,6 +11,7 @@ from kvjax.cli import drafting, options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.waiting import raised, shown
+from kvjax.core.files import at_home
 from kvjax.policies.words import parse_policy
 
 
@@ -73,7 +74,7 @@ def chat(
     if load is not None and policy != parse_policy("static"):
         raise ValueError("the chat in --load has its cache and its policy: leave --cache out")
     if template not in (None, PLAIN):
-        template = read(Path(template))
+        template = read(at_home(template))
     given: dict[str, Any] = {
         "system": system, "template": template,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,

@@ -9,6 +9,7 @@ from kvjax.core.errors import CheckpointError
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.operations.loading import load_cache
 from kvjax.operations.saving import save_cache
+from kvjax.policies.positions import positions_needed
 
 
 def taken_up(
@@ -29,7 +30,7 @@ def taken_up(
         )
     held = int(fetch(cache.length)[0])
     ids = texts[0][held:] + lm.tokenizer.encode(words, add_special_tokens=not texts[0])
-    need, holds = held + len(ids) + new, max(cache.max_len, cache.grows_to or 0)
+    need, holds = positions_needed(held + len(ids), new), max(cache.max_len, cache.grows_to or 0)
     if max_len is None and need > holds < UNLIMITED:
         limit = cache.positions or UNLIMITED
         max_len = min(capacity_bucket(need), max(limit, holds))

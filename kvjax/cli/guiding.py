@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli.common import read
+from kvjax.core.files import at_home
 from kvjax.generation.results import GenerationResult
 
 JsonSchema = Annotated[
@@ -66,6 +67,6 @@ def check_kept(result: GenerationResult) -> None:
 
 
 def _words(file: str | Path) -> str:
-    if not Path(file).is_file():
+    if not (path := at_home(file)).is_file():
         raise ValueError(f"there is no file {str(file)!r:.200}")
-    return read(Path(file))
+    return read(path)

@@ -5,8 +5,11 @@ Results go to standard output, everything else to standard error. What the user 
 option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
 """
 
+import functools
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import jax
@@ -25,6 +28,7 @@ from kvjax.cli.streams import prepare_streams
 from kvjax.cli.waiting import INTERRUPTED, interruptible
 from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
+from kvjax.core.files import at_home
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
 
@@ -50,11 +54,22 @@ def _root(
         typer.echo(context.get_help())
 
 
+def _paths_at_home(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose paths may begin with ``~``, which shells leave as it is in ``--out=~/x``."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        paths = {name: at_home(x) for name, x in given.items() if isinstance(x, Path)}
+        return command(**given | paths)
+
+    return run
+
+
 for name, command in {
     "generate": generate, "chat": chat, "batch": batch, "info": info, "eval": evaluate,
     "plan": plan, "bench": bench, "serve": serve,
 }.items():  # fmt: skip
-    app.command(name)(command)
+    app.command(name)(_paths_at_home(command))
 
 
 _LENGTH = "--max-len", "--max-seq-len"

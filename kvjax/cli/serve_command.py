@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from kvjax.cli import drafting, options
 from kvjax.cli.common import given_mesh, use_compilation_cache
 from kvjax.cli.waiting import INTERRUPTED, leave, shown
+from kvjax.core.files import at_home
 from kvjax.core.sizes import parse_bytes
 from kvjax.policies.words import parse_policy
 
@@ -133,7 +133,8 @@ def serve(
 def _name(model: str | None) -> str:
     if model is None:
         return "kvjax-tiny"
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    folder = at_home(model)
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def _positions(lm: Any) -> int:

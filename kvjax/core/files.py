@@ -103,13 +103,19 @@ def save_folder(
     return Saving(path.resolve(), dict(arrays), told)
 
 
+def at_home(path: str | Path) -> Path:
+    """A path, of which a leading ``~`` is the user's folder. One of an unknown user stays as it is:
+    ``Path.expanduser`` raises there."""
+    return Path(os.path.expanduser(path))
+
+
 def can_be_saved(path: str | Path) -> Path:
     """The path of a folder that may be written.
 
     Raises:
       CheckpointError: if something else stands there.
     """
-    path = Path(path).expanduser()
+    path = at_home(path)
     if path.exists() and not (path.is_dir() and all(map(_is_ours, path.iterdir()))):
         raise CheckpointError(f"{path}: there is something else, which is not written over")
     return path
@@ -121,7 +127,7 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     Raises:
       CheckpointError: if nothing was written there, or it was cut or changed since.
     """
-    path = Path(path).expanduser()
+    path = at_home(path)
     try:
         data = (path / NAME).read_bytes()
     except FileNotFoundError:

@@ -80,7 +80,8 @@ class Rounds:
 class Report:
     """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
     as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
-    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache."""
+    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache; ``prompt``: scores of the
+    tokens of a prompt, [1, new], each of the one behind it, where they were asked for."""
 
     tokens: Int[Array, "rows most"]
     scores: Scores
@@ -88,3 +89,4 @@ class Report:
     done: SomeRows
     broken: SomeRows
     status: Rows
+    prompt: Scores | None = None

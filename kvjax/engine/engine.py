@@ -152,6 +152,8 @@ class Engine(Runs):
             stop, eos_token_ids: as of ``generate``.
           seed: of its draws.
           logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
+          prompt_logprobs: the same of each token of the prompt, but for the first, as
+            ``Handle.prompt_logprobs``. The prompt is then read whole, whatever of it is known.
           guide: which tokens may come next: of ``Guides``, or any
             ``kvjax.generation.guides.masks.Guide``.
           draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most; None

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.core.device import fetch
 from kvjax.engine.beams import BeamRows, Found
 from kvjax.engine.drafts import Drafts
 from kvjax.engine.request import Request
 from kvjax.generation.guides.masks import bits_along, bits_of
 from kvjax.generation.text import RowText, Tokenizer
-from kvjax.sampling.scores import TokenScore
+from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Handle:
         self.times = Times()
         self._text, self._listener = _row_text(request, tokenizer), listener
         self._scores: list[TokenScore] = []
+        self._prompt_scores: list[TokenScore] = []
         self._told = 0
         self.found: list[Found] = []
         # The engine's own: all tokens that were chosen, those behind a stop string among them;
@@ -109,6 +111,19 @@ class Handle:
     def logprobs(self) -> list[TokenScore] | None:
         """Of each of its ``tokens``, where they were asked for."""
         return None if self.request.scores is None else self._scores[: len(self.tokens)]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenScore | None] | None:
+        """Of each token of its prompt that was read, where they were asked for; None of the first,
+        which follows nothing."""
+        return None if self.request.prompt_scores is None else [None, *self._prompt_scores]
+
+    def read(self, start: int, scores: Scores) -> None:
+        """Take in the scores of its prompt behind so many tokens."""
+        most, following = self.request.prompt_scores, len(self.request.tokens) - 1 - start
+        assert most is not None
+        found = token_scores(fetch(scores), 0, 0, max(following, 0), most)
+        self._prompt_scores[start:] = found
 
     def take(self) -> Piece:
         """What nothing can take back any more, since the last call."""

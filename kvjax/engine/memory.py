@@ -50,8 +50,10 @@ class Memory:
         """Let a request have its row, and the pages of what is known of its prompt; whether there
         are pages for all of that, and for what the others want next. Where there are no others,
         texts that it could begin with may be what is in its way."""
-        return self._begun(slot, others, self._sharing) or (
-            self._sharing and not others and self._begun(slot, others, False)
+        # Of what is known there are no logits.
+        sharing = self._sharing and slot.handle.request.prompt_scores is None
+        return self._begun(slot, others, sharing) or (
+            sharing and not others and self._begun(slot, others, False)
         )
 
     def _begun(self, slot: Slot, others: Sequence[Slot], sharing: bool) -> bool:
@@ -83,7 +85,7 @@ class Memory:
         back at once. Beams that branch may take one at any time."""
         found = [0] * len(self._terms.kinds)
         for slot in slots:
-            most = len(slot.prompt) + slot.handle.request.limit
+            most = slot.handle.request.need
             wanting = self._pages.wanting(slot.row, most)
             for number, more in enumerate(wanting):
                 found[number] += more or slot.handle.beams is not None
@@ -91,8 +93,7 @@ class Memory:
 
     def _soon(self, slot: Slot, filled: int) -> int:
         """Tokens that a row of so many will have with the next rounds."""
-        most = len(slot.prompt) + slot.handle.request.limit
-        return min(filled + self._rows.rounds, most)
+        return min(filled + self._rows.rounds, slot.handle.request.need)
 
     def forget_texts(self) -> None:
         """Keep nothing that requests could begin with."""

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.choosing import Progress, choose, whole
 from kvjax.generation.contexts import Cached, Context
@@ -31,13 +31,21 @@ from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
-def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Report]:
-    """Feed a chunk of prompts, and choose the first token of those that end in it."""
+def feed(
+    held: Held, model: Model, params: Any, piece: Piece, following: Tokens | None = None
+) -> tuple[Held, Report]:
+    """Feed a chunk of prompts, and choose the first token of those that end in it; ``following``:
+    int32[1, new], the token behind each, whose scores are told, of one prompt."""
     before = some_of(held, piece.rows)
     starts, written = piece.starts, before.cache.written
     written = jnp.where(piece.fresh[:, None], starts[:, None], written)
     context: Any = context_of(before.cache, starts, piece.tables, written=written)
-    logits, context = context.feed(model, params, piece.tokens, piece.lengths)
+    told = None
+    if following is None:
+        logits, context = context.feed(model, params, piece.tokens, piece.lengths)
+    else:
+        every, context = context.feed_all(model, params, piece.tokens, piece.lengths)
+        logits, told = every[:, piece.lengths[0] - 1], scores_along(every, following, context)
     zeros = jnp.zeros_like(piece.rows)
     waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
     progress, past, scores = choose_next(
@@ -49,7 +57,8 @@ def feed(held: Held, model: Model, params: Any, piece: Piece) -> tuple[Held, Rep
     )
     after = Held(context.cache, progress, past)
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
-    return with_some(held, piece.rows, after), report_of(after, tokens, scores)
+    report = replace(report_of(after, tokens, scores), prompt=told)
+    return with_some(held, piece.rows, after), report
 
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
@@ -203,6 +212,15 @@ def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
     return Report(
         tokens, scores, progress.count, progress.done, progress.broken, after.cache.status
     )
+
+
+def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Context) -> Scores:
+    """By the logits behind each place of one row, the scores of the token that follows it."""
+    logits = whole(every, context)[0]
+    most = min(MOST_SCORES, logits.shape[1])
+    none = jnp.zeros(len(logits))
+    found = scores_of(logits, tokens[0], most, filtered=None, temperature=none)
+    return jax.tree.map(lambda x: x[None], found)
 
 
 def choose_next(

@@ -14,6 +14,7 @@ from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.settings import Options
 from kvjax.generation.words import biases, end_tokens, stop_strings, token_ids, told_scores
+from kvjax.policies.positions import positions_needed
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
 from kvjax.sampling.controls import Sampling
@@ -44,6 +45,7 @@ class Asking(TypedDict, total=False):
     stop: str | Sequence[str] | None
     eos_token_ids: int | Sequence[int] | None
     logprobs: int | None
+    prompt_logprobs: int | None
     guide: Guide | None
     draft: PromptLookup | str | None
     tenant: Hashable
@@ -61,7 +63,8 @@ class Request:
 
     ``tokens``: of its prompt; ``limit``: new tokens after which it ends; ``eos``: tokens that end
     it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
-    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities;
+    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities, and
+    ``prompt_scores`` with each of its prompt;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
     after which it ends as it is, None for never; ``by_text``: whether its filters, or a draft's
     model, go by its text; ``guide``: which tokens may come next, None for all; ``drafting``: what
@@ -75,6 +78,7 @@ class Request:
     stops: tuple[str, ...]
     sampling: Sampling
     scores: int | None
+    prompt_scores: int | None
     tenant: Hashable
     priority: int
     deadline: float | None
@@ -83,6 +87,11 @@ class Request:
     drafting: Drafting | None
     search: Search | None
     least: int
+
+    @property
+    def need(self) -> int:
+        """Tokens that a row of it holds, at most."""
+        return positions_needed(len(self.tokens), self.limit)
 
 
 def asked(
@@ -107,6 +116,7 @@ def asked(
     stop: str | Sequence[str] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     guide: Guide | None = None,
     draft: PromptLookup | str | None = ENGINES,
     tenant: Hashable = None,
@@ -129,11 +139,12 @@ def asked(
     least = whole_number("min_new_tokens", min_new_tokens, 0)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    if len(tokens) + limit > terms.max_len:
+    need = positions_needed(len(tokens), limit)
+    if need > terms.max_len:
         name = "rotary_len" if terms.max_len == terms.rotary_len else "max_seq_len"
         raise ValueError(
-            f"{len(tokens)} tokens of prompt and max_new_tokens={limit} make "
-            f"{len(tokens) + limit}, but the engine's {name} is {terms.max_len}"
+            f"{len(tokens)} tokens of prompt and max_new_tokens={limit} need {need} positions, but "
+            f"the engine's {name} is {terms.max_len}"
         )
     eos = end_tokens(lm, eos_token_ids)
     if guide is not None:
@@ -165,7 +176,7 @@ def asked(
         # Its rows go on to wherever they are led.
         sampling = make_settings(seeds=[seed])[1]
     for number, kind in enumerate(terms.kinds):
-        pages = most_pages(kind, len(tokens), len(tokens) + limit, num_beams)
+        pages = most_pages(kind, len(tokens), need, num_beams)
         if pages > (pool := kind.paging.layout.pool or 0):
             raise ValueError(
                 f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
@@ -176,6 +187,7 @@ def asked(
     return Request(
         tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
         sampling=sampling, scores=told_scores(lm.config, logprobs),
+        prompt_scores=told_scores(lm.config, prompt_logprobs, name="prompt_logprobs"),
         tenant=named("tenant", tenant), priority=priority, deadline=deadline,
         by_text=filters.marks or filters.whole or by_model, guide=guide, drafting=drafting,
         search=search, least=least,

@@ -88,9 +88,13 @@ class Rows:
         start, end = slot.filled, slot.filled + length
         ends = end == len(slot.prompt)
         words = slot.handle.allowed(words_for(self.lm.config)) if ends else None
+        following = None
+        if slot.handle.request.prompt_scores is not None:
+            following = slot.prompt[start + 1 : end + 1]
         return self._fed(
-            slot.row, slot.prompt[start:end], start, slot.fresh, slot.forced(1)[0], ends, words
-        )
+            slot.row, slot.prompt[start:end], start, slot.fresh, slot.forced(1)[0], ends, words,
+            following=following,
+        )  # fmt: skip
 
     def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
         """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
@@ -100,8 +104,10 @@ class Rows:
     def _fed(
         self, row: int, tokens: Sequence[int], start: int, fresh: bool, first: int = -1,
         ends: bool = False, words: Any = None, width: int = 1,
+        following: Sequence[int] | None = None,
     ) -> Report:  # fmt: skip
-        """Send a chunk; ``first``: what is chosen behind it, where that is known."""
+        """Send a chunk; ``first``: what is chosen behind it, where that is known; ``following``:
+        what follows each of its tokens, where the scores of these are asked for."""
         one, count, allowed = ints(row), len(tokens), self.every(1)
         padded: Any = np.zeros((1, self.width(max(count, width))), np.int32)
         padded[0, :count] = tokens
@@ -111,7 +117,11 @@ class Rows:
             one, padded, ints(count), ints(start), self.tables(one), flag(fresh),
             flag(ends), ints(first), allowed, self.board.of(one),
         )  # fmt: skip
-        report: Report = self.run(programs.feed, self.lm.architecture, self.params, piece)
+        then: Any = None
+        if following is not None:
+            then = np.zeros_like(padded)
+            then[0, : len(following)] = following
+        report: Report = self.run(programs.feed, self.lm.architecture, self.params, piece, then)
         return report
 
     def decode(

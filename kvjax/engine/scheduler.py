@@ -174,11 +174,15 @@ class Scheduler:
 
     def _feed(self, flight: Flight, slot: Slot, length: int) -> None:
         """Send a chunk of a prompt, whose pages the row has."""
-        report = self._rows.feed(slot, length)
-        slot.filled, slot.fresh = slot.filled + length, False
+        report, start = self._rows.feed(slot, length), slot.filled
+        slot.filled, slot.fresh = start + length, False
         self._counters.prefill_tokens += length
         self._counters.padding_tokens += self._rows.width(length) - length
-        self._memory.keep(slot)
+        scores = report.prompt
+        if scores is None:
+            self._memory.keep(slot)
+        else:  # by another program, whose last bits may be others
+            flight.landing.append(lambda: slot.handle.read(start, scores))
         if slot.reading:
             flight.add(report, [], self._memory.coming())
             return

@@ -4,7 +4,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.generation.model import ModelConfig
 from kvjax.layouts import UNLIMITED
-from kvjax.policies.positions import position_limit, same_rotary
+from kvjax.policies.positions import position_limit, positions_needed, same_rotary
 
 _SMALLEST_CAPACITY = 64
 
@@ -36,10 +36,10 @@ def capacity_for(
     Raises:
       ValueError: if that is more than ``max_len``, the model's positions, or the cache given hold.
     """
-    need, positions = longest + limit, position_limit(config)
-    asked = f"{longest} tokens of prompt and {new}{limit} make {need}"
+    need, positions = positions_needed(longest, limit), position_limit(config)
+    asked = f"{longest} tokens of prompt and {new}{limit} need {need} positions"
     if positions is not None and need > positions:
-        raise ValueError(f"{asked}, but the model has only {positions} positions")
+        raise ValueError(f"{asked}, but the model has only {positions}")
     if given is not None:
         holds = most_tokens(given)
         if max_len not in (None, holds):

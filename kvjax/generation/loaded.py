@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from kvjax.core.context import outside
 from kvjax.core.device import put_over
+from kvjax.core.files import at_home
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.parameters import check_like, like, strong
@@ -105,7 +106,7 @@ class LanguageModel:
                 "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
                 "as you save them elsewhere"
             )
-        write(self.params, Path(self.source), Path(folder).expanduser())
+        write(self.params, Path(self.source), at_home(folder))
 
     @outside
     def reading(

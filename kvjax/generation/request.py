@@ -34,7 +34,7 @@ from kvjax.layouts import UNLIMITED
 from kvjax.operations.room import check_room
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import common_heads
-from kvjax.policies.positions import same_rotary
+from kvjax.policies.positions import positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
 from kvjax.sampling.controls import Filters, Sampling
@@ -53,7 +53,7 @@ class Request:
     ``start``: tokens that a given cache holds already, a row;
     ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
     the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
-    None; ``need``: tokens that prompts and new text can come to;
+    None; ``need``: places that prompts and new text take in it, at most;
     ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
     told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
@@ -115,7 +115,7 @@ class Request:
         those of this request, not all that it can hold."""
         if self.capacity < UNLIMITED:
             return self.capacity
-        return capacity_bucket(max(map(len, self.known_texts)) + self.limit)
+        return capacity_bucket(positions_needed(max(map(len, self.known_texts)), self.limit))
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
@@ -173,11 +173,12 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         tree = prefixes.tree
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
-    rotary_len = rotary_asked(lm.config, options, longest + limit)
+    need = positions_needed(longest, limit)
+    rotary_len = rotary_asked(lm.config, options, need)
     capacity = capacity_for(
         lm.config, longest, limit, options.max_len, given, rounded=rotary_len is not None
     )
-    check_length(draft, longest + limit)
+    check_length(draft, need)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(
             lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)
@@ -185,14 +186,14 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if chosen is not None:
         chosen = with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
     if given is not None:
-        check_room(given, grown_to(given, longest + limit))
+        check_room(given, grown_to(given, need))
     if options.limits is not None:
         options.limits.check(
             lm,
             chosen,
             batch=len(rows) * n,
             prompts=asked * n,
-            need=max([longest + limit, *map(len, texts or ())]),
+            need=max([need, *map(len, texts or ())]),
             capacity=capacity,
             beside=0 if texts is None else bytes_of_source(lm, chosen, texts, len(rows)),
         )
@@ -208,7 +209,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     )  # fmt: skip
     filters = replace(filters, mesh=spread is not None)
     return Request(
-        prompts=rows, rows=asked * n, spread=spread, start=start, need=longest + limit,
+        prompts=rows, rows=asked * n, spread=spread, start=start, need=need,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
         max_len=plain(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,

@@ -237,7 +237,9 @@ class Session:
             if request.need > holds:
                 why = f"the policy's cache holds {holds}"
                 why = cache.last_position if holds == cache.positions else why
-                raise ValueError(f"prompt and max_new_tokens make {request.need} tokens, but {why}")
+                raise ValueError(
+                    f"prompt and max_new_tokens need {request.need} positions, but {why}"
+                )
             self._hold(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)

@@ -9,6 +9,7 @@ from kvjax.generation.settings import Options
 from kvjax.layouts import paged
 from kvjax.memory.planning import PREFILL
 from kvjax.policies.cache_policy import CachePolicy
+from kvjax.policies.positions import positions_needed
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer
 from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.tree import Tenant
@@ -54,7 +55,7 @@ def for_samples(
     for each in per_layer(choice, config):
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
-            each = replace(each, layout=layout.resolve(max(texts) + limit, None))
+            each = replace(each, layout=layout.resolve(positions_needed(max(texts), limit), None))
             layout = replace(
                 layout, pages=rows * _pages(each, layout.page_size, tuple(texts), limit, samples)
             )
@@ -72,6 +73,6 @@ def _pages(policy: CachePolicy, size: int, texts: tuple[int, ...], limit: int, s
     needs = []
     for tokens in texts:
         full = len(Kind(paging).needed(tokens)[0])
-        most = -(-(tokens + limit) // size)
+        most = -(-positions_needed(tokens, limit) // size)
         needs.append(full + samples * (most - full))
     return max(needs)

@@ -20,7 +20,7 @@ def chunk_widths(request: Request, least: int, most: int) -> dict[int, int]:
     """The widths of a prompt's last chunk that meet a capacity, and of each the longest such chunk:
     as many lengths as have all widths that end there."""
     chunk, found = request.chunk, {}
-    for held in range(least, min(least + chunk, most + 1, request.capacity)):
+    for held in range(least, min(least + chunk, most + 1)):
         rest = held - (held - 1) // chunk * chunk
         found.setdefault(request.width(rest), rest)
     return found

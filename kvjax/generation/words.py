@@ -71,14 +71,16 @@ def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[
     return found
 
 
-def told_scores(config: ModelConfig, logprobs: int | bool | None) -> int | None:
-    """How many of the likeliest tokens are told with each new one; None for no log-probability."""
+def told_scores(
+    config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
+) -> int | None:
+    """How many of the likeliest tokens are told with each one; None for no log-probability."""
     if logprobs is None or logprobs is False:
         return None
     logprobs = 0 if logprobs is True else logprobs
-    most = whole_number("logprobs", logprobs, 0)
+    most = whole_number(name, logprobs, 0)
     if most > MOST_SCORES:
-        raise ValueError(f"logprobs is {logprobs}, and must be at most {MOST_SCORES}")
+        raise ValueError(f"{name} is {logprobs}, and must be at most {MOST_SCORES}")
     return min(most, config.vocab_size)
 
 

@@ -102,7 +102,7 @@ class InferenceLimits:
         """Raise ``ValueError`` for a request that is beyond the limits.
 
         ``choice``: the policy of the cache to make, of ``batch`` rows and ``capacity`` tokens a
-        row, None where none is made; ``need``: tokens of prompt and new text, at most;
+        row, None where none is made; ``need``: positions that prompt and new text take, at most;
         ``prompts``: rows that do not only fill a mesh up, by default all; ``beside``: bytes of the
         device that another cache takes.
         """
@@ -111,7 +111,7 @@ class InferenceLimits:
             raise ValueError(f"{prompts} prompts, but max_batch_size is {self.max_batch_size}")
         if self.max_seq_len is not None and need > self.max_seq_len:
             raise ValueError(
-                f"prompt and new text come to {need} tokens, but max_seq_len is {self.max_seq_len}"
+                f"prompt and new text need {need} positions, but max_seq_len is {self.max_seq_len}"
             )
         allowed = self.allowed(lm, batch=batch, capacity=capacity)
         if allowed is None or choice is None:

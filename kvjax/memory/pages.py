@@ -11,6 +11,7 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import check_arrays
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
+from kvjax.core.files import at_home
 from kvjax.core.plots import pyplot
 from kvjax.core.sizes import readable_bytes
 from kvjax.core.trees import tree_bytes
@@ -110,7 +111,7 @@ class PageMap:
                 axes.text(x, y, _sign(int(grid[y, x])), ha="center", va="center", fontsize=6)
         words = "a color a row; black: several rows; grey: kept without a row; light: free"
         figure.suptitle(f"{title}\n{words}" if title else words, fontsize=9)
-        figure.savefig(path, dpi=150)
+        figure.savefig(at_home(path), dpi=150)
         plt.close(figure)
 
 

@@ -26,6 +26,18 @@ def position_limit(config: Any) -> int | None:
     return whole_or_none("position_limit", getattr(config, "position_limit", None), 1)
 
 
+def positions_needed(prompt: int, new: int) -> int:
+    """Positions of a model, and places in its cache, for a prompt and so many new tokens: the last
+    new one needs none, for the model never reads it."""
+    return prompt + max(new - 1, 0)
+
+
+def new_tokens_for(positions: int, prompt: int) -> int:
+    """The most new tokens that positions are enough for behind a prompt: see
+    ``positions_needed``."""
+    return positions - prompt + 1 if prompt <= positions else 0
+
+
 def rotary_terms(
     config: Any, reach: int, chosen: int | None = None
 ) -> tuple[int | None, int | None]:

@@ -12,6 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import REWOUND_TOO_FAR
 from kvjax.core.device import fetch
 from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.policies.positions import positions_needed
 from kvjax.prefixes.checkpoints import State, Taken, put_back, taken
 from kvjax.prefixes.found import found_of
 from kvjax.prefixes.nodes import Key
@@ -122,7 +123,7 @@ class Lease:
             count = sum(each.kind == number for each in away)
             for row in self._rows:
                 full = len(kind.needed(row.hit)[0])
-                most = kind.most(len(row.tokens) + new)
+                most = kind.most(positions_needed(len(row.tokens), new))
                 # Samples have the full pages of their prompt in common.
                 whole = 0 if kind.moves else len(kind.needed(len(row.tokens))[0])
                 count += max(whole - full, 0) + self._samples * (most - whole)

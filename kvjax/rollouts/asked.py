@@ -11,7 +11,7 @@ from kvjax.core.checks import UNLIMITED, is_traced, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Drawing
 from kvjax.generation.words import biases, check_ids, end_tokens, token_ids
-from kvjax.policies.positions import position_limit, same_rotary
+from kvjax.policies.positions import position_limit, positions_needed, same_rotary
 from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.settings import make_settings
 
@@ -40,7 +40,8 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
         width = longest = max(map(len, rows))
         if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
             width = max(16, 1 << (longest - 1).bit_length())
-            width = max(longest, min(width, (position_limit(lm.config) or UNLIMITED) - new))
+            most = (position_limit(lm.config) or UNLIMITED) - positions_needed(0, new)
+            width = max(longest, min(width, most))
         tokens = np.zeros((len(rows), width), np.int32)
         for row, ids in enumerate(rows):
             tokens[row, : len(ids)] = ids

@@ -13,6 +13,7 @@ from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
 from kvjax.serve.asked import Asked
 from kvjax.serve.choices import pieces_of
+from kvjax.serve.echoes import Echo
 from kvjax.serve.form import Form, Scored, with_scores
 from kvjax.serve.refused import Refused, to_json
 
@@ -26,6 +27,7 @@ class Answer:
         self, service: Service, form: Form, asked: Asked, handles: Sequence[Handle], model: str
     ) -> None:
         self._service, self._form, self._asked, self._handles = service, form, asked, handles
+        self._begun: set[int] = set()
         self._head = {
             "id": form.prefix + secrets.token_hex(12), "object": form.whole,
             "created": int(time.time()), "model": model,
@@ -40,10 +42,13 @@ class Answer:
         async with aclosing(self._pieces()) as pieces:
             async for _ in pieces:
                 pass
-        choices = [
-            self._form.choice(at, each.text, self._scored(handle, each, each.logprobs), why)
-            for at, (handle, each, why) in enumerate(self._given())
-        ]
+        choices = []
+        for at, (handle, each, why) in enumerate(self._given()):
+            text, scored = self._echoed(handle)
+            if self._asked.limit:
+                text += each.text
+                scored += self._scored(handle, each, each.logprobs)
+            choices.append(self._form.choice(at, text, scored if self._asked.told else None, why))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _given(self) -> list[tuple[Handle, Handle | Found, str]]:
@@ -53,16 +58,36 @@ class Answer:
             for at in which:
                 self._reason(at)
             every = [(handle, found) for handle in handles for found in handle.found]
-            return [(handle, found, _REASONS[found.reason]) for handle, found in every]
+            return [(handle, found, self._why(found.reason)) for handle, found in every]
         if asked.samples > asked.n:
             logprobs = [handle.logprobs or [] for handle in handles]
             which = best_rows(logprobs, asked.samples, asked.n)[0].ravel().tolist()
         return [(handles[at], handles[at], self._reason(at)) for at in which]
 
-    def _scored(self, handle: Handle, each: Handle | Found | Piece, scores: Any) -> Scored | None:
-        if not self._asked.told:
+    def _echo(self, handle: Handle) -> Echo | None:
+        """The prompt, where it is given back."""
+        if not self._asked.echoes:
             return None
-        return with_scores(each.tokens, scores, each.starts, handle)
+        return self._asked.echoes[self._handles.index(handle) // self._asked.samples]
+
+    def _echoed(self, handle: Handle) -> tuple[str, Scored]:
+        """What a choice begins with: the prompt's text, and its scores."""
+        echo = self._echo(handle)
+        if echo is None:
+            return "", []
+        scores = handle.prompt_logprobs
+        return echo.text, [] if scores is None else echo.scored(scores)
+
+    def _scored(self, handle: Handle, each: Handle | Found | Piece, scores: Any) -> Scored:
+        """What is known of new tokens. Behind a prompt there is one for each that was chosen, for
+        who scores prompts cuts as many off the end."""
+        if not self._asked.told:
+            return []
+        echo = self._echo(handle)
+        if echo is None:
+            return with_scores(each.tokens, scores, each.starts, handle.request.eos)
+        starts = [len(echo.text) + start for start in each.starts]
+        return with_scores(each.tokens, scores, starts, ())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Piece by piece; an error is the last."""
@@ -83,13 +108,17 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _parts(self, at: int, piece: Piece | None) -> Iterator[dict[str, Any]]:
-        form, handle = self._form, self._handles[at]
+        form, handle, told = self._form, self._handles[at], self._asked.told
+        if self._asked.echoes and at not in self._begun:
+            self._begun.add(at)
+            text, scored = self._echoed(handle)
+            yield form.piece(at, text, scored if told else None, None)
         if piece is None:
-            yield form.piece(at, "", [] if self._asked.told else None, self._reason(at))
-            return
-        scored = self._scored(handle, piece, piece.scores)
-        if piece.text or scored:
-            yield form.piece(at, piece.text, scored, None)
+            yield form.piece(at, "", [] if told else None, self._reason(at))
+        elif self._asked.limit:
+            scored = self._scored(handle, piece, piece.scores)
+            if piece.text or scored:
+                yield form.piece(at, piece.text, scored if told else None, None)
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Any], None]:
         try:
@@ -114,7 +143,10 @@ class Answer:
                 raise Refused(500, f"the grammar could not be kept to: {problem}")
         if handle.reason not in _REASONS:
             raise Refused(503, "the server stops, and this request took too long")
-        return _REASONS[handle.reason]
+        return self._why(handle.reason)
+
+    def _why(self, reason: str) -> str:
+        return _REASONS[reason] if self._asked.limit else "length"
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
         found = {**self._head, "object": self._form.part, "choices": [choice] if choice else []}
@@ -126,7 +158,8 @@ class Answer:
         # A prompt counts once, and as what its first sample has found of it.
         firsts = self._handles[:: self._asked.samples]
         prompt = sum(len(handle.request.tokens) for handle in firsts)
-        new = sum(len(each.tokens) for handle in self._handles for each in handle.found or [handle])
+        every = [each for handle in self._handles for each in handle.found or [handle]]
+        new = sum(len(each.tokens) for each in every) if self._asked.limit else 0
         cached = sum(handle.cached_tokens for handle in firsts)
         return {
             "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,

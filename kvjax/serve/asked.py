@@ -8,6 +8,7 @@ from typing import Any
 from kvjax.engine.request import Asking
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
+from kvjax.serve.echoes import Echo
 from kvjax.serve.fields import Fields, is_number
 from kvjax.serve.refused import Refused
 
@@ -29,7 +30,8 @@ class Asked:
     of a search of so many ``beams``, which is one sample; ``limit``: new tokens; ``settings``: of
     all; ``seed``: of the first sample of each prompt, the others go on from it; ``guides``: of each
     sample; ``stream``, ``usage``: whether it is answered piece by piece, and usage at its end;
-    ``told``: whether log-probabilities are.
+    ``told``: whether log-probabilities are; ``echoes``: of each prompt, which its choices begin
+    with; none where they do not. Of a ``limit`` of 0 nothing but these is given back.
     """
 
     prompts: list[list[int]]
@@ -43,6 +45,7 @@ class Asked:
     stream: bool = False
     usage: bool = False
     told: bool = False
+    echoes: list[Echo] = field(default_factory=list)
 
     @property
     def places(self) -> int:
@@ -54,7 +57,7 @@ class Asked:
         found = []
         for at in range(self.samples * len(self.prompts)):
             mine: Asking = {
-                **self.settings, "max_new_tokens": self.limit,
+                **self.settings, "max_new_tokens": max(self.limit, 1),
                 "seed": (self.seed + at % self.samples) % _SEEDS, "guide": self.guides[at],
                 "tenant": tenant,
             }  # fmt: skip

@@ -17,7 +17,7 @@ _NO_TOOLS = {
     "function_call": ["none", "auto"], "modalities": [["text"]],
 }  # fmt: skip
 """Fields of what is not supported, and their values that ask for nothing."""
-_OWN = {"messages", "name", "add_generation_prompt"}
+_OWN = {"messages", "name", "add_generation_prompt", "continue_final_message"}
 
 
 class Chat:
@@ -55,7 +55,7 @@ class Chat:
             raise fields.wrong("chat_template_kwargs", "an object of a template's own", options)
         messages = [_message(each, f"messages[{at}]") for at, each in enumerate(value)]
         try:
-            return self._lm.chat(messages, **(options or {}))
+            return self._lm.chat(messages, **_ending(fields), **(options or {}))
         except (ValueError, TypeError, CheckpointError) as error:
             code = None
             if self._lm.tokenizer is None or not self._lm.tokenizer.templates:
@@ -89,6 +89,7 @@ class Chat:
             self._entry(token, score.logprob)
             | {"top_logprobs": [self._entry(*other) for other in score.likeliest]}
             for token, score, _ in scored
+            if score is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -96,6 +97,18 @@ class Chat:
         assert self._texts is not None
         text, raw = self._texts.of(token)
         return {"token": text, "logprob": in_json(logprob), "bytes": raw}
+
+
+def _ending(fields: Fields) -> dict[str, bool]:
+    """What a prompt ends with, where it is not the header of an answer."""
+    goes_on = fields.flag("continue_final_message")
+    begins = fields.flag("add_generation_prompt", not goes_on)
+    if goes_on and begins:
+        message = "continue_final_message goes with add_generation_prompt: false"
+        raise Refused(400, message, param="continue_final_message")
+    if goes_on:
+        return {"continue_final_message": True}
+    return {} if begins else {"add_generation_prompt": False}
 
 
 def _message(value: Any, name: str) -> dict[str, str]:

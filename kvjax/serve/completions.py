@@ -4,6 +4,7 @@ from typing import Any
 
 from kvjax.sampling.scores import MOST_SCORES, TokenScore
 from kvjax.serve.asked import Asked
+from kvjax.serve.echoes import Echo, echo_of
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits
@@ -23,18 +24,36 @@ class Completions:
         self._lm, self._limits, self._texts = lm, limits, texts
 
     def read(self, fields: Fields) -> Asked:
-        fields.neutral("echo", False)
         fields.neutral("suffix", "")
-        prompts = self._prompts(fields)
-        limit = fields.whole("max_tokens", 1)
-        asked = Asked(
-            prompts=prompts, limit=self._limits.new_tokens(prompts, limit, DEFAULT_TOKENS)
-        )
+        given, echo = self._prompts(fields), fields.flag("echo")
+        prompts = [self._limits.encoded(each) if isinstance(each, str) else each for each in given]
+        limit = fields.whole("max_tokens", 0)
+        if limit == 0 and not echo:
+            raise fields.wrong("max_tokens", "at least 1, or 0 with echo: true", limit)
+        # One is chosen in any case.
+        wanted = None if limit is None else max(limit, 1)
+        room = self._limits.new_tokens(prompts, wanted, DEFAULT_TOKENS)
+        asked = Asked(prompts=prompts, limit=0 if limit == 0 else room)
         if (count := fields.whole("logprobs", 0, MOST_SCORES)) is not None:
             asked.settings["logprobs"] = count
+            if echo:
+                asked.settings["prompt_logprobs"] = count
+        for name, wanted in (("echo", echo), ("logprobs", count is not None)):
+            if wanted and self._texts is None:
+                message = f"the model has no tokenizer, which {name} needs: leave it out"
+                raise Refused(400, message, param=name)
+        if echo:
+            asked.echoes = [self._echo(*each) for each in zip(given, prompts, strict=True)]
         return asked
 
-    def _prompts(self, fields: Fields) -> list[list[int]]:
+    def _echo(self, prompt: str | list[int], tokens: list[int]) -> Echo:
+        try:
+            self._lm.check_ids(tokens)
+        except ValueError as error:
+            raise Refused(400, str(error), param="prompt") from None
+        return echo_of(self._lm.tokenizer, prompt, tokens)
+
+    def _prompts(self, fields: Fields) -> list[str | list[int]]:
         value = fields.raw("prompt")
         wanted = "a text, token ids, or a list of such"
         if value is None:
@@ -46,7 +65,7 @@ class Completions:
         for each in some:
             if not isinstance(each, str) and not _ids(each):
                 raise fields.wrong("prompt", wanted, each)
-        return [self._limits.encoded(each) if isinstance(each, str) else each for each in some]
+        return some
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
         return self.piece(index, text, scored, reason)
@@ -64,16 +83,16 @@ class Completions:
         assert self._texts is not None
         return {
             "tokens": [self._texts.of(token)[0] for token, _, _ in scored],
-            "token_logprobs": [in_json(score.logprob) for _, score, _ in scored],
-            "top_logprobs": [self._likeliest(token, score) for token, score, _ in scored],
+            "token_logprobs": [score and in_json(score.logprob) for _, score, _ in scored],
+            "top_logprobs": [score and self._likeliest(token, score) for token, score, _ in scored],
             "text_offset": [start for *_, start in scored],
         }
 
     def _likeliest(self, token: int, score: TokenScore) -> dict[str, float | None]:
         """The likeliest tokens by their texts, and the chosen one among them. Of tokens that read
-        alike the likeliest is told, but for the chosen one."""
+        alike the likeliest is told: whether the chosen one is that shows in the numbers."""
         assert self._texts is not None
-        every = [*reversed(score.likeliest), (token, score.logprob)]
+        every = [(token, score.logprob), *reversed(score.likeliest)]
         return {self._texts.of(each)[0]: in_json(logprob) for each, logprob in every}
 
 

@@ -1,14 +1,15 @@
 """What an endpoint answers for itself; the rest is the same for all."""
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
-from kvjax.engine.handle import Handle
 from kvjax.sampling.scores import TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 
-Scored = list[tuple[int, TokenScore, int]]
-"""Tokens, with what is known of them, and where in the text each begins."""
+Scored = list[tuple[int, TokenScore | None, int]]
+"""Tokens, with what is known of them, None of the first of a prompt, and where in the text each
+begins."""
 
 
 class Form(Protocol):
@@ -38,10 +39,10 @@ class Form(Protocol):
 
 
 def with_scores(
-    tokens: list[int], scores: list[TokenScore] | None, starts: list[int], handle: Handle
+    tokens: list[int], scores: list[TokenScore] | None, starts: list[int], ends: Collection[int]
 ) -> Scored:
-    """Tokens beside their scores and starts, without the one that ends a text and is none of it."""
-    ends = handle.request.eos
+    """Tokens beside their scores and starts, without the one of ``ends`` that ends a text and is
+    none of it."""
     each = zip(tokens, scores or [], starts, strict=True)
     return [one for one in each if one[0] not in ends]
 

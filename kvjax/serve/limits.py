@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from kvjax.policies.positions import new_tokens_for, positions_needed
 from kvjax.serve.refused import Refused
 
 
 class Limits:
-    """``longest``: tokens of a prompt and its new text together; ``most``: choices at once."""
+    """``longest``: positions of a prompt and its new text together; ``most``: choices at once."""
 
     def __init__(self, lm: Any, terms: Any, most: int) -> None:
         self._lm, self.most = lm, most
@@ -40,13 +41,14 @@ class Limits:
           Refused: if there is no room for them.
         """
         most = max(map(len, prompts))
-        room = self.longest - most
+        room = new_tokens_for(self.longest, most)
         limit = min(room, default or room) if wanted is None else wanted
         if limit < 1 or limit > room:
-            new = f" and {limit} new ones" if limit > 0 else ""
+            need = positions_needed(most, limit)
+            new = f" and {limit} new ones need {need} positions" if limit > 0 else ""
             raise Refused(
-                400, f"{most} tokens of prompt{new}: this server has room for {self.longest}, one "
-                "new one at least", param="prompt", code="context_length_exceeded",
+                400, f"{most} tokens of prompt{new}: this server has room for {self.longest}",
+                param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         return limit
 

@@ -106,8 +106,7 @@ def check_length(draft: Draft | None, need: int) -> None:
         limit = position_limit(draft.lm.config)
         if limit is not None and need > limit:
             raise ValueError(
-                f"prompt and max_new_tokens make {need} tokens, but the draft has only {limit} "
-                "positions"
+                f"prompt and max_new_tokens need {need} positions, but the draft has only {limit}"
             )
 
 
