@@ -264,8 +264,8 @@ def test_generations_go_by_the_length_that_was_chosen() -> None:
     assert found.tokens == kvjax.generate(lm, TEXTS, use_cache=False, **settings).tokens
     assert found.tokens != kvjax.generate(lm, TEXTS, use_cache=False, rotary_len=64, **given).tokens
     for more, words in (
-        ({"use_cache": False}, "make 28 tokens, but rotary_len is 16"),
-        ({}, "make 28 tokens, but its keys are turned for texts of rotary_len=16"),
+        ({"use_cache": False}, "need 27 positions, but rotary_len is 16"),
+        ({}, "need 27 positions, but its keys are turned for texts of rotary_len=16"),
         ({"cache": found.cache}, "rotary_len is 16, but keys of a cache or a prefix_cache"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -291,7 +291,7 @@ def test_engines_and_programs_go_by_the_length_that_was_chosen(tmp_path: Path) -
         lm, paged, kvjax.InferenceLimits(2, max_seq_len=64), prefill_chunk=16, rotary_len=SHORT
     )
     assert [each.tokens for each in engine.run(TEXTS, **given)] == short
-    with pytest.raises(ValueError, match="make 28, but the engine's rotary_len is 16"):
+    with pytest.raises(ValueError, match="need 27 positions, but the engine's rotary_len is 16"):
         engine.submit([1] * 8, max_new_tokens=20)
     tree = kvjax.PrefixTree(lm, paged, pages=8, max_len=64, prefill_chunk=16, rotary_len=SHORT)
     assert kvjax.generate(lm, TEXTS, prefix_cache=tree, **given).tokens == short

@@ -103,6 +103,6 @@ def rotary_asked(config: Any, options: Options, need: int) -> int | None:
         return None
     if not options.use_cache and need > chosen and not same_rotary(config, chosen, need):
         raise ValueError(
-            f"prompt and max_new_tokens make {need} tokens, but rotary_len is {chosen}"
+            f"prompt and max_new_tokens need {need} positions, but rotary_len is {chosen}"
         )
     return chosen
