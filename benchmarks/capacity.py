@@ -159,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "capacity.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "capacity.md").write_text(markdown(results))
+    (out / "capacity.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "capacity.md").write_text(markdown(results), encoding="utf-8")
     ratios = [
         row["ratio"]
         for found in results["dtypes"].values()

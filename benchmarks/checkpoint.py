@@ -86,7 +86,7 @@ def write_checkpoint(folder: Path, sizes: Sizes, seed: int = 0) -> None:
         "dtype": "float32",
         **asdict(sizes),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     rng = np.random.default_rng(seed)
     tensors = {
         name: np.ones(shape, np.float32)

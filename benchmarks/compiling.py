@@ -87,7 +87,11 @@ def measure(checkpoint: Path, bits: int, given: argparse.Namespace) -> dict[str,
                 command = [sys.executable, "-m", "benchmarks.compiling", "--once", str(checkpoint)]
                 command += ["--bits", str(bits), "--prompt", str(given.prompt)]
                 done = subprocess.run(
-                    command, env=settings, check=True, stdout=subprocess.PIPE, text=True
+                    command,
+                    env=settings,
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    encoding="utf-8",
                 )
                 found[state].append(json.loads(done.stdout.splitlines()[-1]))
                 kept.append(sorted(path.name for path in Path(compiled).glob("*-cache")))
@@ -169,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "compiling.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "compiling.md").write_text(markdown(results))
+    (out / "compiling.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "compiling.md").write_text(markdown(results), encoding="utf-8")
     print(markdown(results))
     for sentence in slow(results):
         print(sentence, file=sys.stderr)

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if options.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "decode.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "decode.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     report.write(results, out)
     report.show(results, console)
     console.print(f"written to {out}")

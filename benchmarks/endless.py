@@ -151,8 +151,8 @@ def main() -> int:
     given = parser.parse_args()
     results = run(given.times, given.last, given.sinks)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "endless.json").write_text(json.dumps(results, indent=1) + "\n")
-    (given.out / "endless.md").write_text(markdown(results))
+    (given.out / "endless.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (given.out / "endless.md").write_text(markdown(results), encoding="utf-8")
     draw(results, given.out / "endless.png")
     console, table = Console(), Table("cache", "perplexity", "against fresh", "bytes at last")
     for name, row in results["caches"].items():

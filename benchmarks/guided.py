@@ -114,7 +114,9 @@ def write_tokenizer(folder: Path, size: int) -> int:
     )  # fmt: skip
     tokenizer.train_from_iterator(map(_text_of, files), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": END}), encoding="utf-8"
+    )
     return tokenizer.get_vocab_size()
 
 
@@ -217,9 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "guided.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "guided.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     page = markdown(results)
-    (out / "guided.md").write_text(page)
+    (out / "guided.md").write_text(page, encoding="utf-8")
     print(page)
     return int(not given.quick and max(x["share"] for x in results["steps_of"]) > LIMIT)
 

@@ -15,7 +15,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 def _status(field: str) -> int | None:
     if not STATUS.exists():
         return None
-    for line in STATUS.read_text().splitlines():
+    for line in STATUS.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
@@ -35,7 +35,7 @@ def mark_peak() -> bool:
     """Start the resident set's high-water mark afresh; false where the system can't."""
     try:
         # 5 resets only the high-water mark: page tables stay as they are.
-        CLEAR_REFS.write_text("5")
+        CLEAR_REFS.write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True

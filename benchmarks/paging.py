@@ -218,8 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "paging.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "paging.md").write_text(markdown(results))
+    (out / "paging.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "paging.md").write_text(markdown(results), encoding="utf-8")
     draw(results, out / "paging.png")
     slow = max(x["ratio"] for x in results["steps_of"]) > LIMIT
     slow |= min(x["ratio"] for x in results["prefixes"]) < TIMES

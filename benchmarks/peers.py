@@ -131,7 +131,7 @@ def missing(interpreter: str, code: str) -> str:
     """Why `code` does not run in an interpreter; empty if it does."""
     probe = [interpreter, "-c", _PROBE.format(code=code)]
     try:
-        done = subprocess.run(probe, capture_output=True, text=True)
+        done = subprocess.run(probe, capture_output=True, encoding="utf-8")
     except OSError:
         return "its interpreter can't be started"
     lines = [line for line in done.stdout.splitlines() if line.startswith("missing:")]

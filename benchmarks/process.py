@@ -29,7 +29,7 @@ class Worker:
         self.peak_bytes = 0
         self.peak_resettable = True
         self.about: dict[str, Any] = {}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in `close`
         command = [*interpreter, "-m", "benchmarks.worker"]
         command += ["--engine", engine, "--checkpoint", str(checkpoint), "--dtype", dtype]
         self._process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
+            encoding="utf-8",
         )
 
     def ready(self) -> None:

@@ -131,8 +131,8 @@ def run(
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / f"{name}.md").write_text(page(results))
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / f"{name}.md").write_text(page(results), encoding="utf-8")
     return results
 
 

@@ -253,6 +253,6 @@ def write(results: dict[str, Any], folder: Path) -> None:
     """Write `decode.md` and its two plots to `folder`."""
     from benchmarks.plot import draw, draw_speedup
 
-    (folder / "decode.md").write_text(markdown(results))
+    (folder / "decode.md").write_text(markdown(results), encoding="utf-8")
     draw(results, folder / "decode.png")
     draw_speedup(results, folder / "speedup.png")

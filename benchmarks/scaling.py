@@ -171,8 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "scaling.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "scaling.md").write_text(markdown(results))
+    (out / "scaling.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "scaling.md").write_text(markdown(results), encoding="utf-8")
     draw(results, out / "scaling.png")
     print(markdown(results))
     return int(not all(cell["check"]["passed"] for cell in results["cells"]))

@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "serving.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "serving.md").write_text(markdown(results))
+    (out / "serving.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / "serving.md").write_text(markdown(results), encoding="utf-8")
     first, ratios = results["first"], results["ratios"]
     missed = [
         ratios["static batches"] < TIMES, ratios.get("Transformers", PEER) < PEER,

@@ -177,7 +177,9 @@ def of_absent(devices: list[str]) -> None:
             f"Llama-3-8B shape, {BATCH} rows behind 8,192 tokens. All of one device; temporaries "
             "are those of 512 tokens of a prompt.\n\n"
         )
-        (folder / f"sharding-{device}.md").write_text(text + linked(device) + "\n")
+        (folder / f"sharding-{device}.md").write_text(
+            text + linked(device) + "\n", encoding="utf-8"
+        )
 
 
 def main() -> None:
@@ -194,7 +196,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {"jax": jax.__version__, "layers": options.layers, "max_len": options.max_len}
     report = {"settings": settings | {"batch": BATCH}, "meshes": found}
-    (options.out / "sharding.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.out / "sharding.json").write_text(
+        json.dumps(report, indent=1) + "\n", encoding="utf-8"
+    )
     text = (
         f"# A step on simulated devices, JAX {jax.__version__}\n\n`python -m benchmarks.sharding`: "
         f"a Llama of {options.layers} layers, hidden size 1,024, 16 heads, 8 of keys and values, "
@@ -203,7 +207,7 @@ def main() -> None:
     )
     head, *body = (f"| {' | '.join(row)} |" for row in table(found))
     rows = "\n".join([head, "|" + " --- |" * len(table(found)[0]), *body])
-    (options.out / "sharding.md").write_text(text + rows + "\n")
+    (options.out / "sharding.md").write_text(text + rows + "\n", encoding="utf-8")
     print(rows)
 
 

@@ -262,9 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
     name = "speculation-engine" if given.engine else "speculation"
-    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     page = markdown(results)
-    (out / f"{name}.md").write_text(page)
+    (out / f"{name}.md").write_text(page, encoding="utf-8")
     print(page)
     wrong = failures(results["cells"], not given.quick)
     print("\n".join(wrong), file=sys.stderr)

@@ -228,9 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out is None:
         out = Path(tempfile.mkdtemp()) if given.quick else default_folder(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "stacks.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "stacks.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     page = markdown(results)
-    (out / "stacks.md").write_text(page)
+    (out / "stacks.md").write_text(page, encoding="utf-8")
     print(page)
     slow = max(x["ratio"] for x in results["compiling"] if x["form"] == "stacked") > COMPILED
     slow |= max(x["of attention"] for x in results["steps_of"]) > LIMIT

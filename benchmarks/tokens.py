@@ -89,7 +89,12 @@ def transformers_tokens(work: Work, *, on_cpu: bool) -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     try:
         done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=TIMEOUT, check=True
+            command,
+            cwd=root,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=TIMEOUT,
+            check=True,
         )
         return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:

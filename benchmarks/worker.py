@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--dtype", required=True)
     options = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What a library prints must not land between two replies.
     os.dup2(2, 1)
     try:

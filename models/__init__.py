@@ -1,7 +1,7 @@
 """Models: configurations, architectures, weights and tokenizers of checkpoints.
 
 ``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
-families that ``supported()`` lists.
+families that ``supported()`` lists, or the text part of one that reads images, audio or video too.
 """
 
 from kvjax.generation.defaults import GenerationDefaults

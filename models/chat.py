@@ -20,9 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvjax.core.checks import truth_value
 from kvjax.core.errors import CheckpointError
 
-from .fields import Fields, read_text
+from .fields import Fields, read_json, read_text
 
 Message = Mapping[str, Any]
+_PROBE = "kvjaxprobe"
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Where the text of a conversation is cut. Transformers' own mark, which some templates know; its
 space shows whether a template trims."""
@@ -47,6 +48,7 @@ class ChatTemplates:
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], source: str):
         self._texts, self._variables, self._source = dict(texts), dict(variables), source
+        self._in_parts: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
         return bool(self._texts)
@@ -64,7 +66,8 @@ class ChatTemplates:
         """The text of a conversation.
 
         Args:
-          messages: dicts with ``role`` and ``content``, oldest first.
+          messages: dicts with ``role`` and ``content``, oldest first. A template of a multimodal
+            checkpoint that reads contents in parts alone gets texts as one part.
           add_generation_prompt: end with the header of the answer to come; by default it does,
             unless the last message is continued.
           continue_final_message: end with the content of the last message, so that the model
@@ -102,6 +105,8 @@ class ChatTemplates:
         final = _marked(plain["messages"]) if ending else ""
         text = template or self._choose(name, tools=variables.get("tools") is not None)
         scope = {"tools": None, "documents": None, **self._variables, **plain}
+        if self._reads_parts(text, scope):
+            scope["messages"] = [_parted(message) for message in scope["messages"]]
         try:
             found = _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
         except _Refused as error:
@@ -111,6 +116,16 @@ class ChatTemplates:
         except (OverflowError, RecursionError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{self._source}: the chat template fails: {error!r}") from error
         return _cut(found, final) if ending else found
+
+    def _reads_parts(self, text: str, scope: Mapping[str, Any]) -> bool:
+        """Whether a template loses a content that is a text, and shows one that is in parts."""
+        if text not in self._in_parts:
+            message = {"role": "user", "content": _PROBE}
+            shown = (
+                _shows(text, {**scope, "messages": [each]}) for each in (message, _parted(message))
+            )
+            self._in_parts[text] = not next(shown) and next(shown)
+        return self._in_parts[text]
 
     def _choose(self, name: str | None, *, tools: bool) -> str:
         if not self._texts:
@@ -124,9 +139,23 @@ class ChatTemplates:
         return self._texts[name]
 
 
+def _parted(message: Message) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _shows(text: str, scope: Mapping[str, Any]) -> bool:
+    try:
+        return _PROBE in _compile(text).render(scope, add_generation_prompt=True)
+    except Exception:  # of whatever kind: then it shows nothing
+        return False
+
+
 def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -> ChatTemplates:
     """Read a checkpoint's templates: ``chat_template.jinja`` and its like, which go first, or
-    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names.
+    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names, or that of
+    ``chat_template.json``, where older multimodal checkpoints have it.
 
     Raises:
       CheckpointError: if a file can't be read or the field has a wrong form.
@@ -137,6 +166,9 @@ def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -
         texts[other.stem] = read_text(other)
     if texts:
         return ChatTemplates(texts, variables, str(file))
+    older = folder / "chat_template.json"
+    if config.raw("chat_template") is None and older.exists():
+        config = Fields(older, read_json(older))
     value = config.raw("chat_template")
     if isinstance(value, str):
         texts = {"default": value}

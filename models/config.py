@@ -5,7 +5,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""What models compute in, and what weights are stored in."""
+"""What models compute in."""
+
+NARROWED = {"float64": "float32"}
+"""What weights may be stored in besides, and what they are read as."""
 
 Parameter = float | int | bool | tuple[float, ...] | None
 

@@ -85,7 +85,9 @@ def read_llama4(config: Fields) -> Llama4Config:
     if told and config.raw("attention_chunk_size") is None and names[1] in kinds:
         raise refused(config, "attention_chunk_size")
     chunk = config.integer("attention_chunk_size", 8192)
-    tuned = config.flag("attn_temperature_tuning", True)
+    tuned = config.raw("attn_temperature_tuning", True)
+    if type(tuned) is not int:  # the first files have 4, which means true
+        tuned = config.flag("attn_temperature_tuning", True)
     shared |= {
         "windows": tuple(chunk if kind == names[1] else None for kind in kinds),
         "intermediate_size": config.integer("intermediate_size_mlp", 16384),

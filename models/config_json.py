@@ -15,6 +15,7 @@ from .config_parts import Family, read_dtype, read_shared
 from .config_t5 import read_t5
 from .fields import Fields, read_json
 from .layers import ACTIVATIONS
+from .multimodal import text_fields
 from .rope_config import RopeForm, read_rope
 from .supported import FAMILIES, check_model_type, refused
 
@@ -47,7 +48,7 @@ _PHI3 = Family(
 
 
 def read_config(folder: Path) -> Config:
-    """Read ``config.json`` of a checkpoint.
+    """Read ``config.json`` of a checkpoint, or the text part's fields of a multimodal one.
 
     Args:
       folder: the checkpoint's folder, or the file itself.
@@ -61,7 +62,7 @@ def read_config(folder: Path) -> Config:
         and what was expected.
     """
     file = folder if (folder := Path(folder)).is_file() else folder / "config.json"
-    config = Fields(file, read_json(file))
+    config = text_fields(Fields(file, read_json(file)))
     model_type = check_model_type(config)
     for name in ("quantization_config", "per_layer_config"):
         if config.raw(name) and name not in FAMILIES[model_type]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import DTYPES
+from .config import DTYPES, NARROWED
 from .fields import Fields
 from .layers import ACTIVATIONS
 from .rope_config import RopeForm
@@ -133,6 +133,7 @@ def read_dtype(config: Fields) -> str:
     value = config.raw(name, "")
     if isinstance(value, str):
         value = value.removeprefix("torch.")
+        value = NARROWED.get(value, value)
     if value not in ("", "auto", *DTYPES):
-        raise config.wrong(name, f"one of {', '.join(DTYPES)}")
+        raise config.wrong(name, f"one of {', '.join((*DTYPES, *NARROWED))}")
     return "" if value == "auto" else value

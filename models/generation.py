@@ -5,6 +5,7 @@ from pathlib import Path
 from kvjax.generation.defaults import GenerationDefaults
 
 from .fields import Fields, read_json
+from .multimodal import read_text_fields
 
 _FAMILY_IDS = {
     "llama": (1, 2),
@@ -30,7 +31,7 @@ def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
     Raises:
       CheckpointError: if a file can't be read or a field has a wrong form.
     """
-    config = Fields(folder / "config.json", read_json(folder / "config.json"))
+    config = read_text_fields(folder)
     file = folder / "generation_config.json"
     fields = Fields(file, read_json(file) if file.exists() else {})
     bos, eos = (None, None) if fields.values else _FAMILY_IDS.get(model_type, (None, None))

@@ -13,7 +13,8 @@ EMBEDDED = Path(__file__).parent / "tiny"
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "tokenizer.model", "merges.txt", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    "chat_template.json", "tokenizer.model", "merges.txt", "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
 )  # fmt: skip
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 

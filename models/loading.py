@@ -21,6 +21,7 @@ from .config_families import Config
 from .config_json import read_config
 from .generation import read_generation
 from .hub import commit_of, locate
+from .multimodal import other_part, skipped, take_text
 from .stored import Stored, find_tensors, weight_files
 from .text import read_tokenizer
 
@@ -38,7 +39,10 @@ def load(
     """Load a model, its tokenizer and its settings.
 
     Weights come from safetensors, one tensor at a time, so that the peak of memory is little
-    over the model's own size; nothing is unpickled and no code of a checkpoint runs.
+    over the model's own size; nothing is unpickled and no code of a checkpoint runs. Of a model
+    that reads images, audio or video too, only the text part is loaded, and a line on stderr names
+    what was left out; files that hold nothing else are not downloaded. Weights of float64 are read
+    as float32, and a line on stderr says so.
 
     Args:
       path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
@@ -72,11 +76,12 @@ def load(
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     generation = read_generation(folder, config.model_type)
-    files = weight_files(folder)
+    files = weight_files(folder, other_part)
     folder = locate(path_or_id, commit_of(folder) or revision, weights=files)
-    stored = find_tensors(folder)
+    stored, others = take_text(find_tensors(folder, other_part))
     if not stored:
-        raise CheckpointError(f"{folder}: the safetensors files hold no tensor")
+        which = "tensor of a text model" if others else "tensor"
+        raise CheckpointError(f"{folder}: the safetensors files hold no {which}")
     config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
     chosen = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
     computed = compute_dtype(config, dtype, device.target())
@@ -93,7 +98,11 @@ def load(
     if chosen:
         which = f"{default_device().device_kind} has no bfloat16"
         because = f": {reason}" if reason else ""
-        print(f"kvjax: {which}, computing in {config.dtype}{because}", file=sys.stderr)
+        _notice(f"{which}, computing in {config.dtype}{because}")
+    if wide := weights.count_float64(matched):
+        _notice(f"{wide} tensor{'s' if wide > 1 else ''} of float64 read as float32")
+    if others:
+        _notice(f"only the text part is loaded, without {skipped(others)}")
     return LanguageModel(
         config=config,
         params=params,
@@ -103,6 +112,10 @@ def load(
         source=str(folder),
         mesh=over,
     )
+
+
+def _notice(line: str) -> None:
+    print(f"kvjax: {line}", file=sys.stderr)
 
 
 def compute_dtype(config: Config, dtype: Any, target: Target) -> str:

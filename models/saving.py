@@ -15,7 +15,7 @@ from kvjax.core.progress import tell
 
 from .config_families import Config
 from .experts import unstack_experts
-from .fields import read_json
+from .multimodal import text_config
 from .weights import is_transposed, renamed
 
 SHARD = 4 * 2**30
@@ -49,7 +49,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
-    written = read_json(source / "config.json")
+    written = text_config(source)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     written.pop("torch_dtype", None)  # its older name
     written |= {"dtype": dtypes.pop() if len(dtypes) == 1 else config.dtype}

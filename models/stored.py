@@ -5,8 +5,10 @@ with the file.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +20,15 @@ from .fields import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 """The dtypes of weights that are read, by their names in the files."""
 _OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.gguf", "*.ckpt", "*.npz")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: a file, and ``count`` bytes of it from ``start``."""
+    """Where a tensor lies: a file, and ``count`` bytes of it from ``start``; ``dtype`` is "" where
+    the file is not there, and not needed."""
 
     file: Path
     name: str
@@ -35,10 +38,11 @@ class StoredTensor:
     count: int
 
     def read(self) -> np.ndarray:
-        """The tensor's values, in a new array.
+        """The tensor's values, in a new array; those of float64 in float32.
 
         Raises:
-          CheckpointError: if the file ends before the tensor does, or can't be read.
+          CheckpointError: if the file ends before the tensor does, or can't be read, or float32
+            can't hold the values.
         """
         raw = np.empty(self.count, np.uint8)
         try:
@@ -49,14 +53,31 @@ class StoredTensor:
             raise CheckpointError(f"{self.file}: can't be read: {error}") from error
         if got != self.count:
             raise CheckpointError(f"{self.file}: truncated: it ends inside the tensor {self.name}")
-        return raw.view(jnp.dtype(STORED_DTYPES[self.dtype])).reshape(self.shape)
+        values = raw.view(jnp.dtype(STORED_DTYPES[self.dtype])).reshape(self.shape)
+        return self._narrowed(values) if self.dtype == "F64" else values
+
+    def _narrowed(self, values: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            narrow = values.astype(np.float32)
+        if np.any(np.isinf(narrow) & ~np.isinf(values)):
+            raise CheckpointError(
+                f"{self.file}: the tensor {self.name} is float64 and exceeds the range of float32"
+            )
+        return narrow
 
 
 Stored = dict[str, StoredTensor]
 
 
-def find_tensors(folder: Path) -> Stored:
+def _none(name: str) -> None:
+    """No tensor is unused."""
+
+
+def find_tensors(folder: Path, unused: Callable[[str], Any] = _none) -> Stored:
     """All tensors of a checkpoint's safetensors files, by name; nothing but headers is read.
+
+    ``unused``: whether a tensor of this name is not needed. A file of such tensors alone need not
+    be there.
 
     Raises:
       CheckpointError: if there are no such files, an index names a file or tensor that is not
@@ -67,8 +88,13 @@ def find_tensors(folder: Path) -> Stored:
     if not (folder / INDEX).is_file():
         raise _no_weights(folder)
     index, places = folder / INDEX, _places(folder)
+    needed = {name for tensor, name in places.items() if not unused(tensor)}
     stored: Stored = {}
     for name in sorted(set(places.values())):
+        if name not in needed and not (folder / name).is_file():
+            absent = [tensor for tensor, place in places.items() if place == name]
+            stored |= {t: StoredTensor(folder / name, t, "", (), 0, 0) for t in absent}
+            continue
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(f"{index}: weight_map: there is no file {name} in this folder")
         stored.update(_read_header(folder / name))
@@ -79,17 +105,17 @@ def find_tensors(folder: Path) -> Stored:
     return stored
 
 
-def weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path, unused: Callable[[str], Any] = _none) -> list[str]:
     """The names of a checkpoint's files of weights, which need not be there yet: by its index,
-    whatever they are called, or the one file. Those that are no safetensors files beside it
-    are left to ``find_tensors``, which refuses them.
+    whatever they are called, or the one file. Those of ``unused`` tensors alone are left out.
+    Those that are no safetensors files beside it are left to ``find_tensors``, which refuses them.
 
     Raises:
       CheckpointError: if the index is damaged.
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
-    names = sorted(set(_places(folder).values()))
+    names = sorted({name for tensor, name in _places(folder).items() if not unused(tensor)})
     return [name for name in names if Path(name).name == name and name.endswith(".safetensors")]
 
 

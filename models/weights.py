@@ -17,8 +17,9 @@ from kvjax.core.errors import CheckpointError
 from kvjax.core.progress import tell
 from kvjax.placement.device import Device
 
-from .config import TensorNames
+from .config import NARROWED, TensorNames
 from .experts import stack_experts
+from .multimodal import TEXT_PREFIX
 from .stored import STORED_DTYPES, Stored, StoredTensor
 
 HEAD = "lm_head.weight"
@@ -33,8 +34,9 @@ def match_names(
 ) -> Stored:
     """Give stored tensors the names that the model's parameters have.
 
-    A model saved without its head lacks a prefix; of a tied pair either may be stored. Buffers
-    that Transformers ignores too are left out, and what files call otherwise is renamed.
+    A model saved without its head lacks a prefix, and as a part of another has one more; of a tied
+    pair either may be stored. Buffers that Transformers ignores too are left out, and what files
+    call otherwise is renamed.
     """
     wanted, result = set(expected), {}
     stored = _renamed_all(stored, names)
@@ -43,7 +45,7 @@ def match_names(
     for name, tensor in stored.items():
         known = name if name in wanted or name == HEAD else names.prefix + name
         if known in wanted or (known == HEAD and tied):
-            result[known] = tensor
+            _enter_once(result, known, tensor)
         elif not names.buffers.search(name):
             result[name] = tensor
     if tied and names.embedding not in result and HEAD in result:
@@ -55,13 +57,17 @@ def _renamed_all(stored: Stored, names: TensorNames) -> Stored:
     """Stored tensors by the names that are used here; what files hold twice must be the same."""
     result: Stored = {}
     for name, tensor in stored.items():
-        known = result.setdefault(renamed(name, names.renamed), tensor)
-        if known is not tensor and not _same(known, tensor):
-            raise CheckpointError(
-                f"{tensor.file}: the tensors {known.name} and {tensor.name} are one in this model, "
-                "and differ"
-            )
+        _enter_once(result, renamed(name, ((TEXT_PREFIX, ""), *names.renamed)), tensor)
     return result
+
+
+def _enter_once(result: Stored, name: str, tensor: StoredTensor) -> None:
+    known = result.setdefault(name, tensor)
+    if known is not tensor and not _same(known, tensor):
+        raise CheckpointError(
+            f"{tensor.file}: the tensors {known.name} and {tensor.name} are one in this model, "
+            "and differ"
+        )
 
 
 def _same(one: StoredTensor, other: StoredTensor) -> bool:
@@ -119,7 +125,7 @@ def _check_dtype(tensor: StoredTensor) -> None:
     if tensor.dtype not in STORED_DTYPES:
         raise CheckpointError(
             f"{tensor.file}: the tensor {tensor.name} has dtype {tensor.dtype}; expected one of "
-            f"{', '.join(STORED_DTYPES)}"
+            f"{', '.join(STORED_DTYPES)}: quantized weights are not read"
         )
     if tensor.count != int(np.prod(tensor.shape)) * jnp.dtype(STORED_DTYPES[tensor.dtype]).itemsize:
         raise CheckpointError(
@@ -139,12 +145,18 @@ def is_transposed(name: str, names: TensorNames) -> bool:
 
 
 def stored_dtype(stored: Stored) -> str:
-    """The dtype of most of a checkpoint's bytes."""
-    sizes: dict[str, int] = {}
+    """The dtype of most of a checkpoint's bytes of weights, float32 in place of float64."""
+    sizes = {"float32": 0}
     for tensor in stored.values():
-        dtype = STORED_DTYPES.get(tensor.dtype, "float32")
-        sizes[dtype] = sizes.get(dtype, 0) + tensor.count
+        if dtype := STORED_DTYPES.get(tensor.dtype):
+            dtype = NARROWED.get(dtype, dtype)
+            sizes[dtype] = sizes.get(dtype, 0) + tensor.count
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def count_float64(stored: Stored) -> int:
+    """How many of the tensors are float64."""
+    return sum(STORED_DTYPES.get(tensor.dtype) in NARROWED for tensor in stored.values())
 
 
 def load_tensors(

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,6 +24,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 FULL = os.environ.get("KVJAX_FULL") == "1"
 """Whether the larger sizes of the same laws are asked for (``.ci/run --full``)."""
+SLOW = os.environ.get("KVJAX_SLOW", "")
+"""``1``: the slow tests run too; ``only``: nothing but them, which is what ``.ci/run`` adds to the
+README's command; empty: they are left out."""
 
 # Compiling takes most of the tests' time, and most of that is spent on code that runs once. A run
 # with a level of its own compiles as that says: see `.ci/run --full`.
@@ -54,7 +58,10 @@ hypothesis.settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     """The marks of what shards run, and the counting of programs."""
     config.addinivalue_line("markers", "cells: a cell of the law matrix (tests/matrix.py)")
+    config.addinivalue_line("markers", "slow: run by .ci/run, and left out by the README's command")
     config.addinivalue_line("markers", "rare: of one of the shards, and of a full run, alone")
+    if SLOW not in ("", "1", "only"):
+        raise pytest.UsageError(f"KVJAX_SLOW is {SLOW!r}; it is '1', 'only' or empty")
     if os.environ.get("KVJAX_COUNT") == "1":
         from tests import counted
 
@@ -62,39 +69,47 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what stands in ``tests/oracle`` or says that it needs the extra; of a shard
-    (``KVJAX_SHARD=k/n``) keep its cells of the law matrix and its rare tests alone, and with
-    ``KVJAX_CELLS=k/n`` one part alone of the cells, and all that is no cell."""
-
-    def of_part(item: pytest.Item, part: str) -> bool:
-        number, parts = map(int, part.split("/"))
-        return zlib.crc32(item.nodeid.encode()) % parts == number % parts
-
-    def keep(taken: list[pytest.Item]) -> None:
-        found = set(taken)
-        config.hook.pytest_deselected(items=[item for item in items if item not in found])
-        items[:] = taken
-
-    if shard := os.environ.get("KVJAX_SHARD"):
-
-        def taken(item: pytest.Item) -> bool:
-            rare = item.get_closest_marker("rare") is not None
-            return item.get_closest_marker("cells") is not None or (rare and of_part(item, shard))
-
-        keep([item for item in items if taken(item)])
-    elif not FULL:
-        for item in items:
-            if item.get_closest_marker("rare"):
-                item.add_marker(
-                    pytest.mark.skip(reason="of a shard: KVJAX_SHARD=k/n, KVJAX_FULL=1")
-                )
-    if cells := os.environ.get("KVJAX_CELLS"):
-        keep([i for i in items if not i.get_closest_marker("cells") or of_part(i, cells)])
+    """Keep the tests that were asked for, and mark those that compare with Transformers: what
+    stands in ``tests/oracle`` or says that it needs the extra."""
+    kept = [item for item in items if wanted(item)]
+    config.hook.pytest_deselected(items=[*set(items).difference(kept)])
+    items[:] = kept
     items[:] = beside_their_like(items)
     for item in items:
         reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
         if ROOT / "tests" / "oracle" in item.path.parents or any("`oracle`" in r for r in reasons):
             item.add_marker("oracle")
+
+
+def wanted(item: pytest.Item) -> bool:
+    """Whether the environment asks for a test. Of a shard (``KVJAX_SHARD=k/n``) these are its cells
+    of the law matrix and its rare tests alone; with ``KVJAX_CELLS=k/n`` one part alone of the
+    cells, and all that is no cell."""
+
+    def has(mark: str) -> bool:
+        return item.get_closest_marker(mark) is not None
+
+    def of_part(part: str) -> bool:
+        number, parts = map(int, part.split("/"))
+        return zlib.crc32(item.nodeid.encode()) % parts == number % parts
+
+    if (cells := os.environ.get("KVJAX_CELLS")) and has("cells") and not of_part(cells):
+        return False
+    if shard := os.environ.get("KVJAX_SHARD"):
+        return has("cells") or (has("rare") and of_part(shard))
+    if FULL:
+        return True
+    if has("rare"):
+        return False
+    return has("slow") == (SLOW == "only") or SLOW == "1"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the README's command leaves out, and how to run it."""
+    if not (FULL or SLOW or os.environ.get("KVJAX_SHARD")):
+        terminalreporter.write_line(
+            "Left out: slow tests (KVJAX_SLOW=1 runs them too) and the shards' (KVJAX_FULL=1, all)."
+        )
 
 
 def beside_their_like(items: list[pytest.Item]) -> list[pytest.Item]:

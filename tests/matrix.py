@@ -1,7 +1,8 @@
 """The law matrix: every part that the laws are tested on. A new part joins by a line here.
 
-The laws' cells are chosen by ``tests/covering.py``: every pair of parts, of the kinds that
-``CACHE_PAIRS`` and its like name, is in one. Of all other cells of the product, a run with
+The laws' cells are chosen by ``tests/covering.py``. Every part is in one of the cells that the
+README's command runs, and every pair of parts, of the kinds that ``CACHE_PAIRS`` and its like name,
+in one of those that ``.ci/run`` runs. Of all other cells of the product, a run with
 ``KVJAX_SHARD=k/n`` has one share, and nothing else, and a run with ``KVJAX_FULL=1`` has all.
 """
 
@@ -271,18 +272,32 @@ def choice(every: Sequence[_Cell], kinds: Iterable[tuple[str, str]]) -> list[_Ce
     return covering.covering(every, lambda cell: covering.pairs_of(cell, kinds))
 
 
+def telling(some: Sequence[_Cell]) -> list[_Cell]:
+    """The fewest of some cells, found greedily, that together have every part that any of them has:
+    those that the README's command runs."""
+    return choice(some, [(name, name) for name in some[0]._fields])
+
+
 def cells(
     every: list[_Cell], kinds: Iterable[tuple[str, str]], among: Sequence[_Cell] = ()
 ) -> list[Any]:
-    """Parameters of a law: the covering set, or what the environment asks for instead. It is
-    chosen ``among`` some of the cells, where these are given: laws that share what they make."""
+    """Parameters of a law: the covering set and the telling cells, which alone are not slow, or
+    what the environment asks for instead. They are chosen ``among`` some of the cells, where these
+    are given: laws that share what they make."""
     chosen = choice(among or every, kinds)
+    first = telling(among or chosen)
+    chosen += [cell for cell in first if cell not in chosen]
     if SHARD:
         number, parts = map(int, SHARD.split("/"))
         chosen = covering.share(every, chosen, number, parts)
     elif FULL:
         chosen = every
-    return [pytest.param(cell, id=cell.id, marks=pytest.mark.cells) for cell in chosen]
+    return [
+        pytest.param(
+            cell, id=cell.id, marks=[pytest.mark.cells, *[pytest.mark.slow] * (cell not in first)]
+        )
+        for cell in chosen
+    ]
 
 
 class Held(NamedTuple):

@@ -1,11 +1,12 @@
 """Faults of one line, planted in copies of the library: do the tests notice?
 
-    python -m tests.planted_faults                 all of them, by the README's tests
+    python -m tests.planted_faults                 all of them
     python -m tests.planted_faults --only scale    those with a word in their name
-    KVJAX_FULL=1 python -m tests.planted_faults    by all tests
+    python -m tests.planted_faults --part 0/4      a quarter of them
 
-A fault is caught when a test fails; its likeliest file is run first, and the others where that one
-passes. Prints a table, and ends with exit code 1 if a fault was not caught.
+A fault is caught when a test fails. The tests of the README's command run first, then the slow ones
+that ``.ci/run`` adds; of each, the fault's likeliest files before all others. Prints a table, and
+ends with exit code 1 if a fault was not caught.
 """
 
 import argparse
@@ -809,6 +810,41 @@ FAULTS = (
         "among = jnp.where(asked.search[:, None], allowed, EVERY)",
         "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
     ),
+    Fault(
+        "files of images alone are fetched", "models/stored.py",
+        "names = sorted({name for tensor, name in _places(folder).items() if not unused(tensor)})",
+        "names = sorted({name for tensor, name in _places(folder).items()})", ("hub",),
+    ),
+    Fault(
+        "numbers beyond float32 become infinite", "models/stored.py",
+        "if np.any(np.isinf(narrow) & ~np.isinf(values)):",
+        "if np.any(np.isinf(narrow) & np.isinf(values)):", ("load",),
+    ),
+    Fault(
+        "requests of threads take a tree's pages away from each other", "generation/running.py",
+        "with nullcontext() if prefixes is None else prefixes.tree.turns.taken():",
+        "with nullcontext():", ("prefixes",),
+    ),
+    Fault(
+        "a character that a console lacks ends the command", "cli/streams.py",
+        'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")',
+        ("cli",),
+    ),
+    Fault(
+        "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
+        "params = committed_as(strong(params), buffer)",
+        "params = committed_as(params, buffer)", ("rollouts",),
+    ),
+    Fault(
+        "a pool of a tree that forgets is there beside the new one", "prefixes/texts.py",
+        "        self._forget()  # first: the old pool and the new one may not fit together",
+        "        pass", ("prefixes",),
+    ),
+    Fault(
+        "texts go on where rotary frequencies would be others", "policies/positions.py",
+        "            return chosen, chosen",
+        "            return chosen, None", ("rope",),
+    ),
 )  # fmt: skip
 
 
@@ -821,20 +857,35 @@ def planted(fault: Fault, folder: Path) -> None:
     path.write_text(text.replace(fault.line, fault.fault), encoding="utf-8")
 
 
-def failing(folder: Path, files: list[str], workers: str) -> str | None:
+class Caught(NamedTuple):
+    """The test that noticed a fault, whether it is slow, and the seconds until it did."""
+
+    test: str | None
+    slow: bool
+    seconds: float
+
+
+def failing(folder: Path, files: list[str], workers: str, *, slow: bool) -> str | None:
     """The first test that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not oracle", "-n", workers]
     command += ["--hypothesis-profile=unshrunk", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *files], cwd=folder, capture_output=True, text=True)
+    environment = {**os.environ, "KVJAX_SLOW": "only" if slow else "", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [*command, *files], cwd=folder, capture_output=True, text=True, env=environment
+    )
     lines = done.stdout.splitlines()
-    found = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode and not found:
+    failed = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (0, NOTHING_TO_RUN) and not failed:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return found[0] if found else None
+    return failed[0] if failed else None
 
 
-def tried(fault: Fault, workers: str, everything: bool) -> tuple[str | None, float]:
-    """Which test notices a fault, and after how many seconds."""
+NOTHING_TO_RUN = 5
+"""pytest's exit code where no test was left."""
+
+
+def tried(fault: Fault, workers: str, everything: bool) -> Caught:
+    """Which test notices a fault."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "kvjax"
@@ -842,27 +893,42 @@ def tried(fault: Fault, workers: str, everything: bool) -> tuple[str | None, flo
         shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
         planted(fault, folder)
         first = [f"tests/test_{each}.py" for each in fault.first]
-        found = failing(folder, [f for f in first if (folder / f).exists()], workers)
-        if found is None and everything:
-            found = failing(folder, [], workers)
-    return found, time.perf_counter() - start
+        first = [file for file in first if (folder / file).exists()]
+        # A slow test of the likeliest file is tried before all other files, which take minutes.
+        rounds = [(first, False), (first, True)]
+        rounds += [([], False), ([], True)] if everything else []
+        for files, slow in rounds:
+            test = failing(folder, files, workers, slow=slow)
+            if test is not None:
+                return Caught(test, slow, time.perf_counter() - start)
+    return Caught(None, False, time.perf_counter() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="faults with this in their name")
+    parser.add_argument("--part", default="0/1", help="k/n: every n-th fault, from number k on")
     parser.add_argument("--workers", default="auto", help="processes, as of pytest -n")
     parser.add_argument("--first", action="store_true", help="the likeliest files alone")
     given = parser.parse_args()
+    number, parts = map(int, given.part.split("/"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
-    missed = 0
-    print("| fault | caught by | seconds |\n| --- | --- | --- |", flush=True)
-    for fault in FAULTS:
-        if given.only in fault.name:
-            found, seconds = tried(fault, given.workers, not given.first)
-            missed += found is None
-            print(f"| {fault.name} | {found or '**not caught**'} | {seconds:.0f} |", flush=True)
-    print(f"\n{missed} not caught")
+    quick = slow = missed = 0
+    print("| fault | README's command | `.ci/run` | caught by | seconds |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for fault in [fault for fault in FAULTS if given.only in fault.name][number::parts]:
+        caught = tried(fault, given.workers, not given.first)
+        quick += caught.test is not None and not caught.slow
+        slow += caught.slow
+        missed += caught.test is None
+        by_readme = "yes" if caught.test and not caught.slow else "no"
+        by_ci = "yes" if caught.test else "**no**"
+        test = (caught.test or "").removeprefix("tests/")
+        print(
+            f"| {fault.name} | {by_readme} | {by_ci} | `{test}` | {caught.seconds:.0f} |",
+            flush=True,
+        )
+    print(f"\n{quick} caught by the README's command, {slow} more by .ci/run, {missed} by neither")
     sys.exit(missed > 0)
 
 

@@ -18,6 +18,7 @@ from kvjax.generation import pacing, programs
 from kvjax.policies.words import parse_policy
 from tests.conftest import ROOT
 from tests.scripted import scripted
+from tests.threads import together
 
 SHARED = {"max_len": 256, "max_new_tokens": 8, "prefill_chunk": 16, "eos_token_ids": []}
 """One capacity, one width of prompts: few programs."""
@@ -235,6 +236,28 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, usual)
+
+
+def test_threads_share_a_chat(tiny_llama):
+    """An answer ends where another thread asks for the next; no turn is lost, and none torn."""
+    chat = begun(tiny_llama)
+    answers = {}
+
+    def ask(number):
+        text = ascii_letters[number]
+        for attempt in range(2):
+            answers[text, attempt] = chat.send(text)
+            for _ in answers[text, attempt]:
+                pass
+
+    together(4, ask)
+    chat.close()
+    turns = chat.turns
+    assert sorted(turn.user for turn in turns) == sorted(2 * ascii_letters[:4])
+    assert sorted(turn.answer for turn in turns) == sorted(each.text for each in answers.values())
+    assert all(turn.reason in ("stopped", "length") for turn in turns)
+    said(chat.send("x"))
+    assert_sees_its_text(chat)
 
 
 def test_errors_keep_the_chat(byte_tokenizer):

@@ -11,9 +11,12 @@ import sys
 
 import jax
 import pytest
+import rich.progress
 
 import kvjax
 from kvjax import cli, models
+from kvjax.cli import waiting
+from kvjax.cli.chat_loop import Talk
 from kvjax.cli.guiding import given_form
 from kvjax.core import compat
 from kvjax.core.progress import heard_by
@@ -456,6 +459,10 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     for given, size in (("--model", tiny_llama_dir), weights), (("--config", config), weights / 2):
         code, out, _ = run("plan", *given, "--max-len", 128, "--estimate", "--json")
         assert code == 0 and json.loads(out)["plan"]["weights"] == size
+    # Of a multimodal one the text part.
+    config.write_text(json.dumps({"model_type": "llava", "text_config": whole}), encoding="utf-8")
+    code, out, _ = run("plan", "--config", config, "--dtype", "float32", "--estimate", "--json")
+    assert code == 0 and json.loads(out)["plan"]["weights"] == weights
     small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 300}
     config.write_text(json.dumps({"model_type": "gpt2", **small}), encoding="utf-8")
     arguments = ("--config", config, "--batch", 64, "--cache", "auto", "--memory", "140MB")
@@ -622,6 +629,78 @@ def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     assert [line for line in found.stderr.splitlines() if not other.match(line)] == []
 
 
+@contextlib.contextmanager
+def consoles(monkeypatch, encoding, stdin=b""):
+    """Standard streams of such an encoding, as a system may give them: what is written there."""
+    out, err = io.BytesIO(), io.BytesIO()
+    for name, stream in (("stdin", io.BytesIO(stdin)), ("stdout", out), ("stderr", err)):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding=encoding))
+    yield out, err
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+def test_what_a_console_can_not_show_is_an_escape(monkeypatch, encoding, tiny_llama_dir, tmp_path):
+    """Text, figures, JSON and errors, and what is read from a pipe, which is UTF-8."""
+    word, model = "é😀ж", tmp_path / "ж😀"
+    model.symlink_to(tiny_llama_dir)
+    # A stream of ASCII is taken for one of UTF-8, as typer has it.
+    shown = word if encoding != "cp1252" else "é\\U0001f600\\u0436"
+    written_as = "utf-8" if encoding == "ascii" else encoding
+
+    def printed(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        with consoles(monkeypatch, encoding, stdin) as (out, err):
+            with pytest.raises(SystemExit) as leaving:
+                cli.main()
+            return leaving.value.code, *(x.getvalue().decode(written_as) for x in (out, err))
+
+    said = ("generate", "a", "--model", model, "--choice", word, "--max-new-tokens", 30)
+    code, out, err = printed(*said)
+    assert (code, out) == (0, f"{shown}\n") and "new tokens" in err
+    code, out, _ = printed(*said, "--json")
+    assert code == 0 and json.loads(out)["text"] == word
+    code, out, _ = printed("info", "--model", model)
+    assert code == 0 and str(tmp_path) in out
+    code, out, _ = printed("info", "--model", model, "--json")
+    assert code == 0 and json.loads(out)["model"] == str(model)
+    code, out, err = printed("info", "--model", tmp_path / "no😀")
+    assert code == 2 and out == "" and err.startswith("kvjax: error: ")
+    lines = f"/system {word}\n/nope{word}\n".encode()
+    code, out, err = printed("chat", "--model", tiny_llama_dir, stdin=lines)
+    assert (code, out) == (2, f"{shown}\n") and f"no command /nope{shown}" in err
+    prompts, results = tmp_path / "prompts", tmp_path / "results"
+    prompts.write_text(json.dumps({"id": word, "prompt": "a"}, ensure_ascii=False), "utf-8")
+    batch = ("--model", model, "--max-new-tokens", 1, "--max-seq-len", 64, "--max-batch-size", 1)
+    code, out, err = printed("batch", prompts, "--out", results, *batch)
+    assert (code, out) == (0, "") and json.loads(results.read_text("utf-8"))["id"] == word
+
+
+def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
+    """From the start, or by whoever read them: a quiet end."""
+    arguments = ["--model", str(tiny_llama_dir), "--max-new-tokens", "3"]
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+    monkeypatch.setattr(sys, "argv", ["kvjax", "chat", *arguments[:2]])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
+    with consoles(monkeypatch, "utf-8") as (_, err):
+        monkeypatch.setattr(sys, "stdout", stdout := os.fdopen(write, "w"))
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert leaving.value.code == 1 and err.getvalue() == b""
+    with contextlib.suppress(BrokenPipeError):
+        stdout.close()
+
+
 def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
     arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
     wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
@@ -693,6 +772,105 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
     assert (running.returncode, out) == (130, "")
     shown, hidden = seen.rindex(b"\x1b[?25h"), seen.rindex(b"\x1b[?25l")
     assert shown > hidden and b"Traceback" not in seen
+
+
+class AtOnce:
+    """A timer that does not wait."""
+
+    def __init__(self, seconds, call):
+        self.start = call
+
+    def cancel(self):
+        pass
+
+    join = cancel
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Both streams as one terminal, and what was drawn there; no work is too short to be shown."""
+    monkeypatch.setattr(waiting.threading, "Timer", AtOnce)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    drawn = rich.progress.Progress.update
+
+    def at_once(display, *args, **fields):
+        drawn(display, *args, **fields)
+        if display.live.is_started:
+            display.refresh()
+
+    def begin():
+        seen = io.StringIO()
+        seen.isatty = lambda: True
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, seen)
+        return seen
+
+    monkeypatch.setattr(rich.progress.Progress, "update", at_once)
+    return begin
+
+
+def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
+    """That it reads, and that it compiles, gone when the answer begins; nothing else is lost."""
+    # Of a length that no other test has, so that it compiles.
+    chat = kvjax.Chat(tiny_llama, max_len=77, max_new_tokens=6, eos_token_ids=[])
+    talk = Talk(chat, alone=False)
+    for warm in (False, True):
+        seen = terminal()
+        talk._answer(chat.send("ab"))
+        seen, answer = seen.getvalue(), chat.turns[-1].answer
+        assert "reading the prompt" in seen and "generating" in seen
+        for what in ("reading the prompt", "generating"):
+            assert (f"{what}: compiling (once)" in seen) != warm
+        # Behind the last of what was drawn stands the answer, whole, on a line of its own.
+        *_, line = seen.partition(answer)[0].rpartition("\x1b[2K")
+        assert line == "" and seen.partition(answer)[2].startswith("\n")
+
+
+def test_pieces_come_one_by_one_where_nothing_is_shown(capfd):
+    taken = []
+    pieces = (taken.append(n) or n for n in range(4))
+    assert waiting.begun(pieces, "reading") == [0] and taken == [0]
+    assert waiting.begun(iter(()), "reading") == []
+    assert capfd.readouterr() == ("", "")
+
+
+def evaluated(monkeypatch, tiny_llama_dir, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
+    arguments = ["--model", str(tiny_llama_dir), "--file", str(text), "--context", "200"]
+    arguments += ["-p", "static", "--time-steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["kvjax", "eval", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 0
+
+
+def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_path):
+    """Which policy, which window, and how much of all."""
+    seen = terminal()
+    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    seen, _, table = seen.getvalue().rpartition("policy ")
+    assert "full precision" in table and "window" not in table
+    shown = re.findall(r"evaluating (full precision|static), window (\d) of (\d)", seen)
+    count = int(shown[0][2])
+    assert count > 1
+    names = ("full precision", "static")
+    order = [(name, str(n + 1), str(count)) for n in range(count) for name in names]
+    assert list(dict.fromkeys(shown)) == order
+    told = [int(each) for each in re.findall(r"evaluating .*?(\d+)%", seen)]
+    assert told == sorted(told) and told[0] == 0 and told[-1] == 100
+    assert "timing steps of static" in seen and "reading the text" in seen
+
+
+def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llama_dir, tmp_path):
+    monkeypatch.setattr(waiting, "LINES", 0.0)
+    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    out, err = capfd.readouterr()
+    assert "window" not in out and out.startswith("policy")
+    first, *_, last = (line for line in err.splitlines() if line.startswith("kvjax: "))
+    assert first == "kvjax: evaluating full precision, window 1 of 3 (0%)"
+    assert last == "kvjax: timing steps of static (50%)"
 
 
 def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):

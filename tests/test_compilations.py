@@ -143,6 +143,19 @@ def test_a_ring_compiles_once_as_it_fills_and_wraps(tiny_llama):
         assert generate(tiny_llama, [prompt(length)], **settings).stats.compilations == 0
 
 
+def test_weakly_typed_parameters_share_the_programs(tiny_llama):
+    """As before an optimizer's first step, which makes them strongly typed."""
+    weak = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), tiny_llama.params)
+    assert all(x.weak_type for x in jax.tree.leaves(weak))
+    settings: dict[str, Any] = {"max_new_tokens": 5, "eos_token_ids": ()}
+    generate(tiny_llama, [prompt(9)], **settings)
+    lm = tiny_llama.with_params(weak)
+    own = kvjax.language_model(lambda *given: None, tiny_llama.config, weak)
+    for each in (lm.params, own.params, lm.put(weak)):
+        assert not any(x.weak_type for x in jax.tree.leaves(each))
+    assert generate(lm, [prompt(9)], **settings).stats.compilations == 0
+
+
 def test_growing_compiles_once_a_capacity(tiny_llama):
     policy = kvjax.CachePolicy(kvjax.Growing(start=16))
     cache = kvjax.init_cache(tiny_llama.config, policy)

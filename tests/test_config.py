@@ -91,6 +91,11 @@ def test_explicit_fields(tmp_path: Path) -> None:
     )
 
 
+def test_float64_is_read_as_float32(tmp_path: Path) -> None:
+    assert llama(tmp_path, torch_dtype="float64").dtype == "float32"
+    assert llama(tmp_path, dtype="torch.float64").dtype == "float32"
+
+
 def test_derived_fields(tmp_path: Path) -> None:
     config = llama(tmp_path)
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
@@ -469,6 +474,92 @@ def test_gemma4(tmp_path: Path) -> None:
     assert layer_heads(told) == ((2, 16), (2, 8)) * 3 + ((2, 16),)
 
 
+WHOLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"model_type": "gemma3", "text_config": {}}, {"model_type": "gemma3_text"}),
+    (
+        {
+            "model_type": "gemma3", "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+            "text_config": {**GEMMA3, "torch_dtype": "float32"}, "vision_config": {"depth": 9},
+        },
+        {**GEMMA3, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
+    ),
+    ({"model_type": "gemma3n", "text_config": GEMMA3N}, GEMMA3N),
+    ({"model_type": "gemma4", "text_config": GEMMA4, "audio_config": None}, GEMMA4),
+    (
+        {
+            "model_type": "llama4",
+            "text_config": {**LLAMA4, "attn_temperature_tuning": 4, "no_rope_layers": []},
+        },
+        LLAMA4,
+    ),
+    (
+        {"model_type": "mistral3", "text_config": {**QWEN, "model_type": "mistral"}},
+        {**QWEN, "model_type": "mistral", "tie_word_embeddings": True},
+    ),
+    (
+        {"model_type": "mistral3", "text_config": {**QWEN, "model_type": "mistral3"}},
+        {**QWEN, "model_type": "mistral", "tie_word_embeddings": True},
+    ),
+    # Of a model that is not known the text part says all itself.
+    ({"model_type": "new", "text_config": QWEN}, QWEN),
+    (
+        {"model_type": "llava", "text_config": {**LLAMA, "tie_word_embeddings": True}},
+        {**LLAMA, "tie_word_embeddings": True},
+    ),
+    (
+        {
+            "model_type": "llava", "tie_word_embeddings": False,
+            "text_config": {**LLAMA, "tie_word_embeddings": True},
+        },
+        {**LLAMA, "tie_word_embeddings": True},
+    ),
+    (
+        {"model_type": "llava", "tie_word_embeddings": False, "text_config": GEMMA},
+        {**GEMMA, "tie_word_embeddings": True},
+    ),
+    (  # as it was published: flat
+        {
+            **QWEN, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 7},
+            "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        },
+        {**QWEN, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size": 29568},
+    ),
+    (  # as Transformers writes it
+        {
+            "model_type": "qwen2_5_vl",
+            "text_config": {
+                **QWEN, "model_type": "qwen2_5_vl_text", "rope_scaling": {},
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mrope_section": [1, 1, 2]},
+            },
+        },
+        {
+            **QWEN, "rms_norm_eps": 1e-5, "intermediate_size": 29568, "rope_theta": 1e6,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0},
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("whole", "text"), WHOLES, ids=[f"{n}-{x['model_type']}" for n, (x, _) in enumerate(WHOLES)]
+)
+def test_the_text_part_of_a_multimodal_config(tmp_path, whole, text) -> None:
+    assert read(tmp_path, whole) == read(tmp_path, text)
+
+
+def test_generation_ids_of_a_multimodal_config(tmp_path: Path) -> None:
+    """Those outside of ``text_config`` go first; what both leave out is the text family's."""
+    whole = {"model_type": "gemma3", "text_config": {"eos_token_id": 5, "pad_token_id": 7}}
+    for outside, ids in (
+        ({}, GenerationDefaults((5,), 2, 7)),
+        ({"eos_token_id": [1, 106], "pad_token_id": 0}, GenerationDefaults((1, 106), 2, 0)),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**whole, **outside}))
+        assert read_generation(tmp_path, "gemma3_text") == ids
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "model_type": "qwen2_5_vl"}))
+    assert read_generation(tmp_path, "qwen2") == GenerationDefaults((151645,), 151643)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
@@ -529,7 +620,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**QWEN, "model_type": "mistral", "sliding_window": 0},
         "sliding_window is 0; expected an integer",
     ),
-    ({"model_type": "gemma3", "text_config": {}}, 'model_type is "gemma3"; expected gemma3_text'),
+    ({"model_type": "gemma3", "text_config": 3}, "text_config is 3; expected an object"),
+    (
+        {"model_type": "gemma3", "text_config": {"use_bidirectional_attention": True}},
+        "text_config.use_bidirectional_attention is true; expected false: attention is causal",
+    ),
+    (
+        {"model_type": "gemma3", "quantization_config": {"bits": 4}},
+        "json: quantization_config is .*; expected none: quantized weights are not read",
+    ),
+    ({"model_type": "gemma3", "is_causal": False}, "json: is_causal is false; expected true"),
+    ({"model_type": "gemma3", "dtype": "int8"}, 'json: dtype is "int8"; expected one of bfloat16'),
+    ({"model_type": "llava", "tie_word_embeddings": 1}, "json: tie_word_embeddings is 1; expected"),
+    (
+        {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+        'text_config.model_type is "ministral3"; expected one of gemma2, .*supported',
+    ),
+    (
+        {"model_type": "new", "text_config": {"model_type": ["llama"]}},
+        r'text_config.model_type is \["llama"\]; expected one of',
+    ),
+    ({"model_type": "new", "text_config": {}}, "text_config.model_type is null; expected one of"),
+    (
+        {"model_type": "new", "text_config": {"model_type": "t5"}},
+        "text_config.model_type is .*; expected a decoder alone: a text part with an encoder",
+    ),
+    (
+        {"model_type": "paligemma", "text_config": {"model_type": "gemma2"}},
+        'model_type is "paligemma"; expected another: PaliGemma reads its prompts in both',
+    ),
     ({**GEMMA, "use_bidirectional_attention": True}, "attention is true; expected false"),
     ({**GEMMA3, "use_bidirectional_attention": "all"}, 'attention is "all"; expected false'),
     ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; expected null"),
@@ -604,7 +723,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**QWEN3_MOE, "mlp_only_layers": [0.5]}, r"mlp_only_layers is \[0.5\]; expected a list of"),
     ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected an integer of"),
-    ({"model_type": "gemma3n"}, 'model_type is "gemma3n"; expected gemma3n_text: a model that'),
     (
         {**GEMMA3N, "intermediate_size": [1]},
         r"intermediate_size is \[1\]; expected a number above 0",
@@ -618,7 +736,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GEMMA3N, "num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; expected fewer"),
     ({**GEMMA3N, "num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; expected fewer"),
     ({**GEMMA3N, "use_bidirectional_attention": True}, "attention is true; expected false"),
-    ({"model_type": "gemma4"}, 'model_type is "gemma4"; expected gemma4_text: a model that'),
+    (
+        {"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "all"}},
+        'text_config.use_bidirectional_attention is "all"; expected false or vision',
+    ),
     ({**GEMMA4, "use_bidirectional_attention": "all"}, 'is "all"; expected false or vision'),
     ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is .*; expected"),
     ({**GEMMA4, "per_layer_config": {"5": {"window": 4}}}, "per_layer_config is .*; expected he"),
@@ -651,7 +772,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
         'full_attention.rope_type is "yarn"; expected one of default, linear, proportional',
     ),
-    ({"model_type": "llama4"}, 'model_type is "llama4"; expected llama4_text: a model that takes'),
+    (
+        {"model_type": "llama4", "text_config": {"attn_temperature_tuning": "x"}},
+        'text_config.attn_temperature_tuning is "x"; expected true or false',
+    ),
     ({**LLAMA4, "no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]; expected a list of"),
     ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers is .*; expected a list of 3 numbers"),
     ({**LLAMA4, "moe_layers": 1}, "moe_layers is 1; expected a list of numbers of layers"),

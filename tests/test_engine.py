@@ -16,12 +16,15 @@ import pytest
 
 import kvjax
 from kvjax.core.errors import NonFiniteError
+from kvjax.core.trees import tree_bytes
+from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
 from kvjax.generation.statistics import Meter
 from kvjax.memory.limits import memory_left
 from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
+from tests.threads import together
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
 FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
@@ -274,10 +277,54 @@ def test_other_parameters_between_steps():
     with meter.running():
         engine.update(jax.device_put(params, device))
         engine.run([[1, 2]])
+        engine.update(jax.tree.map(np.asarray, params))
+        engine.run([[1, 2]])
     assert meter.compilations == 0
+    with pytest.raises(ValueError, match=r"engine's model: parameters must be a tree of arrays"):
+        engine.update({"other": 3})
+    with pytest.raises(ValueError, match="on other devices"):
+        engine.update(jax.device_put(params, jax.devices()[1]))
     for tenant in range(9):
         engine.run([[1, 2]], tenant=tenant)
     assert len(engine._texts.nodes.roots) < 3
+
+
+def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
+    """By bytes of arrays, and of those that are there while others are made."""
+    lm, held, made, before = lettered(), [], engine_rows.allocate, 0
+
+    def new_bytes():
+        return sum(x.nbytes for x in alive()) - before
+
+    def allocate(*given, **named):
+        held.append(new_bytes())
+        return made(*given, **named)
+
+    def pointers(params):
+        return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)}
+
+    monkeypatch.setattr(engine_rows, "allocate", allocate)
+    second = dataclasses.replace(lm, params=jax.tree.map(jnp.copy, lm.params))
+    weights = tree_bytes(lm.params)
+    for draft in (None, kvjax.DraftModel(second)):
+        before = 0
+        before = new_bytes()
+        engine = engine_of("sinks", lm=lm, pages=None, draft=draft)
+        stats, new = engine.stats(), new_bytes()
+        its = 0 if draft is None else weights
+        # Committed parameters are arrays of their own, in the same memory.
+        assert new - weights - its == stats.pool_bytes + stats.row_bytes + stats.draft_bytes - its
+        assert pointers(engine._rows.params) == pointers(lm.params)
+        assert stats.weight_bytes == weights and stats.draft_bytes >= its
+        # A full device has no room for a second pool, even if it is let go at once.
+        assert held.pop(0) < stats.pool_bytes
+        planned = kvjax.plan(
+            lm.architecture, list(engine.terms.policies), batch=ROWS, max_len=MOST, compiled=False
+        )
+        tails = planned.cache["device"] - stats.pool_bytes
+        assert 0 <= tails < stats.row_bytes
+        held.clear()
+        del engine
 
 
 @pytest.mark.rare
@@ -510,6 +557,25 @@ def test_streams_of_several_requests():
         assert "".join(piece.text for piece in pieces) == text
         assert [token for piece in pieces for token in piece.tokens] == tokens
         assert [score for piece in pieces for score in piece.scores] == scores
+
+
+def test_threads_step_one_engine():
+    """Some run, some stream, and each is given all of its own."""
+    engine = engine_of()
+    requests, wanted = asked()[:8], alone("raw")
+
+    def asks(number):
+        prompt, settings = requests[number]
+        if number % 2:
+            (handle,) = engine.run([prompt], **settings)
+            return told(handle)
+        handle = engine.submit(prompt, **settings)
+        pieces = list(engine.stream(handle))
+        assert "".join(piece.text for piece in pieces) == handle.text
+        assert [token for piece in pieces for token in piece.tokens] == handle.tokens
+        return told(handle)
+
+    assert together(8, asks) == wanted[:8] and settled(engine)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])

@@ -21,6 +21,7 @@ from kvjax.sampling.settings import make_settings
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config
 from tests.scripted import scripted
+from tests.threads import together
 
 PROMPTS = [list(range(40, 77)), [7], list(range(100, 120))]
 EOS = 257
@@ -425,6 +426,28 @@ def test_a_cache_is_continued(tiny_llama):
     assert first.cache.layers[0].keys.is_deleted()  # donated
     again = generate(tiny_llama, first.unfed, cache=kept, max_new_tokens=8, **SHARED)
     assert again.tokens == second.tokens
+
+
+def test_a_cache_that_another_call_used_up_meanwhile(tiny_llama):
+    """After it was looked at, by a stream that has not begun, or in another thread."""
+    settings = {"max_new_tokens": 3, "eos_token_ids": ()}
+    cache = kvjax.generate(tiny_llama, ["ab"], max_len=64, **settings).cache
+    for more in ({}, {"num_beams": 2}):
+        later = kvjax.stream(tiny_llama, ["c"], cache=cache, **settings, **more)
+        cache = kvjax.generate(tiny_llama, ["c"], cache=cache, **settings).cache
+        with pytest.raises(ValueError, match="was used up by an earlier call"):
+            next(later)
+
+    def go_on(_):
+        try:
+            return kvjax.generate(tiny_llama, ["c"], cache=cache, **settings).tokens
+        except ValueError as error:
+            return str(error)
+
+    for _ in range(4):
+        cache = kvjax.generate(tiny_llama, ["ab"], max_len=64, **settings).cache
+        *refused, _ = sorted(together(4, go_on), key=lambda found: isinstance(found, list))
+        assert all("was used up by an earlier call" in each for each in refused), refused
 
 
 def test_a_continued_text_has_no_second_beginning(byte_tokenizer):

@@ -95,16 +95,35 @@ def test_files_of_any_name_are_fetched_by_the_index(folder, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    lm = models.load("owner/name")
+    loaded = [models.load(place) for place in ("owner/name", folder)]
     assert asked == [set(), set(names)]
-    assert sum(leaf.size for leaf in jax.tree.leaves(lm.params)) == sum(
-        x.size for x in tensors.values()
-    )
+    for lm in loaded:
+        assert sum(leaf.size for leaf in jax.tree.leaves(lm.params)) == sum(
+            x.size for x in tensors.values()
+        )
     for wrong in ("../x.safetensors", "model.bin"):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, wrong)}))
         with pytest.raises(kvjax.CheckpointError, match="weight_map: there is no file"):
             models.load("owner/name")
         assert asked[-1] == set()
+
+
+def test_files_of_other_parts_alone_are_not_fetched(folder, monkeypatch, capsys):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    places = dict.fromkeys(tensors, "a.safetensors") | {"model.visual.x": "b.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    asked: list[set[str]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append({x for x in allow_patterns if x.endswith(".safetensors")})
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    models.load("owner/name")
+    assert asked == [set(), {"a.safetensors"}]
+    assert capsys.readouterr().err.endswith("the text part is loaded, without visual (1 tensor)\n")
 
 
 def hub_error(kind: str, status: int | None = None) -> Exception:

@@ -19,7 +19,7 @@ import kvjax
 from kvjax import models
 from kvjax.core.target import Target, computing_on
 from kvjax.models.stored import find_tensors
-from tests.checkpoints import write_llama
+from tests.checkpoints import write_biased_keys, write_llama
 
 Tensors = dict[str, np.ndarray]
 
@@ -255,10 +255,19 @@ NORM = "model.norm.weight"
             r"missing tensors model\.layers\.1\..*, .*, .* and 6 more",
         ),
         (lambda t: t.update(score=t[NORM]), "surplus tensor score: the model that config.json"),
+        (
+            lambda t: t.update({"norm.weight": t[NORM] + 1}),
+            "norm.weight and norm.weight are one in this model, and differ|"
+            f"norm.weight and {NORM} are one in this model, and differ",
+        ),
         (lambda t: t.update({NORM: t[NORM][:9]}), rf"{NORM} has shape \[9\]; expected \[64\]"),
         (
-            lambda t: t.update({NORM: t[NORM].astype(np.float64)}),
-            f"{NORM} has dtype F64; expected one of F32, F16, BF16",
+            lambda t: t.update({NORM: t[NORM].astype(np.int64)}),
+            f"{NORM} has dtype I64; expected one of F32, F16, BF16, F64: quantized weights are not",
+        ),
+        (
+            lambda t: t.update({NORM: t[NORM].astype(jnp.float8_e4m3fn)}),
+            f"{NORM} has dtype F8_E4M3; expected one of F32, F16, BF16, F64: quantized weights are",
         ),
     ],
 )
@@ -368,6 +377,185 @@ def test_tokenizer_model_only(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(kvjax.CheckpointError, match=r"tokenizer\.model, which is not read"):
         models.load(folder)
+
+
+OTHERS: Tensors = {
+    "vision_tower.layers.0.weight": np.ones((4, 4), np.float32),
+    "vision_tower.position_ids": np.arange(4),
+    "multi_modal_projector.linear.weight": np.ones(6, np.float16),
+}
+WITHOUT = (
+    "kvjax: only the text part is loaded, without multi_modal_projector (1 tensor, 12 B), "
+    "vision_tower (2 tensors, 96 B)\n"
+)
+
+
+def make_whole(folder: Path, layout: str = "language_model.model.") -> None:
+    """Make a Llama the text part of a LLaVA, ``layout`` before its names in place of ``model.``."""
+    text = json.loads((folder / "config.json").read_text())
+    ids = {name: text.pop(name) for name in ("eos_token_id", "bos_token_id")}
+    tied, dtype = text.pop("tie_word_embeddings"), text.pop("torch_dtype")
+    whole = {"model_type": "llava", "text_config": text, "vision_config": {"hidden_size": 4}}
+    whole |= {"tie_word_embeddings": tied, "dtype": dtype, **ids}
+    (folder / "config.json").write_text(json.dumps(whole))
+    head = "language_model." if layout == "language_model.model." else ""
+
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            new = layout + name.removeprefix("model.") if "model." in name else head + name
+            tensors[new] = tensors.pop(name)
+        inside = "" if head else "model."
+        tensors |= {inside + name: tensor for name, tensor in OTHERS.items()}
+
+    change_tensors(folder, rename)
+
+
+@pytest.mark.parametrize(
+    "layout", ["language_model.model.", "model.language_model.", "model.text_model.", "model."]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_part(folder, tiny_llama, tmp_path, capsys, layout: str, tied: bool) -> None:
+    """The same model, to the last bit, as the checkpoint of the text part alone."""
+    alone = tiny_llama
+    if not tied:
+        write_llama(folder, tie_word_embeddings=False)
+        alone = models.load(folder)
+    make_whole(folder, layout)
+    capsys.readouterr()
+    lm = models.load(folder)
+    assert capsys.readouterr().err == WITHOUT
+    assert lm.config == alone.config and lm.generation == alone.generation
+    assert jax.tree.structure(lm.params) == jax.tree.structure(alone.params)
+    assert same(lm.params, alone.params)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert lm.tokenizer.chat(messages) == alone.tokenizer.chat(messages)
+    if layout == "model.language_model." and tied:
+        logits = [jax.jit(m.apply)(m.params, jnp.ones((1, 3), jnp.int32)) for m in (lm, alone)]
+        np.testing.assert_array_equal(*logits)
+    # Saved, it is a checkpoint of the text model alone.
+    lm.save(tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert "text_config" not in written and "vision_config" not in written
+    again = models.load(tmp_path / "saved")
+    assert capsys.readouterr().err == ""
+    assert again.config == alone.config and same(again.params, alone.params)
+    assert again.generation == alone.generation
+
+
+def test_text_part_in_a_flat_config(folder, tmp_path, capsys) -> None:
+    """Qwen2.5-VL as it was published: the text's fields and tensors where a text model has them."""
+    bias = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+    alone = models.load(write_biased_keys(tmp_path / "qwen2", folder, bias))
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    change_config(tmp_path / "qwen2", model_type="qwen2_5_vl", rope_scaling=rope,
+                  vision_config={"depth": 1}, image_token_id=9)  # fmt: skip
+    change_tensors(tmp_path / "qwen2", lambda t: t.update({"visual.merger.weight": t[NORM]}))
+    lm = models.load(tmp_path / "qwen2")
+    assert capsys.readouterr().err.endswith("without visual (1 tensor, 256 B)\n")
+    assert lm.config == alone.config and same(lm.params, alone.params)
+    lm.save(tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen2ForCausalLM"]
+    assert not {"vision_config", "image_token_id"} & set(written)
+    assert models.load(tmp_path / "saved").config == alone.config
+
+
+def test_files_of_other_parts_alone_may_be_missing(folder, tiny_llama, capsys) -> None:
+    """Their tensors are counted by the index; bytes are named of those that are there."""
+    make_whole(folder)
+    tensors = dict(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    towers = {name for name in tensors if name.startswith("vision_tower")}
+    places = {name: "vision.safetensors" if name in towers else "x.safetensors" for name in tensors}
+    text = {name: x for name, x in tensors.items() if name not in towers}
+    save_file(text, folder / "x.safetensors")
+    write_index(folder, {"weight_map": places})
+    lm = models.load(folder)
+    assert same(lm.params, tiny_llama.params)
+    assert capsys.readouterr().err == WITHOUT.replace("2 tensors, 96 B", "2 tensors")
+    save_file({name: tensors[name] for name in towers}, folder / "vision.safetensors")
+    models.load(folder)
+    assert capsys.readouterr().err == WITHOUT
+    (folder / "x.safetensors").unlink()
+    with pytest.raises(kvjax.CheckpointError, match=r"there is no file x\.safetensors"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(qformer=t["vision_tower.position_ids"]), "surplus tensor qformer: the"),
+        (
+            lambda t: t.update({"language_model.visual.x": np.ones(2, np.float32)}),
+            r"surplus tensor visual\.x: the",
+        ),
+        (
+            lambda t: t.update({"model.language_model.norm.weight": np.ones(64, np.float32)}),
+            rf"{NORM} and model\.language_model\.norm\.weight are one in this model, and differ",
+        ),
+        (lambda t: drop(t, f"language_model.{NORM}"), rf"missing tensor {NORM}"),
+        (
+            lambda t: drop(t, *[name for name in t if "language_model" in name]),
+            "hold no tensor of a text model",
+        ),
+    ],
+)
+def test_wrong_tensors_of_a_whole(folder: Path, change: Callable, message: str) -> None:
+    make_whole(folder)
+    change_tensors(folder, change)
+    with pytest.raises(kvjax.CheckpointError, match=message):
+        models.load(folder)
+
+
+def test_a_config_of_the_text_alone_beside_all_tensors(folder, tiny_llama, capsys) -> None:
+    whole = (folder / "config.json").read_text()
+    make_whole(folder)
+    (folder / "config.json").write_text(whole)
+    assert same(models.load(folder).params, tiny_llama.params)
+    assert capsys.readouterr().err == WITHOUT
+
+
+@pytest.mark.parametrize("names", [None, ("model.norm.weight",)])
+def test_float64(folder: Path, tiny_llama, capsys, names: tuple | None) -> None:
+    """Read as float32, and said once; what is computed in is chosen as before."""
+    wide = names or tuple(load_file(folder / "model.safetensors"))
+    change_tensors(folder, lambda t: t.update({k: t[k].astype(np.float64) for k in wide}))
+    lm = models.load(folder)
+    count = "1 tensor" if names else f"{len(wide)} tensors"
+    assert capsys.readouterr().err == f"kvjax: {count} of float64 read as float32\n"
+    assert lm.config == tiny_llama.config and same(lm.params, tiny_llama.params)
+    change_config(folder, torch_dtype=None)
+    with computing_on(Target("gpu", (8, 0))):
+        assert models.load(folder).config.dtype == "float32"
+        change_config(folder, torch_dtype="float64")
+        assert models.load(folder).config.dtype == "float32"
+    half = models.load(folder, dtype="bfloat16").params["model"]["norm"]["weight"]
+    np.testing.assert_array_equal(
+        half, tiny_llama.params["model"]["norm"]["weight"].astype("bfloat16")
+    )
+
+
+def test_float64_beyond_float32(folder: Path) -> None:
+    change_tensors(folder, lambda t: t.update({NORM: t[NORM].astype(np.float64) * 1e39}))
+    with pytest.raises(kvjax.CheckpointError, match=rf"{NORM} is float64 and exceeds the range of"):
+        models.load(folder)
+
+
+def test_buffers_of_any_dtype_are_ignored(folder: Path, tiny_llama, capsys) -> None:
+    """Those that Transformers ignores; nor do they tell what the weights are stored in."""
+    change_config(folder, torch_dtype=None)
+
+    def add(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name] = tensors[name].astype(np.float16)
+        buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        tensors[buffer] = np.zeros(1_000_000, np.int64)
+
+    change_tensors(folder, add)
+    with computing_on(Target("gpu", (8, 0))):
+        assert models.load(folder).config.dtype == "float16"
+    assert capsys.readouterr().err == ""
 
 
 MEASURE = """

@@ -77,6 +77,21 @@ def test_the_pairs_are_those_of_all_parts():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_telling_cells_are_few_and_have_every_part(family):
+    every = FAMILIES[family][0]()
+    found = matrix.telling(chosen(family))
+    assert {*found} <= {*chosen(family)} and len(found) == len({*found}) <= 14
+    alone = [(name, name) for name in every[0]._fields]
+
+    def parts(some):
+        return frozenset().union(*(pairs_of(cell, alone) for cell in some))
+
+    assert parts(found) == parts(every)
+    for cell in found:
+        assert parts([other for other in found if other != cell]) != parts(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("parts", [1, 20])
 def test_every_other_cell_is_in_one_share(family, parts):
     every, taken = FAMILIES[family][0](), chosen(family)
@@ -107,5 +122,11 @@ def test_the_environment_chooses_cells(monkeypatch):
         return [param.values[0] for param in matrix.cells(every, kinds)]
 
     assert of() == chosen("copy") and of(FULL=True) == every
+    quick = [
+        param.values[0]
+        for param in matrix.cells(every, kinds)
+        if "slow" not in {mark.name for mark in param.marks}
+    ]
+    assert {*quick} == {*matrix.telling(chosen("copy"))}
     taken = chosen("copy")
     assert of(SHARD="3/20") == of(SHARD="3/20", FULL=True) == share(every, taken, 3, 20)

@@ -137,6 +137,16 @@ def test_a_llama_that_does_not_say_its_activation_is_gated():
     assert not ModelShape.from_config(config | {"model_type": "gpt_neox"}).gated
 
 
+def test_a_shape_of_a_multimodal_config_is_its_text_parts():
+    text = {
+        "model_type": "gemma9_text", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100,
+        "num_attention_heads": 4, "intermediate_size": 256,
+    }  # fmt: skip
+    whole = {"model_type": "gemma9", "torch_dtype": "float64", "hidden_size": 9}
+    found = ModelShape.from_config(whole | {"text_config": text, "vision_config": {"depth": 3}})
+    assert found == ModelShape.from_config(text | {"torch_dtype": "float32"})
+
+
 def test_a_shape_has_the_weights_of_the_model():
     for tied in (True, False):
         config = tiny_config(tie_word_embeddings=tied, windows=(None, None))

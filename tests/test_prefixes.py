@@ -24,8 +24,11 @@ from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
 from kvjax.models.generation import GenerationDefaults
+from kvjax.prefixes import texts as kept_texts
 from kvjax.prefixes.nodes import TIERS
+from tests.alive import alive
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
+from tests.threads import together
 
 # Conversations: cold equals warm.
 
@@ -120,6 +123,20 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     assert saved > 150 and tiers == {"device", "host", "disk"}
     tree.clear()
     assert not any(tmp_path.rglob("*.npz"))
+
+
+def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
+    tree, made, held = tree_of(small(), whole()), kept_texts.new_layer, []
+
+    def new_layer(*given):
+        held.append(sum(x.nbytes for x in alive()))
+        return made(*given)
+
+    monkeypatch.setattr(kept_texts, "new_layer", new_layer)
+    before, pool = sum(x.nbytes for x in alive()), tree.texts.pool.nbytes
+    tree.clear()
+    assert held[0] == before - pool
+    assert sum(x.nbytes for x in alive()) == before
 
 
 def test_a_hit_ends_where_a_chunk_of_prompts_did():
@@ -804,3 +821,52 @@ def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, mon
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) == 0 if how == "full" else tree.stats().bytes["disk"] > 0
     assert tree.stats().dropped > 0
+
+
+@pytest.mark.parametrize(
+    "way", ["generate", "batches", pytest.param("beams", marks=pytest.mark.rare)]
+)
+def test_threads_share_a_tree(way):
+    """Each request gets what it gets alone, hits are found, and every page comes back."""
+    lm, rng = small(), np.random.default_rng(9)
+    tree = tree_of(lm, POLICIES["int8"], host_memory="1MB")
+    base = rng.integers(0, 61, 40).tolist()
+    prompts = [base[: 16 * (1 + n % 3)] + rng.integers(0, 61, 3 + n).tolist() for n in range(16)]
+    more = {"num_beams": 2} if way == "beams" else {}
+
+    def tokens(prompt, **given):
+        if way == "batches":
+            (found,) = kvjax.generate_batches(lm, [[prompt]], max_new_tokens=4, **given)
+        else:
+            found = kvjax.generate(lm, [prompt], max_new_tokens=4, **more, **given)
+        return found.tokens
+
+    def asked_for(number):
+        mine = prompts[number::8]
+        return [(tokens(prompt, prefix_cache=tree), tree.stats().rows)[0] for prompt in mine]
+
+    found = together(8, asked_for)
+    for number, rows in enumerate(found):
+        assert rows == [tokens(prompt, **tree.settings) for prompt in prompts[number::8]]
+    accounted(tree)
+    assert tree.stats().rows == len(prompts) and tree.stats().hits > 0
+
+
+def test_of_threads_that_stream_from_a_tree_one_has_its_pages():
+    """The others are told so, and what to use; a stream itself may go on in any thread."""
+    lm = small()
+    tree = tree_of(lm, POLICIES["int8"])
+    running = kvjax.stream(lm, [list(range(40))], max_new_tokens=20, prefix_cache=tree)
+    next(running)
+    for call in (
+        lambda _: kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2),
+        lambda _: next(kvjax.stream(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)),
+        lambda _: tree.clear(),
+    ):
+        with pytest.raises(ValueError, match=r"a kvjax\.Engine streams to many at once"):
+            together(2, call)
+    pieces = together(3, lambda _: list(running))
+    assert sum(len(piece.tokens[0]) for some in pieces for piece in some) == 20 - 1
+    alone = kvjax.generate(lm, [list(range(40))], max_new_tokens=20, **tree.settings)
+    assert running.result.tokens == alone.tokens
+    accounted(tree)

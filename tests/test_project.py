@@ -214,6 +214,35 @@ def test_keys_go_down_the_rooms_and_enter_none_twice(policy, new):
             assert floors == sorted(set(floors), reverse=True), stack
 
 
+def of_the_locale(call: ast.Call) -> bool:
+    """Whether a call opens text in an encoding that it does not say."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    given = {word.arg for word in call.keywords}
+    if name in ("read_text", "write_text"):
+        return "encoding" not in given and len(call.args) < (1 if name == "read_text" else 2)
+    if name in ("open", "fdopen", "TemporaryFile", "NamedTemporaryFile"):
+        modes = [x.value for x in call.args if isinstance(x, ast.Constant)]
+        modes = [x for x in modes if isinstance(x, str) and x.strip("rwaxbt+") == ""]
+        alone = isinstance(call.func, ast.Name) or not call.args  # text is what is read by default
+        text = "b" not in modes[0] if modes else alone and name == "open" and "mode" not in given
+        return text and "encoding" not in given and len(call.args) < 4
+    as_text = any(x.arg == "text" and getattr(x.value, "value", 0) is True for x in call.keywords)
+    return as_text and "encoding" not in given
+
+
+def test_text_is_in_utf_8_whatever_the_locale():
+    found = []
+    folders = ("kvjax", "benchmarks")
+    for path in [*(p for f in folders for p in python_files(f)), *python_files(MODELS)]:
+        source = path.read_text(encoding="utf-8")
+        if not any(word in source for word in ("open(", "_text(", "text=True", "TemporaryFile(")):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and of_the_locale(node):
+                found.append(f"{path}:{node.lineno}")
+    assert not found
+
+
 def test_no_module_is_named_as_a_function_that_kvjax_exports():
     functions = {name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))}
     for path in [*python_files("kvjax"), *python_files(MODELS)]:

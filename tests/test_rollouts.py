@@ -114,8 +114,9 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
     size = max(x.nbytes for x in jax.tree.leaves(params))
     before = rolling._rolled._cache_size()
     for step in range(10):
-        if step == 2:
+        if step == 1:
             (meter := Meter()).running().__enter__()
+        if step == 2:
             held = len(alive())
         found = kvjax.rollout(
             lm, params, (TOKENS, LENGTHS), n=2, max_new_tokens=8, seed=step, buffer=buffer
@@ -124,13 +125,40 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
         texts.append(lists(found))
         params, state = train(params, state, found)
     assert meter.compilations == 0 and len(alive()) <= held
-    # With the buffer, and the first time without.
-    assert rolling._rolled._cache_size() - before == 2
+    assert rolling._rolled._cache_size() - before == 1  # though the first had no buffer
     assert len({str(each) for each in texts}) == 10
     program = lowered(lm, buffer)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(buffer).values())
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < size
+
+
+@pytest.mark.parametrize(
+    "first", ["weak", pytest.param("split", marks=pytest.mark.rare)]
+)  # fmt: skip
+def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, first):
+    """Weakly typed ones, where a policy commits what a trainer gets; those of ``nnx.split``."""
+    from tests.test_adapters import model
+
+    given, cache = (lm, POLICIES["host"]) if first == "weak" else (model("nnx_model"), "static")
+    params = given.params
+    if first == "weak":
+        params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01), params)
+        assert all(x.weak_type for x in jax.tree.leaves(params))
+
+    @jax.jit
+    def train(params, drawn):
+        return optax.apply_updates(params, jax.tree.map(lambda x: x * drawn.mean(), params))
+
+    before, buffer, compiled = rolling._rolled._cache_size(), None, []
+    for step in range(3):
+        with (meter := Meter()).running():
+            found = kvjax.rollout(
+                given, params, PROMPTS, max_new_tokens=3, seed=step, cache=cache, buffer=buffer
+            )
+        compiled.append(meter.compilations)
+        buffer, params = found.cache, train(params, found.drawn)
+    assert compiled[1:] == [0, 0] and rolling._rolled._cache_size() - before == 1
 
 
 def lowered(lm, buffer):

@@ -2,14 +2,18 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.models import LlamaConfig, RopeConfig, model_rotary
 from kvjax.models.rope import inverse_frequencies
+from tests.test_prefixes import small
 
 HEAD_DIM, TRAINED = 64, 2048
 
@@ -177,3 +181,119 @@ def test_capacities_with_the_same_frequencies_are_known(kind: str, given: dict) 
     for one, other in pairs:
         equal = np.array_equal(frequencies(model, one), frequencies(model, other))
         assert model.same_rotary(one, other) == equal
+
+
+SHORT = 16
+"""Tokens up to which the models below have their short factors, or are not scaled."""
+GIVEN = {
+    "longrope": {
+        "short_factor": (1.0,) * 4, "long_factor": (4.0,) * 4,
+        "original_max_position_embeddings": SHORT,
+    },
+    "dynamic": {"factor": 2.0},
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(1, 61, (2, 14)).astype(np.int32)
+REAL = np.array([14, 9], np.int32)
+TEXTS = [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()]
+
+
+def scaled(kind: str) -> kvjax.LanguageModel:
+    rope = RopeConfig(kind, parameters=tuple(sorted(GIVEN[kind].items())))
+    return small(rope=rope, max_position_embeddings=SHORT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [("longrope", None), ("longrope", SHORT), ("dynamic", SHORT)]
+    + [pytest.param(kind, 40, marks=pytest.mark.rare) for kind in GIVEN]
+    + [pytest.param("dynamic", None, marks=pytest.mark.rare)],
+)  # fmt: skip
+def test_a_cache_turns_by_the_length_that_was_chosen(kind: str, chosen: int | None) -> None:
+    """As the pass without a cache of that length does: ragged, and in chunks."""
+    lm = scaled(kind)
+    apply = jax.jit(lm.apply, static_argnames="max_len")
+    wanted = np.asarray(apply(lm.params, TOKENS, lengths=REAL, max_len=chosen or 64))
+    others = np.asarray(apply(lm.params, TOKENS, lengths=REAL, max_len=16 if chosen != 16 else 64))
+    cache = kvjax.init_cache(lm.config, batch=2, max_len=64, rotary_len=chosen)
+    found = []
+    for start, end in ((0, 7), (7, 14)):
+        real = np.clip(REAL - start, 0, end - start)
+        logits, cache = apply(lm.params, TOKENS[:, start:end], cache, lengths=real)
+        found.append(logits)
+    kvjax.check(cache)
+    for row, real in enumerate(REAL):
+        each = np.concatenate(found, axis=1)[row, :real]
+        np.testing.assert_allclose(each, wanted[row, :real], atol=1e-5)
+        assert np.abs(each - others[row, :real]).max() > 0.1
+    # Those of 40 are those of 64, where there are two kinds of factors.
+    other = chosen is not None and (kind == "dynamic" or chosen == SHORT)
+    assert cache.max_len == (chosen if other else 64)
+
+
+@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.rare)])
+def test_texts_end_where_frequencies_would_change(kind: str) -> None:
+    lm = scaled(kind)
+    cache = kvjax.init_cache(lm.config, "dynamic", batch=2, rotary_len=SHORT)
+    assert kvjax.init_cache(lm.config, "dynamic", max_len=32, rotary_len=SHORT).grows_to == SHORT
+    cache = kvjax.grow(cache, SHORT)
+    with pytest.raises(ValueError, match="grow to 17: its keys are turned for texts of rotary_len"):
+        kvjax.grow(cache, SHORT + 1)
+    with pytest.raises(ValueError, match="max_len is 17, but its keys are turned for texts of"):
+        kvjax.convert(cache, "static", max_len=SHORT + 1)
+    apply = jax.jit(lm.apply)
+    cache = kvjax.init_cache(lm.config, batch=2, max_len=64, rotary_len=SHORT)
+    for _ in range(2):
+        _, cache = apply(lm.params, TOKENS[:, :9], cache)
+    with pytest.raises(kvjax.CacheOverflowError, match="start with a larger rotary_len"):
+        kvjax.check(cache)
+    with pytest.raises(ValueError, match="or one rotary_len"):
+        kvjax.concatenate([cache, kvjax.init_cache(lm.config, batch=2, max_len=64)])
+    # Who has no longer texts keeps all of the room.
+    assert kvjax.init_cache(lm.config, max_len=64, rotary_len=64).max_len == 64
+    ring = kvjax.CachePolicy(kvjax.Ring(8))
+    assert kvjax.init_cache(lm.config, ring, rotary_len=SHORT).max_len > 1000
+    assert kvjax.init_cache(small().config, max_len=64, rotary_len=SHORT).max_len == 64
+    with pytest.raises(ValueError, match="rotary_len must be"):
+        kvjax.init_cache(lm.config, max_len=64, rotary_len=0)
+
+
+def test_generations_go_by_the_length_that_was_chosen() -> None:
+    lm, given = scaled("longrope"), {"max_new_tokens": 5, "eos_token_ids": ()}
+    settings: dict[str, Any] = {"rotary_len": SHORT, **given}
+    found = kvjax.generate(lm, TEXTS, max_len=64, **settings)
+    assert found.tokens == kvjax.generate(lm, TEXTS, use_cache=False, **settings).tokens
+    assert found.tokens != kvjax.generate(lm, TEXTS, use_cache=False, rotary_len=64, **given).tokens
+    for more, words in (
+        ({"use_cache": False}, "need 27 positions, but rotary_len is 16"),
+        ({}, "need 27 positions, but its keys are turned for texts of rotary_len=16"),
+        ({"cache": found.cache}, "rotary_len is 16, but keys of a cache or a prefix_cache"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kvjax.generate(lm, [[1] * 8] * 2, **settings | more | {"max_new_tokens": 20})
+
+
+@pytest.mark.rare
+def test_engines_and_programs_go_by_the_length_that_was_chosen(tmp_path: Path) -> None:
+    lm, given = scaled("longrope"), {"max_new_tokens": 5, "eos_token_ids": ()}
+    short = kvjax.generate(lm, TEXTS, max_len=SHORT, **given).tokens
+    long = kvjax.generate(lm, TEXTS, max_len=64, **given).tokens
+    assert short != long == kvjax.generate(lm, TEXTS, rotary_len=64, **given).tokens
+    kvjax.compile(lm, max_len=64, batch=2, rotary_len=SHORT, eos_token_ids=())
+    found = kvjax.generate(lm, TEXTS, max_len=64, rotary_len=SHORT, **given)
+    assert found.tokens == short and not found.stats.compilations
+    # Rounded up then, so that similar lengths share programs.
+    again = kvjax.generate(lm, TEXTS, rotary_len=SHORT, **given)
+    assert again.tokens == short and not again.stats.compilations
+    cache, _ = kvjax.prefill(lm, TEXTS, max_len=64, rotary_len=SHORT)
+    assert cache.turned_for == SHORT
+    paged = kvjax.policy("paged", page_size=16)
+    engine = kvjax.Engine(
+        lm, paged, kvjax.InferenceLimits(2, max_seq_len=64), prefill_chunk=16, rotary_len=SHORT
+    )
+    assert [each.tokens for each in engine.run(TEXTS, **given)] == short
+    with pytest.raises(ValueError, match="need 27 positions, but the engine's rotary_len is 16"):
+        engine.submit([1] * 8, max_new_tokens=20)
+    tree = kvjax.PrefixTree(lm, paged, pages=8, max_len=64, prefill_chunk=16, rotary_len=SHORT)
+    assert kvjax.generate(lm, TEXTS, prefix_cache=tree, **given).tokens == short
+    tree.save(tmp_path / "tree", lm)
+    assert kvjax.PrefixTree.load(tmp_path / "tree", lm).settings["rotary_len"] == SHORT

@@ -274,6 +274,31 @@ def test_template_files_go_first(tmp_path: Path) -> None:
     assert tokenizer.render(messages, name="other") == "another"
 
 
+def test_the_template_of_an_older_multimodal_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    messages = [{"role": "user", "content": "Hi"}]
+    assert read(tmp_path, chat_template=None).render(messages) == "Hi!"
+    assert read(tmp_path, chat_template="the tokenizer's").render(messages) == "the tokenizer's"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(kvjax.CheckpointError, match=r"template\.json: chat_template is 3; exp"):
+        read(tmp_path, chat_template=None)
+
+
+def test_a_template_that_reads_contents_in_parts(tmp_path: Path) -> None:
+    """A text is not lost, even one that the template's own words have in them."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content | selectattr('type', "
+        "'equalto', 'text') %}{{ part.text }}{% endfor %};{% endfor %}"
+    )
+    tokenizer = read(tmp_path, chat_template=template)
+    messages = [{"role": "user", "content": "use"}, {"role": "assistant"}]
+    assert tokenizer.render(messages) == "user:use;assistant:;"
+    parts = [{"type": "image"}, {"type": "text", "text": "Hi"}]
+    assert tokenizer.render([{"role": "user", "content": parts}]) == "user:Hi;"
+    strict = "{{ messages[0].content[0].text + '!' }}"
+    assert tokenizer.render(messages, template=strict) == "use!"
+
+
 @pytest.mark.parametrize(
     ("template", "kind", "message"),
     [

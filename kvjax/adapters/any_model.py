@@ -14,6 +14,7 @@ from kvjax.adapters.tokenizers import as_tokenizer
 from kvjax.core.checks import whole_number
 from kvjax.generation.defaults import GenerationDefaults
 from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.parameters import strong
 from kvjax.policies.model_config import decoder_config, layer_heads
 
 _NEEDED = ("params", "tokens", "cache", "lengths")
@@ -81,6 +82,7 @@ def language_model(
     leaves, structure = jax.tree.flatten(shapes)
     model = AnyModel(apply, vocab, _taken(apply, name), structure, tuple(leaves), config, specs)
     defaults = GenerationDefaults(eos_token_ids=ends, pad_token_id=pad_token_id)
+    params = strong(params)
     return LanguageModel(config, params, as_tokenizer(tokenizer), defaults, model, source=name)
 
 

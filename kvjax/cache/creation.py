@@ -34,7 +34,7 @@ from kvjax.policies.model_config import (
     model_dtype,
     scanned,
 )
-from kvjax.policies.positions import position_limit, rotary_length
+from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
@@ -47,6 +47,7 @@ def init_cache(
     max_len: int | None = None,
     mesh: Mesh | None = None,
     stacked: bool | None = None,
+    rotary_len: int | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
@@ -64,14 +65,22 @@ def init_cache(
       stacked: layers that are alike have their arrays in one, [layers, batch, kv_heads, max_len,
         head_dim], for models that go through their layers by ``lax.scan``; see ``stack``. By
         default what the config's ``stacked`` says, False where it has none.
+      rotary_len: the length of text that rotary frequencies go by where they depend on it
+        (longrope, dynamic NTK); by default the longest that the cache can hold. Where longer texts
+        have other frequencies, a row holds at most so many tokens: keys in the cache keep those
+        that they were rotated by.
 
     Raises:
-      ValueError: if ``batch`` or ``max_len`` is not a positive whole number, ``max_len`` is more
-        than the model has positions, a list of policies has the wrong length, or the mesh does not
-        divide the rows; if layers are to be stacked of which one reads another's keys.
+      ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive whole number,
+        ``max_len`` is more than the model has positions, a list of policies has the wrong length,
+        or the mesh does not divide the rows; if layers are to be stacked of which one reads
+        another's keys.
       CacheMemoryError: if the device or the host has no memory for it.
     """
-    return allocate(config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked)
+    return allocate(
+        config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked,
+        rotary_len=rotary_len,
+    )  # fmt: skip
 
 
 def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
@@ -105,6 +114,7 @@ def allocate(
     room: int | None = None,
     mesh: Mesh | None = None,
     stacked: bool | None = None,
+    rotary_len: int | None = None,
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
@@ -154,9 +164,10 @@ def allocate(
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
     reach = max(layer.policy.layout.reach for layer in layers)
+    turned_for, most = rotary_terms(config, reach, rotary_len)
     cache = KVCache(
-        tuple(layers), *rows, sources=sources, positions=limit,
-        turned_for=rotary_length(config, reach), budget=budget, stacks=stacks,
+        tuple(layers), *rows, sources=sources, positions=limit if most is None else most,
+        turned_for=turned_for, budget=budget, stacks=stacks,
     )  # fmt: skip
     return committed_alike(with_pools(cache))
 

@@ -49,7 +49,8 @@ class KVCache:
     ``pools``: who has which pages, of each kind of layers that go by the same tables (``pagings``).
     ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
     has its own.
-    ``positions``: how many the model has, None where they do not end.
+    ``positions``: how many the model has, or texts whose keys are turned as these are; None where
+    they do not end.
     ``turned_for``: the length of text that its keys were turned for, where the model's rotary
     frequencies depend on it (dynamic, longrope); it stays when the cache grows.
     ``budget``: the memory that it keeps to when it grows (``make_room``), of ``policy("auto")``.
@@ -77,6 +78,13 @@ class KVCache:
         """Tokens that a row's text can have, before it must grow where it can."""
         limits = [self.positions, *(layer.policy.layout.limit for layer in self.layers)]
         return min((limit for limit in limits if limit is not None), default=UNLIMITED)
+
+    @property
+    def last_position(self) -> str:
+        """Why a text can't go on behind ``positions``, as errors say it."""
+        if self.positions == self.turned_for:
+            return f"its keys are turned for texts of rotary_len={self.positions} tokens"
+        return f"the model has only {self.positions} positions"
 
     @property
     def spread(self) -> Spread | None:

@@ -99,7 +99,8 @@ def check(cache: KVCache) -> None:
     refuse_traced("kvjax.check", cache.status)
     status = fetch(cache.status)
     grows = cache.grows_to is not None and cache.max_len < cache.grows_to
-    way = "kvjax.grow it before the step" if grows else "start with a larger max_len"
+    limit = "rotary_len" if cache.max_len == cache.positions == cache.turned_for else "max_len"
+    way = "kvjax.grow it before the step" if grows else f"start with a larger {limit}"
     for error, words in _ERRORS.items():
         for bit, sentence in words.items():
             if np.any(status & bit):

@@ -1,7 +1,8 @@
 """An answer as it comes."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 from kvjax.chats.interrupts import held_back
 from kvjax.generation.results import GenerationResult, Piece
@@ -17,32 +18,32 @@ class Answer(Iterator[Piece]):
 
     ``text``, ``tokens``: what has come so far. One that is ended half way, by ``close`` or an
     interrupt, stays in the chat as far as it came, and so does one that is let go of: the chat
-    closes it when it is asked for something else.
+    closes it when it is asked for something else. ``lock``: the chat's, where threads share it.
     """
 
-    def __init__(self, stream: Stream, ended: Ended) -> None:
+    def __init__(self, stream: Stream, ended: Ended, lock: AbstractContextManager[Any]) -> None:
         self.text = ""
         self.tokens: list[int] = []
-        self._stream, self._ended = stream, ended
+        self._stream, self._ended, self._lock = stream, ended, lock
         self._result: GenerationResult | None = None
         self._over = False
 
     def __next__(self) -> Piece:
-        if self._over:
-            raise StopIteration
-        # What an interrupt would break off in the middle of could not be gone on from.
-        with held_back(self._stream.stop):
-            return self._take()
+        with self._lock:
+            if self._over:
+                raise StopIteration
+            # What an interrupt would break off in the middle of could not be gone on from.
+            with held_back(self._stream.stop):
+                return self._take()
 
     def close(self) -> None:
         """End it here; what is under way is taken back, or, where the cache can't forget so much,
         taken in. One that has ended stays as it is."""
         if not self._over:
-            with held_back(lambda: None):
-                self._stream.stop()
-                with suppress(StopIteration):
-                    while True:
-                        self._take()
+            self._stream.stop()  # another thread's piece is short then
+            with self._lock, held_back(lambda: None), suppress(StopIteration):
+                while not self._over:
+                    self._take()
 
     @property
     def result(self) -> GenerationResult:

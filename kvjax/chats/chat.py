@@ -140,9 +140,10 @@ class Chat:
         """
         self.close()
         now = self._now
-        own = {"system": self.system, **self._own, **self.settings}
-        held = now.held if now.held and now.held.tokens else None
-        saved.write(folder, to_told(own, now.turns, now.known, now.counts), held, now.lm)
+        with now.lock:
+            own = {"system": self.system, **self._own, **self.settings}
+            held = now.held if now.held and now.held.tokens else None
+            saved.write(folder, to_told(own, now.turns, now.known, now.counts), held, now.lm)
 
     def send(self, text: str) -> Answer:
         """Ask, and get the answer as it comes: an iterator over pieces as of ``stream``.
@@ -151,7 +152,8 @@ class Chat:
           ValueError: if there is no room for it, or the template refuses it; the chat stays as it
             was.
         """
-        return self._ask(len(self._now.turns), text, 0)
+        with self._now.lock:
+            return self._ask(len(self._now.turns), text, 0)
 
     def edit(self, turn: int, text: str) -> Answer:
         """Go back to before a turn, ``turns[turn]``, and ask another text instead; errors as of
@@ -171,9 +173,10 @@ class Chat:
         Raises:
           ValueError: if there is none.
         """
-        self._number(-1)
-        self.close()
-        return self._now.turns.pop()
+        with self._now.lock:
+            self._number(-1)
+            self.close()
+            return self._now.turns.pop()
 
     def close(self) -> None:
         """End the answer that runs, where there is one; it stays as far as it came."""
@@ -220,10 +223,11 @@ class Chat:
 
     @outside
     def _ask(self, number: int, text: str, attempt: int) -> Answer:
-        return self._now.ask(
-            number, _text("a text that is sent", text), attempt, system=self.system,
-            drop=self._own["on_full"] == "drop", seed=self._own["seed"], settings=self.settings,
-        )  # fmt: skip
+        with self._now.lock:
+            return self._now.ask(
+                number, _text("a text that is sent", text), attempt, system=self.system,
+                drop=self._own["on_full"] == "drop", seed=self._own["seed"], settings=self.settings,
+            )  # fmt: skip
 
     def _number(self, turn: int) -> int:
         """A turn's number, from the first on, of one that is there."""

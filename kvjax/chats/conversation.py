@@ -1,6 +1,7 @@
 """A conversation as it stands: its turns, their tokens, the cache; and how it is gone on with."""
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,8 @@ _AGAIN = 2**32
 @dataclass
 class Conversation:
     """``length``: tokens that its cache is made for, and ``most``, that there is room for, None
-    where there is no end; ``lost``: tokens that a cache held which an error took."""
+    where there is no end; ``lost``: tokens that a cache held which an error took; ``lock``: of
+    whoever goes on with it, where threads do."""
 
     lm: LanguageModel
     rendering: Rendering
@@ -46,6 +48,7 @@ class Conversation:
     lost: Sequence[int] = ()
     answer: Answer | None = None
     asked: Plan | None = None
+    lock: Any = field(default_factory=threading.RLock)
 
     @property
     def tokens(self) -> int:
@@ -80,7 +83,8 @@ class Conversation:
         again += common(self.lost, plan.ids)
         self.turns = [*turns, Turn(user, attempt=attempt, first=plan.first)]
         self.known, self.asked, self.held, self.lost = known, plan, None, ()
-        self.answer = Answer(stream, functools.partial(self._ended, plan, len(kept.tokens), again))
+        ended = functools.partial(self._ended, plan, len(kept.tokens), again)
+        self.answer = Answer(stream, ended, self.lock)
         return self.answer
 
     def request(
@@ -98,8 +102,8 @@ class Conversation:
 
     def close(self) -> None:
         """End the answer that runs."""
-        if self.answer is not None:
-            self.answer.close()
+        if (answer := self.answer) is not None:
+            answer.close()
 
     def _ended(
         self, plan: Plan, kept: int, again: int, answer: Answer, result: GenerationResult | None

@@ -15,7 +15,7 @@ from kvjax.cli.batch_lines import numbered
 from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import Batch, Counts
 from kvjax.cli.common import given_mesh, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import parting, shown
 from kvjax.policies.words import parse_policy
 
@@ -84,6 +84,7 @@ def batch(
             help="Tokens of a prompt and its text; by default the model's positions, 4096 at most."
         ),
     ] = None,
+    rotary_len: options.RotaryLen = None,
     pages: Annotated[
         int | None, typer.Option(help="Of each pool; by default what all rows can need.")
     ] = None,
@@ -137,6 +138,7 @@ def batch(
             engine = Engine(
                 lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
                 draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
+                rotary_len=rotary_len,
             )  # fmt: skip
             engine.check([0], **settings)  # what is wrong for all is told before them
             ends = lm.generation.eos_token_ids
@@ -159,7 +161,7 @@ def batch(
             seconds = time.perf_counter() - start
     found = _figures(counts, engine.stats(), seconds)
     if as_json:
-        typer.echo(to_json(found))
+        echo_json(found)
     else:
         typer.echo(_summary(found, out), err=True)
     if counts.bad or counts.bad_there:

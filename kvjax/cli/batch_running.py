@@ -83,13 +83,12 @@ class Batch:
                 self._ask(*line)
             if not self._running:
                 return self.counts
+            known = seen if total is None else total
+            tell("answering lines", seen - len(self._running), known)
             self._engine.step()
             for handle in self._ended:
                 self._write(handle)
             self._ended.clear()
-            left = len(self._running)
-            known = seen if total is None else total
-            tell("answering lines", seen - left, known)
 
     def _ask(self, number: int, raw: bytes) -> None:
         key = key_of(raw, self._key)

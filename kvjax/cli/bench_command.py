@@ -11,7 +11,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.sizes import readable_bytes
 from kvjax.memory.limits import device_memory
@@ -85,7 +85,7 @@ def bench(
     if plot is not None:
         tables.plot(found, plot, title=name)
     if as_json:
-        typer.echo(to_json({"model": name} | dataclasses.asdict(found)))
+        echo_json({"model": name} | dataclasses.asdict(found))
         return
     typer.echo(f"{name} in {found.dtype} on {found.device}, JAX {found.jax}\n")
     typer.echo(reports.columns(tables.decode_rows(found)))

@@ -11,7 +11,7 @@ from kvjax.chats.answer import Answer
 from kvjax.chats.chat import Chat
 from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
 from kvjax.cli.figures import beyond
-from kvjax.cli.waiting import shown
+from kvjax.cli.waiting import begun, shown
 from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
@@ -122,8 +122,7 @@ class Talk:
         """Print an answer as it comes; an interrupt ends it, and it stays as far as it came."""
         printed = 0
         try:
-            with shown("reading the prompt"):
-                next(answer, None)
+            begun(answer, "reading the prompt")
             while True:
                 typer.echo(answer.text[printed:], nl=False)
                 printed = len(answer.text)

@@ -5,7 +5,8 @@ from typing import Any
 
 import typer
 
-from kvjax.cli.figures import by_place, to_json
+from kvjax.cli.figures import by_place
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.progress import tell
 from kvjax.core.sizes import readable_bytes
@@ -36,7 +37,7 @@ def on_device(
     found: dict[str, DevicePlan] = {}
     with shown("planning"):
         for number, (title, choice) in enumerate(choices.items()):
-            tell("planning", number, len(choices))
+            tell(f"planning {title}", number, len(choices))
             found[title] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
     if as_json:
         plans = {
@@ -44,7 +45,7 @@ def on_device(
             | {"whole": plan.whole, "fits": plan.fits, "seconds": plan.seconds}
             for title, plan in found.items()
         }
-        typer.echo(to_json({"model": name, "device": device, "mesh": mesh, "plans": plans}))
+        echo_json({"model": name, "device": device, "mesh": mesh, "plans": plans})
         return
     one = next(iter(found.values()))
     memory = "" if one.memory is None else f" with {readable_bytes(one.memory)}"

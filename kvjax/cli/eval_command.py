@@ -7,7 +7,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
-from kvjax.cli.figures import to_json
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.policies.words import parse_policy
 
@@ -59,7 +59,7 @@ def evaluate(
         for option, value in unused.items():
             if value is not None:
                 raise ValueError(f"{option} is not for --recall, which has a model of its own")
-        with shown("asking for facts"):
+        with shown("asking for facts", lines=True):
             found = measure.recall(named)
         tables = [measure.rows(found)]
     else:
@@ -69,13 +69,16 @@ def evaluate(
             raise ValueError("no text: give a --file")
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision)
-        text: Any = read(file) if file is not None else part_tokens("held_out", lm)
-        with shown("evaluating"):
+        with shown("reading the text" if file is not None else "finding the held-out text"):
+            text: Any = read(file) if file is not None else part_tokens("held_out", lm)
+        with shown("evaluating", lines=True):
             found = evaluate(
                 lm, text, named, context=context, windows=windows, time_steps=time_steps
             )
         if plot is not None:
             reports.plot_quality(found, plot, title=model or "the embedded model")
         tables = [reports.quality_rows(found), reports.range_rows(found)]
-    as_tables = "\n\n".join(map(reports.columns, tables))
-    typer.echo(to_json(reports.as_figures(found)) if as_json else as_tables)
+    if as_json:
+        echo_json(reports.as_figures(found))
+    else:
+        typer.echo("\n\n".join(map(reports.columns, tables)))

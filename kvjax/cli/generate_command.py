@@ -12,10 +12,11 @@ import typer
 from kvjax.cli import drafting, guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line, to_json
+from kvjax.cli.figures import beyond, one_line
 from kvjax.cli.processes import joined
 from kvjax.cli.several_texts import choices, headed
-from kvjax.cli.waiting import shown
+from kvjax.cli.streams import echo_json
+from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.files import can_be_saved
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.settings import Settings
@@ -66,6 +67,7 @@ def generate(
     max_len: Annotated[
         int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
     ] = None,
+    rotary_len: options.RotaryLen = None,
     cache: options.Cache = "static",
     kv_bits: options.Bits = None,
     key_bits: options.KeyBits = None,
@@ -125,7 +127,7 @@ def generate(
         "typical_p": typical_p, "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
-        "max_len": max_len, "cache": policy, "use_cache": not no_cache,
+        "max_len": max_len, "rotary_len": rotary_len, "cache": policy, "use_cache": not no_cache,
         "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
         "n": n, "best_of": best_of, "num_beams": num_beams, "length_penalty": length_penalty,
     }  # fmt: skip
@@ -139,7 +141,7 @@ def generate(
             where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
             lm = models.load(model, revision=revision, **where)
             settings["draft"] = drafting.draft_for(lm, *drafts, **where)
-        settings["guide"] = guiding.guide_of(lm, form)
+            settings["guide"] = guiding.guide_of(lm, form)
         entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
         held: list[int] = []
         if load_cache is not None:
@@ -159,21 +161,21 @@ def generate(
                 put_away(lm, save_cache, result.cache, [*held, *ids, *result.tokens[0]])
 
         if as_json:
-            with shown("reading the prompt"):
+            with shown("reading the prompt", after=SOON):
                 result = kvjax.generate(lm, [entry], **settings)
             found, *others = choices(result)
             found["stats"] = asdict(result.stats)
             if others:
                 found["others"] = others
             if speaks:
-                typer.echo(to_json(found))
+                echo_json(found)
             keep(result)
             if speaks:
                 _warn(result.stats)
             guiding.check_kept(result)
             return
         if n > 1 or best_of is not None:
-            with shown("reading the prompt"):
+            with shown("reading the prompt", after=SOON):
                 result = kvjax.generate(lm, [entry], **settings)
             keep(result)
             if speaks:
@@ -183,9 +185,7 @@ def generate(
             guiding.check_kept(result)
             return
         running = kvjax.stream(lm, [entry], **settings)
-        with shown("reading the prompt"):
-            first = next(running)
-        for piece in itertools.chain([first], running):
+        for piece in itertools.chain(begun(running, "reading the prompt"), running):
             if speaks:
                 typer.echo(piece.text[0], nl=False)
         keep(running.result)

@@ -8,7 +8,8 @@ import typer
 import kvjax
 from kvjax.attention.kernels.choice import gained_by_upgrading
 from kvjax.cli import options
-from kvjax.cli.figures import by_place, table, to_json
+from kvjax.cli.figures import by_place, table
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.sizes import readable_bytes
 from kvjax.core.target import current_target
@@ -65,7 +66,7 @@ def info(
         report["context"] = "any"
     if not as_json and report["upgrade"] is None:
         del report["upgrade"]
-    typer.echo(to_json(report) if as_json else table(report))
+    echo_json(report) if as_json else typer.echo(table(report))
 
 
 def _of_layers(sizes: Iterable[int]) -> int | list[int]:

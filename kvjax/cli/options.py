@@ -72,6 +72,14 @@ LogitBias = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
 ]
+RotaryLen = Annotated[
+    int | None,
+    typer.Option(
+        help="The length of text that longrope and dynamic rotary frequencies go by; by default "
+        "what the cache can hold.",
+        min=1,
+    ),
+]
 Mesh = Annotated[
     str,
     typer.Option(

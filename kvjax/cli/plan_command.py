@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.device_plan import on_device
-from kvjax.cli.figures import beyond, by_place, to_json
+from kvjax.cli.figures import beyond, by_place
+from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.absent import kind_named
 from kvjax.core.sizes import parse_bytes, readable_bytes
@@ -141,7 +142,7 @@ def plan(
         report: dict[str, Any] = {"model": name, "plan": dataclasses.asdict(found)}
         if rooms is not None:
             report["fits"] = [dataclasses.asdict(room) | {"fits": room.fits} for room in rooms]
-        typer.echo(to_json(report))
+        echo_json(report)
         return
     each = "" if mesh is None else f", on each of {found.devices} devices ({mesh})"
     typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens{each}\n")
@@ -183,14 +184,15 @@ def _planned(
     """What is planned for, and the length that it was trained for. A config that kvjax runs is read
     as ``load`` reads it."""
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config_json import READERS, read_config
-    from kvjax.models.fields import read_json
+    from kvjax.models.config_json import read_config
+    from kvjax.models.fields import Fields, read_json
     from kvjax.models.hub import locate
     from kvjax.models.loading import compute_dtype
+    from kvjax.models.multimodal import is_read
 
     check_dtype(dtype)
     found = None
-    if config is not None and read_json(config).get("model_type") in READERS:
+    if config is not None and is_read(Fields(config, read_json(config))):
         found = read_config(config)
     elif config is None and shape is None:
         found = read_config(locate(model, revision))

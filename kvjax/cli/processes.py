@@ -111,7 +111,7 @@ def _own_output() -> None:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding, buffering=1)
+    sys.stdout = os.fdopen(kept, "w", 1, sys.stdout.encoding, sys.stdout.errors)
 
 
 def _short(error: BaseException) -> str:

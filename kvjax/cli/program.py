@@ -24,6 +24,7 @@ from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
 from kvjax.cli.serve_command import serve
+from kvjax.cli.streams import prepare_streams
 from kvjax.cli.waiting import INTERRUPTED, interruptible
 from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
@@ -86,6 +87,7 @@ def main() -> None:
       SystemExit: 0 when all went well, 2 after an error that the user can mend (one line on
         standard error), 130 when interrupted. Errors of kvjax itself keep their traceback.
     """
+    prepare_streams()
     try:
         with interruptible():
             code = app(standalone_mode=False)

@@ -40,6 +40,7 @@ def serve(
             min=2,
         ),
     ] = None,
+    rotary_len: options.RotaryLen = None,
     pages: Annotated[
         int | None, typer.Option(help="Of each pool; by default what all rows can need.", min=1)
     ] = None,
@@ -105,13 +106,14 @@ def serve(
 
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
-        engine = kvjax.Engine(
-            lm, policy, kvjax.InferenceLimits(
+            limits = kvjax.InferenceLimits(
                 max_batch_size=max_batch_size, max_seq_len=max_seq_len or _positions(lm)
-            ),
-            pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk, host_memory=host_memory,
-            draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
-        )  # fmt: skip
+            )
+            engine = kvjax.Engine(
+                lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
+                host_memory=host_memory, rotary_len=rotary_len,
+                draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
+            )  # fmt: skip
         with shown("compiling"):
             engine.compile()
         address = address_of(listener)

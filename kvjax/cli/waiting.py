@@ -1,19 +1,27 @@
 """While a command works: how far it is, on a terminal, and an end on Ctrl-C."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from kvjax.core.progress import heard_by
+from kvjax.core.progress import Listener, heard_by, tell
+
+_T = TypeVar("_T")
 
 QUIET = 1.5
 """Seconds that work may take without a word."""
+SOON = 0.3
+"""The same, where somebody waits for an answer."""
+LINES = 15.0
+"""Seconds between lines about it, where no line can be written over."""
 INTERRUPTED = 130
 """The exit code of what was interrupted, as shells have it."""
 
@@ -26,11 +34,15 @@ CLEAN = "\r\x1b[2K\x1b[?25h"
 
 
 @contextmanager
-def shown(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error how far the work inside is, if it takes long, and that is a terminal.
+def shown(
+    what: str, *, after: float = QUIET, lines: bool = False
+) -> Iterator[Callable[[str], None]]:
+    """Show on standard error how far the work inside is, and whether it compiles, if it takes
+    longer than ``after``, and that is a terminal; elsewhere nothing, or now and then a line.
     Nothing else may be written to a terminal meanwhile, but lines there, by what this gives."""
     if not sys.stderr.isatty():
-        yield lambda line: print(line, file=sys.stderr, flush=True)
+        with heard_by(_now_and_then(_print)) if lines else contextlib.nullcontext():
+            yield _print
         return
     from rich.console import Console
     from rich.progress import (
@@ -42,26 +54,33 @@ def shown(what: str) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn,
     )
 
+    console = Console(stderr=True)
+    # Those of Braille that others spin with are in no older encoding.
+    spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
+        spinner, TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
         TaskProgressColumn(), TimeElapsedColumn(),
     )  # fmt: skip
     # What is written to either stream meanwhile stays where it was written to.
     display = Progress(
-        *columns, console=Console(stderr=True), transient=True,
-        redirect_stdout=False, redirect_stderr=False,
-    )  # fmt: skip
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
     task = display.add_task(what, total=None)
 
-    def listener(what: str, done: int, total: int) -> None:
+    def listener(now: str, done: int, total: int) -> None:
+        nonlocal what
+        what = now
         display.update(task, description=what, completed=done, total=total)
+
+    def compiles(begins: bool) -> None:
+        display.update(task, description=f"{what}: compiling (once)" if begins else what)
 
     # The display is drawn by a thread of its own, whatever this one waits for.
     begin = threading.Timer(QUIET, display.start)
     begin.daemon = True
     begin.start()
     try:
-        with heard_by(listener):
+        with heard_by(listener, compiles):
             yield lambda line: display.console.print(
                 line, markup=False, emoji=False, highlight=False, soft_wrap=True
             )
@@ -70,6 +89,34 @@ def shown(what: str) -> Iterator[Callable[[str], None]]:
         begin.join()
         if display.live.is_started:
             display.stop()
+
+
+def begun(pieces: Iterator[_T], what: str) -> list[_T]:
+    """The first pieces of a text, and until they are there ``what``. On a terminal two: behind text
+    nothing can be shown, and the loop that makes it is compiled with the second."""
+    with shown(what, after=SOON):
+        first = list(itertools.islice(pieces, 1))
+        if sys.stderr.isatty():
+            tell("generating", 0, 1)
+            first += itertools.islice(pieces, 1)
+    return first
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _now_and_then(say: Callable[[str], None]) -> Listener:
+    """A line about what is done, if the last one is some time ago."""
+    last = time.monotonic()
+
+    def listener(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINES:
+            last = time.monotonic()
+            say(f"kvjax: {what} ({done / total:.0%})")
+
+    return listener
 
 
 @contextmanager
@@ -141,5 +188,5 @@ def leave(code: int) -> NoReturn:
             if os.isatty(2):
                 os.write(2, CLEAN.encode())
             for words in _PARTING if code == INTERRUPTED else ():
-                os.write(2, f"{words()}\n".encode())
+                os.write(2, f"{words()}\n".encode(errors="backslashreplace"))
         os._exit(code)

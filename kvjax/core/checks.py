@@ -1,5 +1,7 @@
 """Checks of arguments that more than one file makes."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -86,6 +88,18 @@ def refuse_used_up(cache: Any) -> None:
     arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     if any(x.is_deleted() for x in arrays):
         raise ValueError(USED_UP)
+
+
+@contextlib.contextmanager
+def given_a_cache(given: bool) -> Iterator[None]:
+    """``refuse_used_up``, where another call used the cache up that the work inside was given, when
+    that had looked at it already."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if given and "has been deleted" in str(error):  # JAX's words, of errors of three kinds
+            raise ValueError(USED_UP) from error
+        raise
 
 
 def refuse_symbolic(what: str, shape: tuple[Any, ...]) -> None:

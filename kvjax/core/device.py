@@ -76,7 +76,8 @@ def committed_alike(tree: _T) -> _T:
 def committed_as(tree: _T, others: Any) -> _T:
     """Arrays as they are, or all committed where some of ``others`` are, which programs are given
     beside them."""
-    named = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and x.committed)
+    arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and not is_traced(x))
+    named = (x for x in arrays if x.committed)
     if (one := next(named, None)) is None:
         return tree
     if isinstance(one.sharding, NamedSharding):
@@ -86,7 +87,7 @@ def committed_as(tree: _T, others: Any) -> _T:
 
 def _on_mesh(mesh: Any, x: Any) -> Any:
     """An array on all devices of a mesh, if it is on none."""
-    if not isinstance(x, jax.Array) or x.committed:
+    if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
         return x
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 

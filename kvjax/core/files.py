@@ -198,7 +198,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]
         }
         words = {"arrays": folder.name, "files": files, "told": dict(told)}
         beside = path / f"{NAME}.{secrets.token_hex(8)}"
-        with beside.open("w") as file:
+        with beside.open("w", encoding="utf-8") as file:
             json.dump(words | {"form": _FORM, "check": _check_of(words)}, file)
             file.flush()
             os.fsync(file.fileno())

@@ -11,16 +11,20 @@ Listener = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+HEARS_COMPILERS: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
+"""Whom JAX's events, of which ``generation/statistics.py`` hears, are told to."""
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of all that is done inside, in this thread."""
-    token = _listener.set(listener)
+def heard_by(listener: Listener, compiles: Callable[[bool], None] | None = None) -> Iterator[None]:
+    """Tell ``listener`` of all that is done inside, in this thread; ``compiles``: told when a
+    program begins to be compiled there, and when it has been."""
+    token, other = _listener.set(listener), HEARS_COMPILERS.set(compiles)
     try:
         yield
     finally:
         _listener.reset(token)
+        HEARS_COMPILERS.reset(other)
 
 
 def tell(what: str, done: int, total: int, behind: Any = None) -> None:

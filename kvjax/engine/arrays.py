@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from kvjax.core.device import committed
+from kvjax.generation.parameters import check_like, strong
 
 
 def ints(*numbers: int) -> Any:
@@ -18,10 +19,10 @@ def flag(truth: bool) -> Any:
     return np.array([truth])
 
 
-def forms(params: Any) -> Any:
-    """What must be alike of parameters that are sent to the same programs."""
-    leaves, form = jax.tree.flatten(params)
-    return form, [(x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves]
+def sent(params: Any) -> Any:
+    """Parameters as programs are given them: arrays of JAX, committed, none weakly typed."""
+    there = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
+    return committed(strong(there))
 
 
 def alike(params: Any, those: Any) -> Any:
@@ -30,10 +31,15 @@ def alike(params: Any, those: Any) -> Any:
     Raises:
       ValueError: if they are not of the same shapes, dtypes and devices.
     """
-    params = committed(params)
-    if forms(params) != forms(those):
+    try:
+        check_like(params, those)
+    except ValueError as error:
+        raise ValueError(f"the parameters are not those of the engine's model: {error}") from None
+    params = sent(params)
+    each = zip(jax.tree.leaves(params), jax.tree.leaves(those), strict=True)
+    if any(x.sharding != there.sharding for x, there in each):
         raise ValueError(
-            "the parameters are not those of the engine's model: the same names, shapes, dtypes "
-            "and devices are needed"
+            "the parameters are not those of the engine's model: they are on other devices, or "
+            "divided otherwise; lm.put(params) moves them"
         )
     return params

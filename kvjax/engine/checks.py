@@ -22,12 +22,12 @@ Draft = tuple[Slot, int, list[int]]
 
 class Checks:
     """``most``: tokens of a draft; ``together``: rows that a program checks. On a CPU it is one,
-    for each row takes its time; else all, for a pass takes as long as its weights are read."""
+    for each row takes its time; else all, for a pass takes as long as its weights are read.
+    ``draft_bytes``: as of ``EngineStats``."""
 
     def __init__(self, rows: Rows, second: SecondRows | None) -> None:
         self._rows, self._second = rows, second
-        if second is not None:
-            second.allocate()
+        self.draft_bytes = 0 if second is None else second.allocate()
         spans = rows.revocable, None if second is None else second.revocable
         self.most = min([CHECKED, *(span for span in spans if span is not None)])
         self.together = 1 if rows.platform == "cpu" else rows.count

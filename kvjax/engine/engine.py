@@ -1,6 +1,7 @@
 """Continuous batching: requests come and go, and the device never waits."""
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class Engine(Runs):
       draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
         of its own, in pages, and keeps its parameters. CPUs draft where all rows that decode do,
         and it is worth it.
+      rotary_len: as of ``init_cache``.
 
     Raises:
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
@@ -95,6 +97,7 @@ class Engine(Runs):
         checkpoint_every: int = 16,
         host_memory: int | str = "1GiB",
         draft: DraftChoice | None = None,
+        rotary_len: int | None = None,
     ) -> None:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
@@ -106,7 +109,7 @@ class Engine(Runs):
         second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
         self.terms = engine_terms(
             lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
-            0 if second is None else second.nbytes,
+            0 if second is None else second.nbytes, rotary_len,
         )  # fmt: skip
         least = prefill_chunk + count
         tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)
@@ -121,7 +124,7 @@ class Engine(Runs):
         self._ahead = limits.prefetch_steps
         self._flights = Flights(self._counters, self._memory.land, self._end)
         self._inbox: deque[Callable[[], Any]] = deque()
-        self._numbers = itertools.count(1)
+        self._numbers, self.stepping = itertools.count(1), threading.RLock()
 
     @outside
     def compile(self) -> Compiled:
@@ -180,18 +183,19 @@ class Engine(Runs):
 
     @outside
     def step(self) -> bool:
-        """Do the next piece of work; whether there is more. Where a program can't be run, all
-        requests end with its error, which is raised."""
-        start, waited = time.perf_counter(), self._counters.waiting_seconds
-        try:
-            self._step()
-        except Exception as error:
-            self._fail(error)
-            raise
-        self._counters.steps += 1
-        waited -= self._counters.waiting_seconds
-        self._counters.host_seconds += time.perf_counter() - start + waited
-        return self.busy
+        """Do the next piece of work; whether there is more; of several threads each in its turn.
+        Where a program can't be run, all requests end with its error, which is raised."""
+        with self.stepping:
+            start, waited = time.perf_counter(), self._counters.waiting_seconds
+            try:
+                self._step()
+            except Exception as error:
+                self._fail(error)
+                raise
+            self._counters.steps += 1
+            waited -= self._counters.waiting_seconds
+            self._counters.host_seconds += time.perf_counter() - start + waited
+            return self.busy
 
     def _step(self) -> None:
         told, flight = self._take_in(), Flight()
@@ -224,7 +228,8 @@ class Engine(Runs):
         return EngineStats(
             **counted(self._counters), **self._rows.pages.counted(), rows=self._rows.count,
             running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self._inbox),
-            parked_bytes=self._memory.parked,
+            parked_bytes=self._memory.parked, **self._rows.allocated,
+            draft_bytes=self._checks.draft_bytes,
         )  # fmt: skip
 
     def _take_in(self) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,13 +132,16 @@ class Handle:
         starts = self._text.starts(told)[: len(tokens)]
         return Piece(text, tokens, self._scores[told : self._told], starts)
 
-    def pieces(self, step: Callable[[], Any]) -> Iterator[Piece]:
-        """Its text as it comes by steps; see ``Engine.stream``."""
+    def pieces(
+        self, step: Callable[[], Any], stepping: AbstractContextManager[Any]
+    ) -> Iterator[Piece]:
+        """Its text as it comes by steps, which hold ``stepping``; see ``Engine.stream``."""
         while True:
-            piece = self.take()
+            with stepping:  # another thread's step may be giving it its last piece
+                piece, done = self.take(), self.done
             if piece.text or piece.tokens:
                 yield piece
-            elif not self.done:
+            elif not done:
                 step()
             elif self.error is not None:
                 raise self.error

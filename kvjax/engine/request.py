@@ -141,9 +141,10 @@ def asked(
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     need = positions_needed(len(tokens), limit)
     if need > terms.max_len:
+        name = "rotary_len" if terms.max_len == terms.rotary_len else "max_seq_len"
         raise ValueError(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} need {need} positions, but "
-            f"the engine's max_seq_len is {terms.max_len}"
+            f"the engine's {name} is {terms.max_len}"
         )
     eos = end_tokens(lm, eos_token_ids)
     if guide is not None:

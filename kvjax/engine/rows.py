@@ -9,8 +9,9 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.core.device import committed
+from kvjax.core.trees import tree_bytes
 from kvjax.engine import programs
-from kvjax.engine.arrays import flag, ints
+from kvjax.engine.arrays import flag, ints, sent
 from kvjax.engine.board import Board
 from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
@@ -41,13 +42,15 @@ class Rows:
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
     that can be sent at once; ``exact``: no row's numbers depend on the others; ``revocable``: how
     many of its newest tokens a row can forget, None for all; ``platform``: that they are on.
-    ``pages``: of the rows; ``board``: what each asks for."""
+    ``pages``: of the rows; ``board``: what each asks for; ``allocated``: bytes, by the names of
+    ``EngineStats``.
+    """
 
     def __init__(
         self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
     ) -> None:
         self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
-        self.params, self.rounds, self.exact = committed(lm.params), rounds, exact
+        self.params, self.rounds, self.exact = sent(lm.params), rounds, exact
         self.widths = [terms.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
@@ -56,11 +59,11 @@ class Rows:
             self.sizes.insert(0, -(-self.sizes[0] // 2))
         # All that its programs are given is committed: else they would be compiled again beside
         # parameters of a trainer, which are.
-        cache = committed(
-            allocate(
-                lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh
-            )
-        )
+        cache = allocate(
+            lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh,
+            rotary_len=terms.rotary_len,
+        )  # fmt: skip
+        cache = committed(cache)
         placement = cache.layers[0].policy.placement
         self.revocable, self.platform = cache.revocable, placement.platform()
         zeros = np.zeros(count, np.int32)
@@ -70,6 +73,11 @@ class Rows:
         self._held = Held(replace(cache, pools=()), *rows)
         texts.pool.take_up(cache.layers)
         self.pages, self.board = RowPages(texts, count), Board(count, placement)
+        pool = texts.pool.nbytes
+        rest = tree_bytes(self._held) - pool + tree_bytes(self.board.all())
+        self.allocated: dict[str, Any] = {
+            "weight_bytes": tree_bytes(self.params), "pool_bytes": pool, "row_bytes": rest,
+        }  # fmt: skip
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to."""

@@ -1,7 +1,8 @@
 """What an engine does for one who waits for it, and steps it meanwhile."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Unpack
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Unpack
 
 from kvjax.core.checks import whole_number
 from kvjax.engine.handle import Handle, Piece
@@ -10,7 +11,12 @@ from kvjax.generation.best_of import best_rows
 
 
 class Runs(Protocol):
-    """Requests that are submitted, and then waited for."""
+    """Requests that are submitted, and then waited for, by any number of threads.
+
+    ``stepping``: what a step holds, so that no other is done meanwhile.
+    """
+
+    stepping: AbstractContextManager[Any]
 
     def submit(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Handle:
         """Ask for a text."""
@@ -71,4 +77,4 @@ class Runs(Protocol):
         Raises:
           NonFiniteError: if its logits are not finite numbers.
         """
-        return handle.pieces(self.step)
+        return handle.pieces(self.step, self.stepping)

@@ -52,14 +52,16 @@ class SecondRows:
         ours = {id(x) for x in jax.tree.leaves(lm.params)}
         own = [x for x in jax.tree.leaves(draft.lm.params) if id(x) not in ours]
         cache = device_bytes(terms.config, list(terms.policies), count, max_len, terms.mesh)
-        self.nbytes = cache + tree_bytes(own)
+        self.own_weights = tree_bytes(own)
+        self.nbytes = cache + self.own_weights
         self._terms, self._count = terms, count
 
-    def allocate(self) -> None:
-        """Make the cache."""
+    def allocate(self) -> int:
+        """Make the cache; bytes of all that the draft has."""
         texts = Texts(self._terms, (0, 0, None))
         self._rows = Rows(self._lm, self._terms, texts, self._count, 1, True)
-        self.revocable = self._rows.revocable
+        self.revocable, found = self._rows.revocable, self._rows.allocated
+        return self.own_weights + found["pool_bytes"] + found["row_bytes"]
 
     def propose(
         self, drafted: Drafted, some: Sequence[tuple[int, Slot, int]], past: Past

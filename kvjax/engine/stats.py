@@ -39,7 +39,11 @@ class EngineStats(Counters):
 
     ``rows``: that there are; ``running``, ``waiting``: requests with a row and without; ``pages``,
     ``free``, ``used``: of each pool, all, those that nobody has, and those that requests have;
-    ``parked_bytes``: on the host, of requests that wait.
+    ``parked_bytes``: on the host, of requests that wait. Bytes that are allocated as long as the
+    engine lives: ``weight_bytes``, parameters, which are the model's own arrays; ``pool_bytes``,
+    all pages, used or not; ``row_bytes``, what rows have beside them: tails, windows, and texts and
+    numbers that their tokens are drawn by; ``draft_bytes``, all of a draft's model that is not the
+    model's.
     """
 
     rows: int = 0
@@ -49,6 +53,10 @@ class EngineStats(Counters):
     free: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
     parked_bytes: int = 0
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+    row_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def cached(self) -> tuple[int, ...]:

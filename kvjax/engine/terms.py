@@ -23,7 +23,7 @@ DEFAULT_RATIO = 0.9
 def engine_terms(
     lm: LanguageModel, policy: PolicyChoice, limits: InferenceLimits, pages: int | None,
     memory: int | str | None, prefill_chunk: int, rounds: int, exact: bool, checkpoint_every: int,
-    beside: int,
+    beside: int, rotary_len: int | None = None,
 ) -> Terms:  # fmt: skip
     """The terms of an engine, by its arguments; see ``Engine``. ``beside``: bytes of the device
     that a draft takes.
@@ -36,8 +36,9 @@ def engine_terms(
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:
         return terms_for(
-            lm, policies, pages, memory, limits.max_seq_len, chunk, exact, checkpoint_every
-        )
+            lm, policies, pages, memory, limits.max_seq_len, chunk, exact, checkpoint_every,
+            rotary_len,
+        )  # fmt: skip
 
     rows = limits.max_batch_size or DEFAULT_ROWS
     named = any(layout.pages for each in policies if (layout := paged(each.layout)) is not None)

@@ -88,6 +88,7 @@ def compile(
         number of ``logprobs`` has its own.
       guide: as for ``generate``, any guide, which stays as it is; whether it is given chooses
         programs.
+      rotary_len: as for ``generate``; each has programs of its own.
       num_beams, num_beam_groups: as for ``generate``, with ``n=1``, which chooses a small program.
         Pools of pages are as large as beams of a request need; one whose ``pages`` the policy names
         compiles nothing more.

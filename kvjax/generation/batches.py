@@ -17,7 +17,7 @@ from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk, prompt_chunks
 from kvjax.generation.request import Prompts, Request, prepare
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.running import running
+from kvjax.generation.running import ran
 from kvjax.generation.settings import Options, Settings, spelled_out
 from kvjax.operations.migration import let_go, migrate, moved
 from kvjax.placement.device import Device, check_placement
@@ -163,10 +163,7 @@ class _Run:
                 given = first
             given = given if self.placement is None else migrate(given, self.placement)
             request = replace(request, cache=given)
-        present = running(self.lm, request, watched=False, chunks=chunks)
-        for _ in present:
-            pass
-        result = present.result
+        result = ran(self.lm, request, chunks=chunks)
         if self.park is None or result.cache is None:
             return result
         cache = migrate(result.cache, self.park)

@@ -28,10 +28,10 @@ def grown_to(cache: KVCache, tokens: int) -> int:
 
 def capacity_for(
     config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None,
-    *, new: str = "max_new_tokens=",
+    *, new: str = "max_new_tokens=", rounded: bool = False,
 ) -> int:  # fmt: skip
     """For prompts of at most ``longest`` tokens and ``limit`` ``new`` ones, with a cache that was
-    given or without one.
+    given or without one; ``rounded``: up, though rotary frequencies depend on the length.
 
     Raises:
       ValueError: if that is more than ``max_len``, the model's positions, or the cache given hold.
@@ -52,7 +52,7 @@ def capacity_for(
     if max_len is None:
         bucket = capacity_bucket(need)
         # Rounding up must not change the frequencies of a length-dependent rotary kind.
-        if not same_rotary(config, need, bucket):
+        if not rounded and not same_rotary(config, need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
     max_len = whole_number("max_len", max_len, 1)

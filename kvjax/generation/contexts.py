@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from kvjax.cache.state import KVCache
-from kvjax.core.trees import state
+from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.model import Model
 from kvjax.operations.rewinding import rewind
@@ -42,11 +42,13 @@ class Cached:
 class Uncached:
     """The text so far, as tokens, all of which every step computes again.
 
-    ``tokens``: int32[batch, capacity]; ``length``: int32[batch].
+    ``tokens``: int32[batch, capacity]; ``length``: int32[batch]; ``rotary_len``: the length that
+    rotary frequencies go by, None for the capacity.
     """
 
     tokens: Array
     length: Array
+    rotary_len: int | None = static_field(default=None)
 
     @property
     def cache(self) -> None:
@@ -61,8 +63,9 @@ class Uncached:
         new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
         text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
         length = self.length + lengths
-        logits = model.apply(params, text, lengths=length, last_only=True, max_len=capacity)
-        return logits[:, 0], Uncached(text, length)
+        reach = self.rotary_len or capacity
+        logits = model.apply(params, text, lengths=length, last_only=True, max_len=reach)
+        return logits[:, 0], Uncached(text, length, self.rotary_len)
 
 
 Context = Cached | Uncached

@@ -2,11 +2,13 @@
 
 from typing import Unpack
 
+from kvjax.cache.state import KVCache
+from kvjax.core.checks import given_a_cache
 from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.request import Prompts, prepare
+from kvjax.generation.request import Prompts, Request, prepare
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.running import Running, running
+from kvjax.generation.running import Running, ran, running
 from kvjax.generation.settings import Options, Settings, spelled_out
 
 
@@ -30,6 +32,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         would change the frequencies of a length-dependent rotary kind (dynamic, longrope). These
         go by ``max_len`` from the first token on, whereas Transformers goes by the text's length
         so far: beyond the trained length a larger ``max_len`` changes every logit.
+      rotary_len: the length that these frequencies go by in place of ``max_len``, whatever room the
+        cache has; as of ``init_cache``.
       seed: row ``i`` draws with ``seed + i``; or a list, one a row. The draws of a row depend on
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
@@ -67,7 +71,8 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         that a beam of an earlier group has chosen in the same step (Vijayakumar et al., "Diverse
         Beam Search", arXiv:1610.02424), behind the other penalties.
       prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``: what it has of a prompt is not
-        computed again, and what is new stays with it. It has a policy of its own.
+        computed again, and what is new stays with it. It has a policy of its own. Threads that
+        share one wait for their turn.
       logprobs: tell each new token's log-probability by the model's own distribution, before bias,
         filters and temperature, that by the distribution that it was drawn from, behind them, and
         those of so many of the likeliest tokens, 0 to 20; True is 0 (``result.logprobs``).
@@ -94,10 +99,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
-    asked = _asked(lm, prompts, settings, watched=False)
-    for _ in asked:
-        pass
-    return asked.result
+    return ran(*_asked(lm, prompts, settings))
 
 
 @spelled_out(Settings)
@@ -112,10 +114,13 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
       here; ``NonFiniteError`` comes from the iteration, and so does what a ``prefix_cache``
       refuses: it lends its pages when the first piece is asked for.
     """
-    return _asked(lm, prompts, settings, watched=True)
+    return running(*_asked(lm, prompts, settings), watched=True)
 
 
-def _asked(lm: LanguageModel, prompts: Prompts, settings: Settings, *, watched: bool) -> Running:
+def _asked(
+    lm: LanguageModel, prompts: Prompts, settings: Settings
+) -> tuple[LanguageModel, Request]:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    return running(lm, prepare(lm, prompts, options), watched=watched)
+    with given_a_cache(isinstance(options.cache, KVCache)):
+        return lm, prepare(lm, prompts, options)

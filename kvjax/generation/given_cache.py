@@ -2,15 +2,19 @@
 reads before it."""
 
 from dataclasses import replace
+from typing import Any
 
 from kvjax.cache.state import KVCache
+from kvjax.core.checks import whole_or_none
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Options
 from kvjax.generation.sources import has_read, refuse_auto
 from kvjax.generation.words import Prompts, check_ids, token_ids
+from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.sizes import abstract_cache
 from kvjax.memory.weights import encodes
+from kvjax.policies.positions import same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, policy
 
 
@@ -79,3 +83,26 @@ def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list
         )
     check_ids(lm.config, [lm.start_token], "the start token")
     return token_ids(lm, prompts, [])
+
+
+def rotary_asked(config: Any, options: Options, need: int) -> int | None:
+    """The length of text that a request's rotary frequencies go by; None where its capacity says.
+
+    Raises:
+      ValueError: if a cache is there already, or a text without one would be longer than that.
+    """
+    chosen = whole_or_none("rotary_len", options.rotary_len, 1)
+    if chosen is None:
+        return None
+    if isinstance(options.cache, KVCache) or options.prefix_cache is not None:
+        raise ValueError(
+            f"rotary_len is {chosen}, but keys of a cache or a prefix_cache that is given are "
+            "turned already: say it where that is made"
+        )
+    if same_rotary(config, 1, UNLIMITED):
+        return None
+    if not options.use_cache and need > chosen and not same_rotary(config, chosen, need):
+        raise ValueError(
+            f"prompt and max_new_tokens need {need} positions, but rotary_len is {chosen}"
+        )
+    return chosen

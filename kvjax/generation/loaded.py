@@ -17,7 +17,7 @@ from kvjax.core.device import put_over
 from kvjax.core.files import at_home
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.defaults import GenerationDefaults
-from kvjax.generation.parameters import check_like, like
+from kvjax.generation.parameters import check_like, like, strong
 from kvjax.generation.sources import SOURCE, has_read, read, refuse_auto, without_source
 from kvjax.memory.weights import encodes
 from kvjax.placement.device import Device
@@ -82,7 +82,7 @@ class LanguageModel:
           ValueError: if they are not of the same names, shapes and dtypes; ``put`` casts them.
         """
         check_like(params, self.params)
-        return replace(self, params=params)
+        return replace(self, params=strong(params))
 
     def put(self, params: Any) -> Any:
         """Parameters of the same names and shapes, as this model has its own: in its dtypes, on its

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from kvjax.core.checks import is_traced
 from kvjax.generation.sources import SOURCE
@@ -43,6 +44,17 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
         )
 
 
+def strong(params: Any) -> Any:
+    """Parameters of which none is weakly typed, as ``jnp.full(shape, 0.5)`` is: an optimizer gives
+    back strongly typed ones, and programs would be compiled again for those."""
+    return jax.tree.map(_strong, params)
+
+
+def _strong(x: Any) -> Any:
+    weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type
+    return lax.convert_element_type(x, x.dtype) if weak else x
+
+
 def like(params: Any, own: Any) -> Any:
     """Parameters in the dtypes of a model's own and, where these are arrays, where they are. What
     is so already is not copied."""
@@ -54,7 +66,7 @@ def like(params: Any, own: Any) -> Any:
     dtypes = tuple(wanted[n].dtype for n in other)
     for n, x in zip(other, _cast([placed[n] for n in other], dtypes), strict=True):
         placed[n] = x
-    return structure.unflatten(placed)
+    return strong(structure.unflatten(placed))
 
 
 def _there(x: Any, to: Any) -> Any:

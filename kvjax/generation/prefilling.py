@@ -25,14 +25,15 @@ def prefill(
     *,
     cache: CacheChoice = "static",
     max_len: int | None = None,
+    rotary_len: int | None = None,
     prefill_chunk: int = PREFILL,
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, Logits]:
     """Read prompts into a cache, as ``generate`` does before its first token.
 
     Args:
-      lm, prompts, cache, max_len, prefill_chunk, mesh: as of ``generate``; without ``max_len``
-        there is room for a token more, rounded up, as far as the model has positions.
+      lm, prompts, cache, max_len, rotary_len, prefill_chunk, mesh: as of ``generate``; without
+        ``max_len`` there is room for a token more, rounded up, as far as the model has positions.
 
     Returns:
       The cache, and the logits behind each prompt, float32[batch, vocab]. Any loop of one's own
@@ -43,7 +44,10 @@ def prefill(
     """
     check_read(lm)
     lm = lm if mesh is None else lm.on(mesh)
-    options = Options(max_new_tokens=1, cache=cache, max_len=max_len, prefill_chunk=prefill_chunk)
+    options = Options(
+        max_new_tokens=1, cache=cache, max_len=max_len, rotary_len=rotary_len,
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
     request = prepare(lm, prompts, options)
     full = request.capacity == request.need != position_limit(lm.config)
     if max_len is None and request.cache is None and full:

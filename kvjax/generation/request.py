@@ -14,7 +14,7 @@ from kvjax.core.device import fetch
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
 from kvjax.generation.drafts.asked import Draft, check_length, draft_of
-from kvjax.generation.given_cache import cache_choice, texts_to_read, with_memory
+from kvjax.generation.given_cache import cache_choice, rotary_asked, texts_to_read, with_memory
 from kvjax.generation.guides.masks import FormOfText, guides_of
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import check_model
@@ -59,8 +59,8 @@ class Request:
     ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
     what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
     it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
-    all; ``least``: new tokens before which no text ends; ``home``: the mesh that its cache is given
-    back on, see ``kvjax.core.context``.
+    all; ``least``: new tokens before which no text ends; ``rotary_len``: as of ``init_cache``;
+    ``home``: the mesh that its cache is given back on, see ``kvjax.core.context``.
     """
 
     prompts: list[list[int]]
@@ -88,6 +88,7 @@ class Request:
     guides: tuple[FormOfText | None, ...] | None = None
     search: Search | None = None
     least: int = 0
+    rotary_len: int | None = None
     home: Mesh | None = None
 
     @property
@@ -172,8 +173,11 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         tree = prefixes.tree
         chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
-    capacity = capacity_for(lm.config, longest, limit, options.max_len, given)
     need = positions_needed(longest, limit)
+    rotary_len = rotary_asked(lm.config, options, need)
+    capacity = capacity_for(
+        lm.config, longest, limit, options.max_len, given, rounded=rotary_len is not None
+    )
     check_length(draft, need)
     if chosen is not None and n > 1 and prefixes is None:
         chosen = for_samples(
@@ -216,7 +220,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
         draft=draft, home=home(),
-        search=search, least=least,
+        search=search, least=least, rotary_len=rotary_len,
     )  # fmt: skip
 
 

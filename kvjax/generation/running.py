@@ -1,10 +1,13 @@
 """Which way a request runs: each row by itself, as beams, or the best of samples."""
 
+from contextlib import nullcontext
+
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.best_of import BestOf
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk
 from kvjax.generation.request import Request
+from kvjax.generation.results import GenerationResult
 from kvjax.generation.streaming import Stream
 
 Running = Stream | BeamStream | BestOf
@@ -27,3 +30,15 @@ def running(
     if watched:
         raise ValueError("best_of can't be streamed: which sample is best shows at the end")
     return BestOf(lm, request, chunks=chunks)
+
+
+def ran(
+    lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
+) -> GenerationResult:
+    """The result of a generation that nobody watches, in its turn among those of other threads
+    that begin from the same tree."""
+    found, prefixes = running(lm, request, watched=False, chunks=chunks), request.prefixes
+    with nullcontext() if prefixes is None else prefixes.tree.turns.taken():
+        for _ in found:
+            pass
+    return found.result

@@ -149,7 +149,9 @@ class Session:
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
         cache = self.cache
-        return tokens if cache is None else min(tokens, cache.reach)
+        if cache is None:
+            return tokens
+        return min(tokens, cache.reach, max(x.policy.layout.reach for x in cache.layers))
 
     def make_room(self, tokens: int) -> None:
         """Let the cache hold so many tokens a row, where it grows."""
@@ -229,18 +231,20 @@ class Session:
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=rows, max_len=request.max_len,
-                room=request.capacity, mesh=self._lm.mesh,
+                room=request.capacity, mesh=self._lm.mesh, rotary_len=request.rotary_len,
             )  # fmt: skip
             holds = most_tokens(cache)
             if request.need > holds:
+                why = f"the policy's cache holds {holds}"
+                why = cache.last_position if holds == cache.positions else why
                 raise ValueError(
-                    f"prompt and max_new_tokens need {request.need} positions, but the policy's "
-                    f"cache holds {holds}"
+                    f"prompt and max_new_tokens need {request.need} positions, but {why}"
                 )
             self._hold(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
-            return Uncached(*Device(spread=request.spread).put(empty))
+            tokens, length = Device(spread=request.spread).put(empty)
+            return Uncached(tokens, length, request.rotary_len)
         return self.context
 
     def _hold(self, cache: KVCache, moves: list[Move]) -> None:

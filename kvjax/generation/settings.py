@@ -56,6 +56,7 @@ class Compiling(Answering, total=False):
 
     num_beams: int
     num_beam_groups: int
+    rotary_len: int | None
 
 
 class Searching(TypedDict, total=False):
@@ -90,6 +91,7 @@ class Options:
     max_new_tokens: int = 64
     cache: CacheChoice = "static"
     max_len: int | None = None
+    rotary_len: int | None = None
     seed: int | Sequence[int] = 0
     temperature: float = 0.0
     top_k: int | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from kvjax.core.progress import HEARS_COMPILERS
 from kvjax.operations.room import Move
 
 
@@ -115,11 +116,8 @@ class Meter:
 
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_EVENTS = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    _COMPILED,
-)
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 
 # JAX compiles in the thread that calls, so a meter a thread needs no lock.
 _thread = threading.local()
@@ -129,6 +127,9 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
     meter: Meter | None = getattr(_thread, "meter", None)
     if meter is not None:
         meter.record(event, duration_secs)
+    compiles = HEARS_COMPILERS.get()
+    if compiles is not None and event in (_LOWERED, _COMPILED):
+        compiles(event == _LOWERED)  # events come at an end, and the compiler is behind this one
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -55,7 +55,7 @@ class Stream(Pieces):
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
         self._stopping = False
-        super().__init__(self._session)
+        super().__init__(self._session, given=request.cache is not None)
 
     def stop(self) -> None:
         """Let it end, as soon as what runs on the device has come back: at what was given so far,

@@ -52,13 +52,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From a ``config.json`` of Transformers, of any family that has the usual names.
+        """From a ``config.json`` of Transformers, of any family that has the usual names, or of the
+        text part that it names.
 
         Raises:
           ValueError: if a name is missing, a value is not what it should be, or the config is of a
             kind whose bytes the usual names do not tell (mixtures of experts, latent attention,
             layers that differ).
         """
+        if isinstance(text := config.get("text_config"), Mapping):
+            config = {**config, **text}
         for name in _OTHER_KINDS:
             if config.get(name) not in (None, 0, 1):
                 raise ValueError(
@@ -80,8 +83,8 @@ class ModelShape:
         activation = next((str(config[name]) for name in names if config.get(name)), plain)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
-        if dtype == "auto":
-            dtype = "bfloat16"
+        # Weights of float64 are read as float32.
+        dtype = {"auto": "bfloat16", "float64": "float32"}.get(dtype, dtype)
         if dtype not in _DTYPES:
             raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
         # What a config leaves out is the family's default.

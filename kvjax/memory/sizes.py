@@ -32,6 +32,7 @@ def abstract_cache(
     max_len: int,
     mesh: Mesh | None = None,
     stacked: bool | None = False,
+    rotary_len: int | None = None,
 ) -> KVCache:
     """``init_cache`` as shapes, as large as it may become: what grows has grown. Figures go by
     layers, so they are one by one but where programs are compiled for it."""
@@ -40,8 +41,9 @@ def abstract_cache(
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(
-        init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked
-    )
+        init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked,
+        rotary_len=rotary_len,
+    )  # fmt: skip
     return jax.eval_shape(make)
 
 

@@ -51,17 +51,17 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
         return stack(concatenate([unstack(cache) for cache in caches]))
     first = caches[0]
     for cache in caches:
+        if cache.turned_for != first.turned_for:
+            raise ValueError(
+                f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
+                "don't go together: give all caches one max_len, or one rotary_len"
+            )
         if _model_of(cache) != _model_of(first):
             raise ValueError("the caches are of models that differ in their layers")
         if cache.spread != first.spread or not _together(cache, first):
             raise ValueError(
                 "the caches are on different devices: kvjax.migrate(cache, mesh=mesh) moves one to "
                 "a mesh, and mesh=None to the default device"
-            )
-        if cache.turned_for != first.turned_for:
-            raise ValueError(
-                f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
-                "don't go together: give all caches one max_len"
             )
     return _in_pages(caches) if any(cache.pools for cache in caches) else _joined(caches)
 

@@ -48,7 +48,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     max_len = whole_or_none("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
-        raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
+        raise ValueError(f"max_len is {max_len}, but {cache.last_position}")
     # Which layer of the model each entry was made for: the first that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)

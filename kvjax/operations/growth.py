@@ -44,7 +44,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
     if all(layout.limit is None for layout in layouts):
         raise ValueError("a ring does not grow: it holds its window however long the text is")
     if cache.positions is not None and to > cache.positions:
-        raise ValueError(f"grow to {to}: the model has only {cache.positions} positions")
+        raise ValueError(f"grow to {to}: {cache.last_position}")
     check_growth(to, cache.max_len, None)
     # All of them first: none may raise when others have been deleted.
     wanted = enlarged(cache, to)

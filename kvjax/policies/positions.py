@@ -38,23 +38,32 @@ def new_tokens_for(positions: int, prompt: int) -> int:
     return positions - prompt + 1 if prompt <= positions else 0
 
 
-def rotary_length(config: Any, reach: int) -> int | None:
-    """The length of text that a cache's keys are turned for, or None if all lengths are alike.
+def rotary_terms(
+    config: Any, reach: int, chosen: int | None = None
+) -> tuple[int | None, int | None]:
+    """The length of text that a cache's keys are turned for, None if all lengths are alike; and
+    how many tokens a row may have for it, None where the cache itself says how many.
 
     ``reach``: positions that its distances stay below. By the config's ``same_rotary(length,
-    other)``, where it has that.
+    other)``, where it has that. ``chosen``: the length to go by in place of ``reach``.
 
     Raises:
-      ValueError: if frequencies depend on the length, and the cache has no end.
+      ValueError: if ``chosen`` is no length, or frequencies depend on it, none was chosen, and the
+        cache has no end.
     """
+    chosen = whole_or_none("rotary_len", chosen, 1)
     if same_rotary(config, 1, UNLIMITED):
-        return None
+        return None, None
+    if chosen is not None and not same_rotary(config, chosen, reach):
+        if chosen < reach:
+            return chosen, chosen
+        reach = chosen
     if reach >= UNLIMITED:
         raise ValueError(
             "the model's rotary frequencies depend on the length of the text: a cache that grows "
-            "needs max_len, the tokens that a row can ever hold"
+            "needs max_len, the tokens that a row can ever hold, or rotary_len"
         )
-    return 1 if same_rotary(config, 1, reach) else reach
+    return (1 if same_rotary(config, 1, reach) else reach), None
 
 
 def same_rotary(config: Any, length: int, other: int) -> bool:

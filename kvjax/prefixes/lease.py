@@ -83,13 +83,14 @@ class Lease:
           cache: of the request, as it ended; None where it was lost.
           texts: the tokens of each of its rows, as far as they are known; None to keep nothing.
         """
-        self.settled = True
-        with self._all_or_nothing():
-            if cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache)):
-                self._texts.clear()
-            else:
-                self._settle(cache, texts)
-        self._unlock()
+        with self._texts.lock:
+            self.settled = True
+            with self._all_or_nothing():
+                if cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache)):
+                    self._texts.clear()
+                else:
+                    self._settle(cache, texts)
+            self._unlock()
 
     def _settle(self, cache: KVCache, texts: Sequence[Sequence[int]] | None) -> None:
         pool, terms = self._texts.pool, self._terms

@@ -57,7 +57,7 @@ class Counts:
 class Pool:
     """Arrays of pages, a kind of layers after the other, and their counts.
 
-    ``layers``: with the policies of the cache and its first arrays; those of its rows are let go.
+    ``layers``: of the cache, with its first arrays or their shapes; those of its rows are let go.
     """
 
     def __init__(self, kinds: Sequence[Kind], layers: Sequence[LayerCache]) -> None:
@@ -75,8 +75,9 @@ class Pool:
 
     @property
     def lost(self) -> bool:
-        """Whether arrays were given away and did not come back."""
-        return any(x.is_deleted() for x in jax.tree.leaves(self.bodies))
+        """Whether there are no arrays, or they were given away and did not come back."""
+        leaves = jax.tree.leaves(self.bodies)
+        return any(not isinstance(x, jax.Array) or x.is_deleted() for x in leaves)
 
     @property
     def nbytes(self) -> int:

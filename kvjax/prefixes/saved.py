@@ -64,7 +64,8 @@ def to_folder(texts: Texts, weights: Hashable) -> tuple[dict[str, np.ndarray], d
 def terms_of(told: dict[str, Any]) -> dict[str, Any]:
     """The settings of the tree that was written."""
     policies, *rest = from_bytes(json.dumps(told["settings"]).encode())
-    names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every"
+    names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
+    rest = [*rest, None][: len(names)]  # older files have no rotary_len
     return {"policies": policies, "weights": _whole(told["weights"])} | dict(
         zip(names, rest, strict=True)
     )
@@ -109,7 +110,7 @@ def _plain(terms: Terms) -> Any:
         to_bytes(
             (
                 terms.policies, terms.max_len, terms.prefill_chunk, terms.exact_prefix,
-                terms.checkpoint_every,
+                terms.checkpoint_every, terms.rotary_len,
             )
         )
     )  # fmt: skip

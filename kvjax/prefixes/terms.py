@@ -37,6 +37,7 @@ class Terms:
     prefill_chunk: int
     exact_prefix: bool
     checkpoint_every: int
+    rotary_len: int | None = None
 
     def __post_init__(self) -> None:
         spread = self.shapes(1).spread
@@ -101,14 +102,16 @@ class Terms:
         known: dict[int, KVCache] = self.__dict__.setdefault("_shapes", {})
         if rows not in known:
             known[rows] = abstract_cache(
-                self.config, list(self.policies), batch=rows, max_len=self.max_len, mesh=self.mesh
-            )
+                self.config, list(self.policies), batch=rows, max_len=self.max_len, mesh=self.mesh,
+                rotary_len=self.rotary_len,
+            )  # fmt: skip
         return known[rows]
 
 
 def terms_for(
     lm: Any, policy: PolicyChoice, pages: int | None, memory: int | str | None,
     max_len: int | None, prefill_chunk: int, exact_prefix: bool, checkpoint_every: int,
+    rotary_len: int | None = None,
 ) -> Terms:  # fmt: skip
     """The terms of a tree, by its arguments; see ``PrefixTree``.
 
@@ -138,7 +141,10 @@ def terms_for(
         lm.config, lm.mesh, _with_pages(policies, 1), most,
         whole_number("prefill_chunk", prefill_chunk, 1), exact_prefix,
         whole_number("checkpoint_every", checkpoint_every, 1),
+        whole_or_none("rotary_len", rotary_len, 1),
     )  # fmt: skip
+    # Longer texts would be turned by other frequencies.
+    found = replace(found, max_len=min(most, found.shapes(1).max_len))
     room = None if memory is None else in_bytes("memory", memory)
     return replace(found, policies=_pages_for(found, policies, pages, room))
 

@@ -1,5 +1,6 @@
 """The texts that a tree keeps: where their numbers are, and which can be gone on from."""
 
+import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,28 @@ class Texts:
     """``nodes``, by the texts' tokens; ``pool``, of their pages on the device; ``tiers``, of what
     is elsewhere.
 
-    ``limits``: bytes of the host and of the disk, and the folder of files there, or None.
+    ``limits``: bytes of the host and of the disk, and the folder of files there, or None; ``lock``:
+    of whoever looks at them, or changes them, where threads do. The pool has no arrays before
+    ``clear`` makes them, or rows bring theirs.
     """
 
     def __init__(self, terms: Terms, limits: tuple[int, int, str | Path | None]) -> None:
         self.terms, self.limits = terms, limits
-        self.clear()
+        # A stream that is let go ends wherever garbage is found: perhaps in what has the lock.
+        self.lock = threading.RLock()
+        self._forget()
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget them all, in a pool of its own."""
+        self._forget()  # first: the old pool and the new one may not fit together
+        for number, held in enumerate(self.terms.shapes(1).layers):
+            if held.policy.paging is not None:
+                new = new_layer(held.policy, 1, held.kv_heads, held.head_dim, held.window)
+                self.pool.bodies[number] = new.keys, new.values
+
+    def _forget(self) -> None:
         terms = self.terms
-        layers = [
-            new_layer(x.policy, 1, x.kv_heads, x.head_dim, x.window) for x in terms.shapes(1).layers
-        ]
-        self.pool = Pool(terms.kinds, layers)
+        self.pool = Pool(terms.kinds, terms.shapes(1).layers)
         self.nodes = Nodes(terms.unit, [terms.unit // kind.page for kind in terms.kinds])
         self.tiers = Tiers(self.nodes, self.pool, *self.limits)
 

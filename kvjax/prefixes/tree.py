@@ -1,6 +1,5 @@
 """The tree of prefixes: texts that were computed once, found again by requests that begin alike."""
 
-import gc
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvjax.prefixes.stats import PrefixStats
 from kvjax.prefixes.terms import in_bytes, terms_for
 from kvjax.prefixes.texts import Texts
 from kvjax.prefixes.tiers import without_the_gone
+from kvjax.prefixes.turns import Turns
 
 
 class Served(Protocol):
@@ -42,6 +42,9 @@ class PrefixTree:
     kept, of as many rows at once, and all rows of a request begin at their common hit. Without it
     hits are longer: of each row its own, and of texts that were generated.
 
+    Threads may share a tree: it serves one request after the other, and those of ``generate`` wait
+    for their turn; an ``Engine`` has many at once.
+
     Source: radix attention (Zheng et al., SGLang, arXiv:2312.07104), over pages (Kwon et al.,
     arXiv:2309.06180).
 
@@ -51,6 +54,7 @@ class PrefixTree:
       pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. A
         policy that names its pages has neither.
       max_len: tokens a row, of prompt and new text; by default as many as the model has positions.
+      rotary_len: as of ``init_cache``.
       prefill_chunk: tokens of a call of prompts; hits end at multiples of it and of a page.
       exact_prefix: see above.
       checkpoint_every: pages after which states are kept inside a long prompt, where the policy
@@ -75,6 +79,7 @@ class PrefixTree:
         pages: int | None = None,
         memory: int | str | None = None,
         max_len: int | None = None,
+        rotary_len: int | None = None,
         prefill_chunk: int = 256,
         exact_prefix: bool = True,
         checkpoint_every: int = 16,
@@ -86,12 +91,14 @@ class PrefixTree:
         self.weights = weights
         self._versions = Versions()
         self.terms = terms_for(
-            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every
-        )
+            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every,
+            rotary_len,
+        )  # fmt: skip
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.texts = Texts(self.terms, (host, disk, folder))
+        self.texts.clear()
         self._rows = self._hits = self._asked = self._saved = 0
-        self._lease: Lease | None = None
+        self.turns = Turns()
 
     @property
     def weights(self) -> Hashable:
@@ -108,15 +115,15 @@ class PrefixTree:
         Raises:
           ValueError: if an earlier request has the pages.
         """
-        self._refuse_lent()
-        self.texts.clear()
+        with self.turns.taken(), self.texts.lock:
+            self.texts.clear()
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of ``generate``: with them a request is, without a tree, what it is with this one."""
         return {
             "cache": list(self.terms.policies), "max_len": self.terms.max_len,
-            "prefill_chunk": self.terms.prefill_chunk,
+            "rotary_len": self.terms.rotary_len, "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
     def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
@@ -127,9 +134,9 @@ class PrefixTree:
           ValueError: if an earlier request has the pages.
           CheckpointError: if something else stands there.
         """
-        self._refuse_lent()
-        self._check_model(lm)
-        arrays, told = without_the_gone(lambda: to_folder(self.texts, self.weights))
+        with self.turns.taken(), self.texts.lock:
+            self._check_model(lm)
+            arrays, told = without_the_gone(lambda: to_folder(self.texts, self.weights))
         saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
         if wait:
             saving.wait()
@@ -180,14 +187,15 @@ class PrefixTree:
     def stats(self) -> PrefixStats:
         """What it has done, and has."""
         texts = self.texts
-        ends, taken, cached = texts.count()
-        free = [len(counts.free) for counts in texts.pool.counts]
-        held = [int((counts.refs > 0).sum()) for counts in texts.pool.counts]
-        used = [n - kept for n, kept in zip(held, cached, strict=True)]
-        return PrefixStats(
-            self._rows, self._hits, self._asked, self._saved, ends, taken,
-            tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
-        )  # fmt: skip
+        with texts.lock:
+            ends, taken, cached = texts.count()
+            free = [len(counts.free) for counts in texts.pool.counts]
+            held = [int((counts.refs > 0).sum()) for counts in texts.pool.counts]
+            used = [n - kept for n, kept in zip(held, cached, strict=True)]
+            return PrefixStats(
+                self._rows, self._hits, self._asked, self._saved, ends, taken,
+                tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
+            )  # fmt: skip
 
     def lend(
         self, lm: Served, prompts: Sequence[list[int]], *, new: int, samples: int = 1,
@@ -206,29 +214,20 @@ class PrefixTree:
           ValueError: if the model is another one, or its weights are others than those that
             ``weights`` stood for; if an earlier request has the pages still, or there are too few.
         """
-        self._refuse_lent()
-        if self.texts.pool.lost:
-            self.texts.clear()
-        self._check_model(lm)
-        for gone in self._versions.gone(self.weights):
-            self.texts.forget_weights(gone)
-        rows = len(prompts) if self.terms.exact_prefix else None
-        key = Key(tenant, self.weights, rows)
-        lease = self._lease = Lease(self.texts, key, prompts, new, samples)
-        self._rows += len(prompts)
-        self._hits += int((lease.hits > 0).sum())
-        self._asked += sum(map(len, prompts))
-        self._saved += int(lease.hits.sum())
-        return lease
-
-    def _refuse_lent(self) -> None:
-        if self._lease is not None and not self._lease.settled:
-            gc.collect()  # a stream that nobody has any more is part of a circle
-        if self._lease is not None and not self._lease.settled:
-            raise ValueError(
-                "the prefix tree's pages are with a stream that has not ended: iterate it to its "
-                "end, or close it"
-            )
+        with self.turns.taken(), self.texts.lock:
+            if self.texts.pool.lost:
+                self.texts.clear()
+            self._check_model(lm)
+            for gone in self._versions.gone(self.weights):
+                self.texts.forget_weights(gone)
+            rows = len(prompts) if self.terms.exact_prefix else None
+            key = Key(tenant, self.weights, rows)
+            lease = self.turns.lease = Lease(self.texts, key, prompts, new, samples)
+            self._rows += len(prompts)
+            self._hits += int((lease.hits > 0).sum())
+            self._asked += sum(map(len, prompts))
+            self._saved += int(lease.hits.sum())
+            return lease
 
     def _check_model(self, lm: Served) -> None:
         if lm.config != self.terms.config or lm.mesh != self.terms.mesh:

@@ -83,7 +83,8 @@ def evaluate(
         raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
     empty = functools.partial(init_cache, lm.config, max_len=context, mesh=lm.mesh)
     found: dict[str, list[Array]] = {name: [] for name in policies}
-    compared = 0
+    compared, total = 0, count * context * len(policies)
+    last: Array | None = None
     caches = {name: empty(policy) for name, policy in policies.items()}
     for name, cache in caches.items():
         _check_encodes(name, cache, context, chunk)
@@ -98,20 +99,23 @@ def evaluate(
         for start in range(0, context, chunk):
             part = window[None, start : start + chunk]
             target = following[start : start + chunk]
+            place = f"window {number + 1} of {count}"
+            tell(f"evaluating full precision, {place}", compared, total, last)
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
+                tell(f"evaluating {name}, {place}", compared, total, last)
                 caches[name] = with_room(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
-                found[name].append(_compared(wanted, logits, target))
+                found[name].append(last := _compared(wanted, logits, target))
                 compared += len(target)
-                tell("evaluating", compared, count * context * len(policies), found[name][-1])
         for name, cache in {"full precision": full, **caches}.items():
             raise_for(name, cache)
+    tell("evaluating", compared, total, last)
     return {
         name: quality_of(
             np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
             cache_bytes(one_by_one(caches[name]), context),
-            _step_ms(lm, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
+            _step_ms(lm, name, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
             of_full,
         )
         for name in policies
@@ -166,12 +170,13 @@ def _compared(wanted: Array, logits: Array, target: Array) -> Array:
     return jnp.stack([*nats, divergence, same.astype(jnp.float32)])
 
 
-def _step_ms(lm: LanguageModel, cache: KVCache, token: np.ndarray, steps: int) -> float:
+def _step_ms(lm: LanguageModel, name: str, cache: KVCache, token: np.ndarray, steps: int) -> float:
     """The median milliseconds of a decode step, the first of which is not counted, over the last
     tokens of a text."""
     steps = min(steps, int(rewindable(cache)[0]))
     cache, times = rewind(cache, steps), []
-    for _ in range(steps):
+    for number in range(steps):
+        tell(f"timing steps of {name}", number, steps)
         start = time.perf_counter()
         logits, cache = _logits(lm.architecture, lm.params, token[None], cache)
         jax.block_until_ready(logits)

@@ -14,13 +14,14 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
+from kvjax.core.device import committed_as
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.parameters import check_like
+from kvjax.generation.parameters import check_like, strong
 from kvjax.generation.programs import begin, decoded
 from kvjax.generation.settings import spelled_out
 from kvjax.generation.sharing import for_samples
@@ -34,7 +35,7 @@ from kvjax.policies.model_config import (
     model_dtype,
     scanned,
 )
-from kvjax.policies.positions import position_limit, rotary_length
+from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
@@ -74,7 +75,7 @@ def rollout(
         ``generate(seed=seed * 2**32 + i)``: rows of other seeds are never the same.
       cache: a policy, its name, or one a layer. On a mesh, ``data`` must divide the prompts.
       buffer: the ``cache`` of an earlier rollout of the same shapes, whose memory is used again; it
-        is used up, by donation.
+        is used up, by donation. Without it an empty one is made, for the same program.
       put: True for parameters of another dtype or sharding than the model's own, such as a
         trainer's: they go through ``lm.put`` first. Or a function of them.
       temperature: 1 by default. It, the filters and ``logits_hook`` are those of ``generate``.
@@ -101,8 +102,13 @@ def rollout(
     texts = range(max(1, width - MOST + 1), width + 1)
     policy = for_samples(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
     made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
-    if buffer is not None:
+    if buffer is None:
+        buffer = _empty(made, samples)
+    else:
         _check_buffer(buffer, _abstract(made, samples))
+    # What is committed makes the results so: parameters of the next step would be, and this one's.
+    params = committed_as(strong(params), buffer)
+    buffer = committed_as(buffer, params)
     return _rolled(
         lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
     )
@@ -125,7 +131,7 @@ class _Made:
         vars(self)["_key"] = (
             layer_heads(config), str(model_dtype(config)), layer_windows(config),
             layer_sources(config), position_limit(config), scanned(config),
-            rotary_length(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
+            rotary_terms(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -142,6 +148,12 @@ class _Made:
         )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("made", "n"))
+def _empty(made: _Made, n: int) -> KVCache:
+    """A buffer for the first rollout: with one, its program is that of all the others."""
+    return repeat(made(), n)
+
+
 @functools.lru_cache(maxsize=64)
 def _abstract(made: _Made, n: int) -> KVCache:
     """The cache that a rollout gives, as shapes."""
@@ -156,10 +168,10 @@ def _abstract(made: _Made, n: int) -> KVCache:
 )
 def _rolled(
     model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
-    lengths: Rows, drawing: Sampling, buffer: KVCache | None,
+    lengths: Rows, drawing: Sampling, buffer: KVCache,
 ) -> Rollout:  # fmt: skip
     """The program of a rollout."""
-    cache = reset(buffer) if buffer is not None and n == 1 else made()
+    cache = reset(buffer) if n == 1 else made()
     logits, cache = model.apply(params, tokens, cache, lengths=lengths, last_only=True)
     if n > 1:
         cache, logits = repeat(cache, n), jnp.repeat(logits, n, axis=0)

@@ -95,11 +95,11 @@ def recall(
         said = []
         for start in range(0, 4 * facts, chunk):
             part = tokens[:, start : start + chunk]
+            done = number * 4 * facts + start
+            tell(f"asking for facts, {name}", done, len(policies) * 4 * facts)
             cache = with_room(cache, start + part.shape[1], 4 * facts)
             best, cache = _first(lm.architecture, lm.params, part, cache)
             said.append(np.asarray(best))
-            told = number * 4 * facts + start + part.shape[1]
-            tell("asking for facts", told, len(policies) * 4 * facts)
         raise_for(name, cache)
         answers = np.concatenate(said, axis=1)[:, 2 * facts :: 2]
         right = answers == tokens[:, 2 * facts + 1 :: 2]

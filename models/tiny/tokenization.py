@@ -44,4 +44,6 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, context: int) 
         "pad_token": END,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )

@@ -81,14 +81,14 @@ class Trainer:
         file = self.workdir / "recipe.json"
         mine = {k: v for k, v in dataclasses.asdict(self.recipe).items() if k != "steps"}
         if file.exists():
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text(encoding="utf-8"))
             differing = sorted(k for k in mine | found if mine.get(k) != found.get(k))
             if differing:
                 raise ValueError(
                     f"{file} was begun with another {', '.join(differing)}: choose a new --workdir"
                 )
         self.workdir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(mine, indent=1))
+        file.write_text(json.dumps(mine, indent=1), encoding="utf-8")
 
     def _start(self) -> dict[str, Any]:
         params = self.architecture.init_params(self.recipe.seed)
@@ -174,14 +174,14 @@ class _Log:
     """One JSON object a step; what a resumed run will repeat is cut off."""
 
     def __init__(self, file: Path, step: int):
-        lines = file.read_text().splitlines() if file.exists() else []
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.entries = [e for e in map(json.loads, lines) if e["step"] <= step]
         self.file = file
-        file.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
+        file.write_text("".join(json.dumps(e) + "\n" for e in self.entries), encoding="utf-8")
 
     def add(self, entry: dict[str, float]) -> None:
         self.entries.append(entry)
-        with self.file.open("a") as file:
+        with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 

@@ -63,7 +63,7 @@ class BeamStream(Pieces):
         self._history = History(request.samples)
         self._state: Any = None
         self._prefill_meter, self._decode_meter = Meter(), Meter()
-        super().__init__(self._session)
+        super().__init__(self._session, given=request.cache is not None)
 
     def _pieces_of_all(self) -> Iterator[Piece]:
         request = self._request
