@@ -66,7 +66,7 @@ def blockwise(call: Call, *, even: bool = False) -> Mixed:
         count = whole // QUERIES
         split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
         at = jnp.stack(jnp.split(call.mask.queries[:, :whole], count, axis=1))
-        found = control.scan(next_part, split, jnp.arange(count))[0][0]
+        found = control.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
         mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)

@@ -13,6 +13,7 @@ from kvjax.attention.call import Call
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control
+from kvjax.core.numbers import each_place
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed, Rows
 
@@ -34,9 +35,9 @@ def over_pages(call: Call) -> Mixed:
     pays = (jnp.sum(there) >= FILLED * count) & (jnp.max(times) <= 1)
 
     def try_it() -> tuple[Mixed, Array]:
-        owner = jnp.broadcast_to(jnp.arange(batch)[:, None], at.shape)
+        owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)
         owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
-        tokens = jnp.full((count, section.page), -1).at[at].set(positions, mode="drop")
+        tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
         found = _multiplied(call, section, owner, tokens, at)
         # An empty slot may hold what is no number, which no weight makes 0.
         return call.finish(found), jnp.all(jnp.isfinite(found.mixed))
@@ -70,7 +71,7 @@ def _multiplied(
     def column(number: Array, sums: Array) -> Array:
         return sums + mixed.at[at[:, number]].get(mode="fill", fill_value=0)
 
-    last = jnp.max(jnp.where(at < len(owner), jnp.arange(at.shape[1]) + 1, 0))
+    last = jnp.max(jnp.where(at < len(owner), each_place(at.shape[1]) + 1, 0))
     sums = jnp.zeros((len(at), *mixed.shape[1:]), mixed.dtype)
     return Partial(highest, total, control.fori_loop(0, last, column, sums))
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED
+from kvjax.core.numbers import slots_beside
 from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout, Region, Run
 
@@ -39,7 +40,7 @@ class Part:
         return found
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
-        there = slots + self.offset
+        there = slots_beside(slots, length) + self.offset
         mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 

@@ -86,7 +86,7 @@ class Acceptance:
         if price is None:
             return found
         count, gain = self._best(found, price)
-        cost = price.check * lib.sum(active)
+        cost = price.check * lib.sum(active, dtype=np.float32)
         return lib.where((self.rest <= 0) & (lib.sum(gain) > cost), count, 0)
 
     def after(
@@ -96,18 +96,19 @@ class Acceptance:
         Where drafts are worth nothing, they rest."""
         lib = xp(self.right, count)
         kept = lib.where(count > 0, _KEPT, 1)
+        wrong = accepted < count
         # Behind the first that was wrong none is looked at.
         new = replace(
             self,
-            right=kept * self.right + accepted,
-            judged=kept * self.judged + accepted + (accepted < count),
+            right=kept * self.right + accepted.astype(np.float32),
+            judged=kept * self.judged + (accepted + wrong.astype(np.int32)).astype(np.float32),
             proposed=self.proposed + count, accepted=self.accepted + accepted,
             passes=self.passes + 1,
         )  # fmt: skip
         if price is None:
             return new
         gain = new._best(lib.where(active, length, 0), price)[1]
-        poor = lib.sum(gain) <= price.check * lib.sum(active)
+        poor = lib.sum(gain) <= price.check * lib.sum(active, dtype=np.float32)
         wait = lib.where(lib.any((count > 0) & (accepted == count)), _REST, self.wait)
         return replace(
             new,
@@ -126,7 +127,7 @@ class Acceptance:
         """What a token of each row takes where at most so many are drafted, of what it takes
         without: below 1 drafts are worth it."""
         count, gain = self._best(most, price)
-        drafting = price.token * count
+        drafting = price.token * count.astype(np.float32)
         return (1 + price.check + drafting) / (1 + gain + drafting)
 
     def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
@@ -138,5 +139,6 @@ class Acceptance:
         dear = max(price.token, 1e-6)
         count = lib.floor(lib.log(dear) / lib.log(lib.maximum(share, 1e-6))).astype(np.int32)
         count = lib.minimum(lib.maximum(count, 1), most)
-        expected = share * (1 - share**count) / (1 - share)
-        return count, expected - price.token * count
+        each = count.astype(np.float32)
+        expected = share * (1 - share**each) / (1 - share)
+        return count, expected - price.token * each
