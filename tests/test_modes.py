@@ -105,7 +105,7 @@ def by_hand(name: str) -> Any:
     kvjax.check(both)
     found += [both, kvjax.nbytes(both)]
     there = kvjax.Device() if "offloaded" in name else kvjax.Host()
-    found.append(kvjax.convert(kvjax.fork(cache), [cache.layers[0].policy], **limit))
+    found.append(kvjax.convert(kvjax.fork(cache), [cache.layers[0].policy]))
     if "paged" not in name:
         found.append(kvjax.migrate(kvjax.fork(cache), there))
     return found
@@ -202,8 +202,9 @@ def engine(asked: Any = None, **more: Any) -> Any:
 
 
 def rolled_out() -> Any:
+    settings = {key: value for key, value in CONTROLS.items() if key != "logprobs"}
     found = kvjax.rollout(
-        lm(), lm().params, PROMPTS, n=2, max_new_tokens=6, eos_token_ids=(3,), **CONTROLS
+        lm(), lm().params, PROMPTS, n=2, max_new_tokens=6, eos_token_ids=(3,), **settings
     )
     found.check()
     return [found.tokens, found.lengths, found.logprobs, found.mask]

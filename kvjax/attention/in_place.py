@@ -5,6 +5,8 @@ long for that as for all else. Where most of a pool is somebody's, and no page i
 pages are multiplied, each with its owner's queries, and not copied at all.
 """
 
+import math
+
 import jax.numpy as jnp
 
 from kvjax.attention.alike import evenly
@@ -32,7 +34,7 @@ def over_pages(call: Call) -> Mixed:
     there = jnp.any(positions >= 0, axis=2) & (table >= 0)
     at = jnp.where(there, table, count)
     times = jnp.zeros(count, jnp.int32).at[at].add(1, mode="drop")
-    pays = (jnp.sum(there) >= FILLED * count) & (jnp.max(times) <= 1)
+    pays = (jnp.sum(there, dtype=jnp.int32) >= math.ceil(FILLED * count)) & (jnp.max(times) <= 1)
 
     def try_it() -> tuple[Mixed, Array]:
         owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)

@@ -193,7 +193,8 @@ def _written(paging: Paging, length: Rows, count: Rows, new: int) -> list[Array]
 def _marks(cache: KVCache, paging: Paging) -> Rows:
     """int32[batch]: what all layers of a kind have written."""
     kinds = enumerate(layer.policy.paging for layer in cache.layers)
-    return jnp.min(cache.written[:, jnp.array([n for n, kind in kinds if kind == paging])], axis=1)
+    mine = np.array([n for n, kind in kinds if kind == paging], np.int32)
+    return jnp.min(cache.written[:, mine], axis=1)
 
 
 def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:

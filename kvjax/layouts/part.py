@@ -51,8 +51,8 @@ class Part:
         """What attention walks here, and the part of which it is."""
         found = []
         for region in self.layout.regions():
-            low = jnp.maximum(self.low, region.first)
-            high = jnp.minimum(self.high, region.first + region.size)
+            low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
+            high = jnp.minimum(jnp.asarray(self.high, jnp.int32), region.first + region.size)
             part = Part(self.layout, self.slots, self.offset, low, high)
             # What comes first in the whole does so in every share.
             size = min(self.slots, region.first + region.size)

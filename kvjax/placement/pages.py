@@ -167,7 +167,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
             unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
             return order.with_row(into, pages[number], jnp.int32(0), unit)
 
-        return control.fori_loop(0, jnp.sum(pages >= 0), write, store)
+        return control.fori_loop(0, jnp.sum(pages >= 0, dtype=jnp.int32), write, store)
 
     return jax.tree.map(one, stores, orders, contents)
 

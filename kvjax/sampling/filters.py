@@ -166,10 +166,11 @@ class Ranking(NamedTuple):
 
         low = jnp.full(self.ordered.shape[:1], -(2**31), jnp.int32)
         high = jnp.full_like(low, 2**31 - 1)
-        return lax.fori_loop(0, 32, halve, (low, high))[1][:, None]
+        return lax.fori_loop(np.int32(0), np.int32(32), halve, (low, high))[1][:, None]
 
     def _above(self, bounds: Int[Array, "batch 1"]) -> Array:
-        return jnp.sum(jnp.where(self.ordered > bounds, self.weights, 0), axis=-1)
+        kept = jnp.where(self.ordered > bounds, self.weights, 0)
+        return jnp.sum(kept, axis=-1, dtype=self.weights.dtype)
 
 
 def ranked_by_k(logits: Logits, k: Array | int) -> Ranking:
@@ -196,9 +197,9 @@ def likeliest(logits: Logits) -> Rows:
     batch, vocab = logits.shape
     pieces = jnp.pad(logits, ((0, 0), (0, -vocab % PIECE)), constant_values=-jnp.inf)
     pieces = pieces.reshape(batch, -1, PIECE)
-    first = jnp.argmax(pieces.max(axis=2), axis=1)
+    first = lax.argmax(pieces.max(axis=2), 1, jnp.int32)
     piece = jnp.take_along_axis(pieces, first[:, None, None], axis=1)[:, 0]
-    return (first * PIECE + jnp.argmax(piece, axis=1)).astype(jnp.int32)
+    return first * PIECE + lax.argmax(piece, 1, jnp.int32)
 
 
 def _a_row(number: Array | float) -> Array:

@@ -215,5 +215,5 @@ def _in_rows(going: _Texts) -> tuple[Array, Array]:
     taken = jnp.any(stays[None] & here, axis=1)
     free, moved = (jnp.cumsum(~x, dtype=jnp.int32) for x in (taken, stays))
     there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))
-    child = jnp.argmax(there, axis=1).astype(jnp.int32)
+    child = lax.argmax(there, 1, jnp.int32)
     return child, jnp.where(real[child], beam[child], rows)

@@ -1,6 +1,7 @@
 """How many tokens are drafted: by what was accepted of those before. On the device, or on the
 host."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +96,7 @@ class Acceptance:
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
         lib = xp(self.right, count)
-        kept = lib.where(count > 0, _KEPT, 1)
+        kept = lib.where(count > 0, np.float32(_KEPT), np.float32(1))
         wrong = accepted < count
         # Behind the first that was wrong none is looked at.
         new = replace(
@@ -137,7 +138,9 @@ class Acceptance:
         share = lib.clip(self.right / self.judged, 0.0, 0.99)
         # As long as the next is likelier accepted than it costs.
         dear = max(price.token, 1e-6)
-        count = lib.floor(lib.log(dear) / lib.log(lib.maximum(share, 1e-6))).astype(np.int32)
+        count = lib.floor(np.float32(math.log(dear)) / lib.log(lib.maximum(share, 1e-6))).astype(
+            np.int32
+        )
         count = lib.minimum(lib.maximum(count, 1), most)
         each = count.astype(np.float32)
         expected = share * (1 - share**each) / (1 - share)

@@ -104,7 +104,7 @@ class Second:
 
         def one(carry: Any) -> Any:
             step, held, progress, past, tokens = carry
-            real = jnp.where(progress.done, 0, 1)
+            real = (~progress.done).astype(jnp.int32)
             logits, held = self._fed(params, held, progress.token[:, None], real)
             progress, past = choose(progress, past, logits, limit)
             tokens = lax.dynamic_update_slice_in_dim(tokens, progress.token[:, None], step, axis=1)
