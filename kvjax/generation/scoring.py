@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.context import sending
 from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
@@ -50,6 +51,7 @@ class Scored:
         return jnp.sum(self.logprobs, axis=1)
 
 
+@sending
 def score(
     lm: LanguageModel,
     prompts: Prompts,

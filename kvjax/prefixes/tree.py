@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvjax.core.context import sending
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import Saving, read_as_written, read_folder, save_folder
 from kvjax.operations.fingerprints import fingerprint
@@ -67,6 +68,7 @@ class PrefixTree:
         layers as it runs, rows are divided among devices, or a size is none or given twice.
     """
 
+    @sending
     def __init__(
         self,
         lm: Served,
@@ -119,6 +121,7 @@ class PrefixTree:
             "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
+    @sending
     def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
         """Write what it keeps of these ``weights`` into a folder, for ``load``; as
         ``kvjax.save_cache`` does.
@@ -136,6 +139,7 @@ class PrefixTree:
         return saving
 
     @classmethod
+    @sending
     def load(
         cls,
         path: str | Path,
@@ -189,6 +193,7 @@ class PrefixTree:
             tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
         )  # fmt: skip
 
+    @sending
     def lend(
         self, lm: Served, prompts: Sequence[list[int]], *, new: int, samples: int = 1,
         tenant: Hashable = None,
