@@ -139,9 +139,14 @@ def jitted(name: str) -> Any:
     return [logits, cache, changed(cache)]
 
 
+@functools.cache
+def biased() -> Any:
+    return tiny_model(qkv_bias=True, mlp_bias=True, qk_norm=True)
+
+
 def training() -> Any:
     """The pass without a cache, and what it is differentiated by."""
-    model, params = tiny_model(qkv_bias=True, mlp_bias=True, qk_norm=True)
+    model, params = biased()
     tokens = jax.device_put(np.arange(24, dtype=np.int32).reshape(2, 12))
 
     def loss(params: Any) -> Any:
@@ -283,6 +288,7 @@ def saved() -> Any:
         shutil.rmtree(folder)
 
 
+@functools.cache
 def draft() -> Any:
     return kvjax.DraftModel(replace(small(num_hidden_layers=1, windows=(None,)), source="draft"))
 
@@ -329,9 +335,6 @@ ACTIONS: dict[str, Callable[[], Any]] = {
 FIRST = ("example", "generate, drawn")
 """In the README's command; the others are of ``KVJAX_MODES=1``, and of the shards."""
 
-UNGUARDED = {"training": ("transfer",)}
-"""What JAX itself, or a library below, does not do in a mode."""
-
 
 def told(found: Any) -> Any:
     """Leaves as NumPy's arrays, with their dtypes."""
@@ -353,7 +356,7 @@ ALL = os.environ.get("KVJAX_MODES") == "1"
 )
 def test_the_same_in_a_mode(action, mode):
     """Tokens, logits and caches, with their dtypes."""
-    wanted = by_default(action)
+    wanted = by_default(action)  # makes the models, which tests make as no mode allows
     with MODES[mode]():
         found = ACTIONS[action]()
     for x, right in zip(told(found), wanted, strict=True):

@@ -20,8 +20,8 @@ _home: ContextVar[Mesh | None] = ContextVar("home", default=None)
 
 
 def sending(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call``, whose numbers go from the host to a device where ``jax_transfer_guard`` refuses such
-    transfers unless they are explicit: those of kvjax are all meant. What it fetches is guarded."""
+    """``call``, whose numbers go from the host to a device under ``jax_transfer_guard`` too, as if
+    each was put there explicitly: those of kvjax are all meant. What it fetches stays guarded."""
 
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
