@@ -1,6 +1,7 @@
 """JAX's strict modes and 64 bits: what users do gives the same under each as under the defaults."""
 
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -332,7 +333,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 """What users do, with what it gives."""
 
-FIRST = ("example", "generate, drawn")
+FIRST = {("example", "x64"), *(("generate, drawn", mode) for mode in MODES)}
 """In the README's command; the others are of ``KVJAX_MODES=1``, and of the shards."""
 
 
@@ -349,11 +350,13 @@ def by_default(action: str) -> Any:
 ALL = os.environ.get("KVJAX_MODES") == "1"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "action",
-    [n if ALL or n in FIRST else pytest.param(n, marks=pytest.mark.rare) for n in ACTIONS],
-)
+CASES = [
+    pytest.param(*case, marks=[] if ALL or case in FIRST else pytest.mark.rare)
+    for case in itertools.product(ACTIONS, MODES)
+]
+
+
+@pytest.mark.parametrize(("action", "mode"), CASES)
 def test_the_same_in_a_mode(action, mode):
     """Tokens, logits and caches, with their dtypes."""
     wanted = by_default(action)  # makes the models, which tests make as no mode allows
