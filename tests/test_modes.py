@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from tests.test_engine import Letters
 from tests.test_prefixes import small
 
 MODES: dict[str, Callable[[], Any]] = {
-    "x64": lambda: jax.enable_x64(True),
+    # Before JAX 0.8 it is among what is experimental.
+    "x64": lambda: (getattr(jax, "enable_x64", None) or jax.experimental.enable_x64)(True),
     "rank": lambda: jax.numpy_rank_promotion("raise"),
     "dtype": lambda: jax.numpy_dtype_promotion("strict"),
     "transfer": lambda: jax.transfer_guard("disallow"),
