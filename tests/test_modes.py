@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.core.compat import JAX
 from kvjax.models.text import read_tokenizer
 from tests.checkpoints import write_tokenizer
 from tests.matrix import CODECS, tiny_config, tiny_model
@@ -25,7 +26,7 @@ from tests.test_prefixes import small
 
 MODES: dict[str, Callable[[], Any]] = {
     # Before JAX 0.8 it is among what is experimental.
-    "x64": lambda: (getattr(jax, "enable_x64", None) or jax.experimental.enable_x64)(True),
+    "x64": lambda: (jax if JAX >= (0, 8) else jax.experimental).enable_x64(True),
     "rank": lambda: jax.numpy_rank_promotion("raise"),
     "dtype": lambda: jax.numpy_dtype_promotion("strict"),
     "transfer": lambda: jax.transfer_guard("disallow"),
