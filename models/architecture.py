@@ -16,6 +16,7 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.status import note_non_finite, note_tokens
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
+from kvjax.core.context import sending
 from kvjax.core.typing import Counts, Tokens
 from kvjax.generation.long_calls import in_parts
 from kvjax.generation.sources import SOURCE, without_source
@@ -183,6 +184,7 @@ class Architecture:
         """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
         save(self.config, without_source(params), checkpoint, folder)
 
+    @sending
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""
 

@@ -28,7 +28,7 @@ def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | 
     ids = fetch(tokens) if seen else tokens
     wrong = (ids < 0) | (ids >= size)
     if lengths is not None:
-        wrong &= numbers.arange(ids.shape[1]) < numbers.asarray(lengths)[:, None]
+        wrong &= numbers.arange(ids.shape[1])[None] < numbers.asarray(lengths)[:, None]
     if not seen:
         return wrong
     if np.any(wrong):
@@ -42,7 +42,7 @@ def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | 
 
 def without_unknown(logits: Array, wrong: Array) -> Array:
     """Logits [batch, new or 1, vocab], NaN from the first token on that is ``wrong``."""
-    behind = jnp.cumsum(wrong, axis=1)[:, -logits.shape[1] :]
+    behind = jnp.cumsum(wrong, axis=1, dtype=jnp.int32)[:, -logits.shape[1] :]
     return jnp.where(behind[:, :, None] > 0, jnp.nan, logits)
 
 

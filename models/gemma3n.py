@@ -24,7 +24,7 @@ from . import gemma_parts
 from .config_families import Gemma3nConfig
 from .frame import Call, Logits
 from .gemma_parts import linear, norm
-from .layers import Hidden
+from .layers import Hidden, along
 
 Streams = Float[Array, "batch new streams hidden"]
 
@@ -113,7 +113,7 @@ class Block(gemma_parts.GivenBlock):
         streams = self.altup.correct(predicted, y)
         first = streams[:, :, config.active]
         if config.scale_corrected:
-            first = first * self.altup.correct_output_scale[...]
+            first = first * along(self.altup.correct_output_scale, first)
         streams = streams.at[:, :, 1:].add(self.given(first, call)[:, :, None])
         return streams.reshape(x.shape), call
 

@@ -19,7 +19,7 @@ from . import gemma_parts
 from .config_families import Gemma4Config
 from .frame import Call
 from .gemma_parts import linear, norm
-from .layers import Hidden, unit
+from .layers import Hidden, along, unit
 from .moe import Experts
 
 
@@ -37,11 +37,12 @@ class Router(nnx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
         normed = unit(x, self.epsilon).astype(x.dtype)
-        normed = normed * self.scale[...] * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        normed = normed * along(self.scale, normed) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         chances = jax.nn.softmax(self.proj(normed).astype(jnp.float32), axis=-1)
         parts, chosen = lax.top_k(chances, self.choices)
         parts = parts / jnp.sum(parts, axis=-1, keepdims=True)
-        return chosen, parts * self.per_expert_scale[...][chosen]
+        scale = self.per_expert_scale[...][chosen].astype(jnp.float32)
+        return chosen, parts * scale
 
 
 class Block(gemma_parts.GivenBlock):
@@ -79,7 +80,7 @@ class Block(gemma_parts.GivenBlock):
         x = x + self.post_feedforward_layernorm(fed)
         if self.has_given:
             x = x + self.given(x, call)
-        return x * self.layer_scalar[...], call
+        return x * along(self.layer_scalar, x), call
 
     def _of_experts(self, x: Hidden) -> Hidden:
         rows = x.reshape(-1, x.shape[-1])

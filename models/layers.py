@@ -1,6 +1,7 @@
 """Layers that the model families share. Parameters bear the names Transformers gives them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
         y = contract_last(x, self.weight[...]).astype(x.dtype)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + along(self.bias, y)
 
 
 class Embedding(nnx.Module):
@@ -78,8 +79,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         normal = unit(x, self.epsilon)
         if self.wide:
-            return (normal * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
-        return self.weight[...] * normal.astype(x.dtype)
+            weight = self.offset + along(self.weight, x).astype(jnp.float32)
+            return (normal * weight).astype(x.dtype)
+        return along(self.weight, x) * normal.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -95,7 +97,7 @@ class LayerNorm(nnx.Module):
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         normal = (centred * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
-        return self.weight[...] * normal + self.bias[...]
+        return along(self.weight, x) * normal + along(self.bias, x)
 
 
 class FeedForward(nnx.Module):
@@ -124,9 +126,14 @@ class FeedForward(nnx.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+def along(weight: Any, x: Array) -> Array:
+    """A weight [features] with the other axes of ``x`` [..., features], each 1."""
+    return weight[...].reshape(*[1] * (x.ndim - 1), -1)
+
+
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
     """Random weights for training from scratch: normal, deviation 0.02."""
-    return (0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype)
+    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
 def split_heads(

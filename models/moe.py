@@ -72,18 +72,19 @@ class Experts(nnx.Module):
             return found.astype(x.dtype)
 
         before, behind = self._scales(parts[..., None])
-        y = (x[:, None] * before).astype(x.dtype)
+        y = (x[:, None].astype(before.dtype) * before).astype(x.dtype)
         y = self.activation(products(y, gate)) * products(y, up)
         return jnp.sum(products(y, down).astype(jnp.float32) * behind, axis=1)
 
     def _many(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
         tokens, experts = x.shape[0], weights[0].shape[0]
-        shares = jnp.zeros((tokens, experts)).at[jnp.arange(tokens)[:, None], chosen].set(parts)
+        rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+        shares = jnp.zeros((tokens, experts), jnp.float32).at[rows, chosen].set(parts)
 
         def add(total: Array, one: Any) -> tuple[Array, None]:
             (gate, up, down), share = one
             before, behind = self._scales(share[:, None])
-            y = (x * before).astype(x.dtype)
+            y = (x.astype(before.dtype) * before).astype(x.dtype)
             gated = self.activation(contract_last(y, gate).astype(x.dtype))
             y = gated * contract_last(y, up).astype(x.dtype)
             y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * behind

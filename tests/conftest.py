@@ -28,6 +28,17 @@ SLOW = os.environ.get("KVJAX_SLOW", "")
 """``1``: the slow tests run too; ``only``: nothing but them, which is what ``.ci/run`` adds to the
 README's command; empty: they are left out."""
 
+MODES = {
+    "x64": ("JAX_ENABLE_X64", "1"),
+    "rank": ("JAX_NUMPY_RANK_PROMOTION", "raise"),
+    "dtype": ("JAX_NUMPY_DTYPE_PROMOTION", "strict"),
+    "transfer": ("JAX_TRANSFER_GUARD", "disallow"),
+}
+"""What ``KVJAX_MODE`` sets for all tests: laws hold with 64 bits too. Most tests' own code is not
+written for the others, under which ``tests/test_modes.py`` does what users do."""
+if _mode := os.environ.get("KVJAX_MODE"):
+    os.environ.__setitem__(*MODES[_mode])
+
 # Compiling takes most of the tests' time, and most of that is spent on code that runs once. A run
 # with a level of its own compiles as that says: see `.ci/run --full`.
 _FLAGS = os.environ.get("XLA_FLAGS", "")

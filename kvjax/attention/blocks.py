@@ -1,5 +1,6 @@
 """The path ``blocks``: softmax over sections block by block, merged as it goes."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -66,7 +67,7 @@ def blockwise(call: Call, *, even: bool = False) -> Mixed:
         count = whole // QUERIES
         split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
         at = jnp.stack(jnp.split(call.mask.queries[:, :whole], count, axis=1))
-        found = control.scan(next_part, split, jnp.arange(count))[0][0]
+        found = control.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
         mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)
@@ -97,7 +98,7 @@ def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
     # Slices are copied before they are multiplied, a whole array is not: worth it where most of it
     # is filled. What an earlier text left in empty slots may be no number, which no weight makes 0:
     # then the blocks are walked, which leave it out.
-    full = jnp.max(section.filled(call.length)) >= FILLED * section.size
+    full = jnp.max(section.filled(call.length)) >= math.ceil(FILLED * section.size)
 
     @jax.checkpoint
     def in_one_piece(found: Partial) -> tuple[Partial, Array]:

@@ -5,6 +5,8 @@ long for that as for all else. Where most of a pool is somebody's, and no page i
 pages are multiplied, each with its owner's queries, and not copied at all.
 """
 
+import math
+
 import jax.numpy as jnp
 
 from kvjax.attention.alike import evenly
@@ -13,6 +15,7 @@ from kvjax.attention.call import Call
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control
+from kvjax.core.numbers import each_place
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, Mixed, Rows
 
@@ -31,12 +34,12 @@ def over_pages(call: Call) -> Mixed:
     there = jnp.any(positions >= 0, axis=2) & (table >= 0)
     at = jnp.where(there, table, count)
     times = jnp.zeros(count, jnp.int32).at[at].add(1, mode="drop")
-    pays = (jnp.sum(there) >= FILLED * count) & (jnp.max(times) <= 1)
+    pays = (jnp.sum(there, dtype=jnp.int32) >= math.ceil(FILLED * count)) & (jnp.max(times) <= 1)
 
     def try_it() -> tuple[Mixed, Array]:
-        owner = jnp.broadcast_to(jnp.arange(batch)[:, None], at.shape)
+        owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)
         owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
-        tokens = jnp.full((count, section.page), -1).at[at].set(positions, mode="drop")
+        tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
         found = _multiplied(call, section, owner, tokens, at)
         # An empty slot may hold what is no number, which no weight makes 0.
         return call.finish(found), jnp.all(jnp.isfinite(found.mixed))
@@ -70,7 +73,7 @@ def _multiplied(
     def column(number: Array, sums: Array) -> Array:
         return sums + mixed.at[at[:, number]].get(mode="fill", fill_value=0)
 
-    last = jnp.max(jnp.where(at < len(owner), jnp.arange(at.shape[1]) + 1, 0))
+    last = jnp.max(jnp.where(at < len(owner), each_place(at.shape[1]) + 1, 0))
     sums = jnp.zeros((len(at), *mixed.shape[1:]), mixed.dtype)
     return Partial(highest, total, control.fori_loop(0, last, column, sums))
 

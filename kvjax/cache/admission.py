@@ -19,6 +19,7 @@ from kvjax.cache.status import (
 )
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.device import fetch
+from kvjax.core.numbers import bit_where, each_place
 from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
 
 
@@ -35,7 +36,7 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
         count = asked
         if cache.pools:
             pools, had, astray = pages_taken(cache, new, asked)
-            wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)
+            wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)
             cache = replace(cache, pools=pools, status=cache.status | wrong)
             count = jnp.where(had, asked, 0)
         stacks = (layer.stack for layer in cache.layers if layer.stack is not None)
@@ -65,12 +66,12 @@ def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
             f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "
             "call was given, by which it goes; kvjax.rewind takes tokens back"
         )
-    return replace(cache, status=cache.status | jnp.where(other, OUT_OF_STEP, 0))
+    return replace(cache, status=cache.status | bit_where(other, OUT_OF_STEP))
 
 
 def positions_from(length: Rows, new: int) -> Positions:
     """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
-    return length[:, None] + jnp.arange(new, dtype=jnp.int32)
+    return length[:, None] + each_place(new)
 
 
 def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Rows]:
@@ -82,18 +83,18 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
     """
     asked = _real(cache, new, lengths)
     count = _taken(cache, asked)
-    status = cache.status | jnp.where(count < asked, OVERFLOW, 0)
+    status = cache.status | bit_where(count < asked, OVERFLOW)
     if lengths is not None:
-        status |= jnp.where(asked != jnp.asarray(lengths), BAD_LENGTHS, 0)
+        status |= bit_where(asked != jnp.asarray(lengths), BAD_LENGTHS)
     return replace(cache, status=status), count
 
 
 def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: Rows) -> KVCache:
     """Record the rows that are given what is no number: a codec of blocks would hide it."""
-    real = jnp.arange(numbers[0].shape[2]) < count[:, None]
+    real = each_place(numbers[0].shape[2]) < count[:, None]
     bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
     wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
-    return replace(cache, status=cache.status | jnp.where(wrong, BAD_NUMBERS, 0))
+    return replace(cache, status=cache.status | bit_where(wrong, BAD_NUMBERS))
 
 
 def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:

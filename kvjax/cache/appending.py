@@ -31,6 +31,7 @@ from kvjax.cache.storing import store_tokens
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.device import fetch
+from kvjax.core.numbers import bit_where
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.target import Target, computing_on
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Rows
@@ -161,7 +162,7 @@ def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
         raise ValueError(
             f"advance, but layers of the cache's stacks were appended to {every} times, not once"
         )
-    return replace(cache, status=cache.status | jnp.where(other, MISSED_LAYER, 0))
+    return replace(cache, status=cache.status | bit_where(other, MISSED_LAYER))
 
 
 @functools.partial(jax.jit, static_argnames="target")

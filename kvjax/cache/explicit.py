@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from kvjax.cache.state import KVCache
+from kvjax.core.context import sending
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -29,6 +30,7 @@ def automatic(call: Callable[_P, _T]) -> Callable[_P, _T]:
     on a mesh of ``kvjax.make_mesh`` is refused: its axes are not those that are set.
     """
 
+    @sending
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         mesh = jax.sharding.get_abstract_mesh()

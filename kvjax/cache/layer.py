@@ -200,7 +200,7 @@ def empty_layer(
     """A layer that holds nothing, or a stack of so many."""
     if stack is not None:
         one = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, window)
-        return replace(jax.vmap(lambda _: one())(jnp.arange(stack)), stack=stack)
+        return replace(jax.vmap(lambda _: one())(jnp.arange(stack, dtype=jnp.int32)), stack=stack)
     slots: tuple[int, ...] = (policy.stored.slots,)
     tail = low = None
     if policy.raw is not None:

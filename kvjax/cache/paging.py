@@ -13,6 +13,7 @@ from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
+from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, Rows, SomeRows
 from kvjax.paging.allocator import Copies, PageAllocator
 from kvjax.paging.kinds import Paging
@@ -45,7 +46,7 @@ def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, SomeRows]:
         units = paging.units(length)
         pages = layout.pages_in(units)
         wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
-        columns = jnp.broadcast_to(jnp.arange(layout.columns), pages.shape)
+        columns = jnp.broadcast_to(each_place(layout.columns), pages.shape)
         return pool.append(columns, wanted)
 
     pool, had = _on_each(cache, of, pool, cache.length)
@@ -89,14 +90,14 @@ class _Call:
         self.layout, self.pool = layout, pool
         self.begin, self.end = units(length), units(length + asked)
         self.new = max(paging.new_units(new), 1)
-        pages = layout.filled(self.begin)[:, None] + jnp.arange(layout.filled(self.new))
+        pages = layout.filled(self.begin)[:, None] + each_place(layout.filled(self.new))
         self.wanted = pages < layout.filled(self.end)[:, None]
         self.columns = layout.column_of(pages)
         self.gone: Any = None
         if not layout.straight:
             before = layout.gone_before(units(jnp.maximum(marks, length)))[:, None]
             after = layout.gone_before(units(jnp.maximum(marks, length + asked)))[:, None]
-            pages = before + jnp.arange(layout.spanned(self.new))
+            pages = before + each_place(layout.spanned(self.new))
             which = (pages >= layout.sink_pages) & (pages < after)
             self.gone = layout.column_of(pages), which
 
@@ -111,7 +112,7 @@ class _Call:
     def astray(self, pool: PageAllocator, rows: SomeRows) -> SomeRows:
         """Rows that write where their table has no page."""
         size = self.layout.page_size
-        pages = (self.begin // size)[:, None] + jnp.arange(self.layout.spanned(self.new))
+        pages = (self.begin // size)[:, None] + each_place(self.layout.spanned(self.new))
         columns = self.layout.column_of(pages)
         found = jnp.take_along_axis(pool.table, columns, 1, mode="fill", fill_value=-1)
         written = (pages * size < self.end[:, None]) & (self.begin < self.end)[:, None]
@@ -192,7 +193,8 @@ def _written(paging: Paging, length: Rows, count: Rows, new: int) -> list[Array]
 def _marks(cache: KVCache, paging: Paging) -> Rows:
     """int32[batch]: what all layers of a kind have written."""
     kinds = enumerate(layer.policy.paging for layer in cache.layers)
-    return jnp.min(cache.written[:, jnp.array([n for n, kind in kinds if kind == paging])], axis=1)
+    mine = np.array([n for n, kind in kinds if kind == paging], np.int32)
+    return jnp.min(cache.written[:, mine], axis=1)
 
 
 def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.core.numbers import beside_slots
+from kvjax.core.numbers import beside_slots, slots_beside
 from kvjax.core.typing import Array, Cursors, Rows
 from kvjax.layouts import Layout, Part, Region, Share, Split, paged
 
@@ -55,6 +55,7 @@ def own_tokens(split: Split, before: Rows, length: Rows, count: int) -> dict[str
     first = jnp.int32(0) if share is None else share.index * each
 
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
+        slots = slots_beside(slots, before)
         positions = beside_slots(before) + slots
         there = (positions >= split.tail.sinks) & (positions < beside_slots(length))
         if share is not None:

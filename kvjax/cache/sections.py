@@ -16,6 +16,7 @@ from kvjax.cache.layer import Strip, Tail
 from kvjax.cache.regions import own_tokens, placed, regions_of
 from kvjax.cache.view import View
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.core.numbers import each_place
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Region, Share, Split, divided, shared
@@ -68,8 +69,9 @@ class Section:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
         slots = units
         if self.unit > 1:
-            slots = (units[:, None] * self.unit + jnp.arange(self.unit, dtype=jnp.int32)).ravel()
-        return jnp.where(slots >= start * self.unit, self.position_of(slots, *self.cursors), -1)
+            slots = (units[:, None] * self.unit + each_place(self.unit)).ravel()
+        there = slots[None] >= start * self.unit
+        return jnp.where(there, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,

@@ -11,6 +11,7 @@ from kvjax.cache.usable import check_arrays
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
 from kvjax.core.errors import CacheOverflowError, NonFiniteError
+from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Array
 
 (
@@ -77,12 +78,12 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
-    return replace(cache, status=cache.status | jnp.where(rows, NON_FINITE, 0))
+    return replace(cache, status=cache.status | bit_where(rows, NON_FINITE))
 
 
 def note_tokens(cache: KVCache, rows: Array) -> KVCache:
     """Record that ``rows``, bool[batch], were given tokens that the vocabulary has not."""
-    return replace(cache, status=cache.status | jnp.where(rows, NO_SUCH_TOKEN, 0))
+    return replace(cache, status=cache.status | bit_where(rows, NO_SUCH_TOKEN))
 
 
 def check(cache: KVCache) -> None:

@@ -13,6 +13,7 @@ from kvjax.cache.layer import Body, LayerCache, Strip, Tail
 from kvjax.cache.stacking import one_of, with_one
 from kvjax.codecs import Codec, Store
 from kvjax.core import control
+from kvjax.core.numbers import each_place
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
@@ -76,8 +77,8 @@ def _behind_tail(
 
     start, stop = split.flushed(length), split.flushed(length + count)
     leaving = -(-new // split.block)
-    ids = start[:, None] + jnp.arange(leaving, dtype=jnp.int32)
-    positions = ids[:, :, None] * split.block + jnp.arange(split.block, dtype=jnp.int32)
+    ids = start[:, None] + each_place(leaving)
+    positions = ids[:, :, None] * split.block + each_place(split.block)[None]
     positions = positions.reshape(batch, -1)
     slots = split.tail.slot_of(positions)
 

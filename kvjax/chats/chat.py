@@ -16,7 +16,7 @@ from kvjax.chats.state import from_told, to_told
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import ChatStats, Turn
 from kvjax.core.checks import whole_number, whole_or_none
-from kvjax.core.context import outside
+from kvjax.core.context import outside, sending
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Answering, spelled_out
 from kvjax.memory.weights import encodes
@@ -39,6 +39,7 @@ class Chat:
     """
 
     @spelled_out(Answering)
+    @sending
     def __init__(
         self,
         lm: LanguageModel,

@@ -192,6 +192,8 @@ def unpack(packed: Array, bits: int) -> Array:
         whole = packed.shape[-2]
         low, high = packed[..., : whole * 2 // 3, :], packed[..., whole * 2 // 3 :, :]
         return unpack(low, 2) | unpack(high, 1) << 2
-    shifts = bits * lax.broadcasted_iota(jnp.uint8, (8 // bits, 1, 1), 0)
-    codes = (packed[..., None, :, :] >> shifts) & jnp.uint8(2**bits - 1)
+    apart = packed[..., None, :, :]
+    shape = (*[1] * (apart.ndim - 3), 8 // bits, 1, 1)
+    shifts = bits * lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 3)
+    codes = (apart >> shifts) & jnp.uint8(2**bits - 1)
     return codes.reshape(*packed.shape[:-2], -1, packed.shape[-1])

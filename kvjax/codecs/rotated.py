@@ -62,7 +62,7 @@ class Rotated(Wrapping):
         """The transform by sums and differences alone: rounded in one way, however many blocks
         are encoded together. The scale is a power of two, and the matrices make up for it."""
         signs, size, power = _settings(x.shape[-1], self.seed)
-        shape, x = x.shape, x * signs
+        shape, x = x.shape, x * signs.reshape(*[1] * (x.ndim - 1), -1)
         half = 1
         while half < size:
             x = x.reshape(*shape[:-1], -1, 2, half)

@@ -19,6 +19,18 @@ _NONE = Mesh(np.empty((), object), ())
 _home: ContextVar[Mesh | None] = ContextVar("home", default=None)
 
 
+def sending(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``call``, whose numbers go from the host to a device under ``jax_transfer_guard`` too, as if
+    each was put there explicitly: those of kvjax are all meant. What it fetches stays guarded."""
+
+    @functools.wraps(call)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with jax.transfer_guard_host_to_device("allow"):
+            return call(*args, **kwargs)
+
+    return called
+
+
 def outside(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """``call`` as it is where no mesh is set. For what begins its own programs, outside ``jit``.
 
@@ -26,6 +38,7 @@ def outside(call: Callable[_P, _T]) -> Callable[_P, _T]:
     another type, and what it gives is on the mesh of those again.
     """
 
+    @sending
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not jax.sharding.get_abstract_mesh().empty and not is_traced(jnp.zeros(())):

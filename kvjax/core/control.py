@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
@@ -29,9 +31,13 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *args: Any) -> An
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any) -> Any:
-    """``lax.fori_loop``."""
+    """``lax.fori_loop``, whose counter is an int32 with 64 bits enabled too."""
+    lower, upper = (
+        x.astype(jnp.int32) if isinstance(x, jax.Array) else np.int32(x) for x in (lower, upper)
+    )
     body, init = _carried(body, init, before=(lower,))
-    return lax.fori_loop(lower, upper, body, init)
+    # Of a known number of turns ``lax`` makes a counter of its own.
+    return lax.fori_loop(lower, upper, lambda turn, x: body(turn.astype(jnp.int32), x), init)
 
 
 def while_loop(going: Callable[[Any], Any], body: Callable[[Any], Any], init: Any) -> Any:

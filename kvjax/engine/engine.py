@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from kvjax.core.checks import truth_value, whole_number
-from kvjax.core.context import outside
+from kvjax.core.context import outside, sending
 from kvjax.engine.arrays import alike
 from kvjax.engine.checks import Checks
 from kvjax.engine.draft_request import Proposers
@@ -81,6 +81,7 @@ class Engine(Runs):
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
     """
 
+    @sending
     def __init__(
         self,
         lm: LanguageModel,

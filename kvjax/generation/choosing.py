@@ -84,7 +84,7 @@ def choose(
     broken = progress.broken | (~progress.done & ~finite)
     taken = ~progress.done & finite
     token = jnp.where(taken, token, progress.token)
-    count = progress.count + taken
+    count = progress.count + taken.astype(jnp.int32)
     ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
     done = progress.done | broken | ended | (count >= limit)
     if past is not None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from kvjax.cache.state import KVCache
+from kvjax.core.numbers import each_place
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.model import Model
@@ -59,7 +60,7 @@ class Uncached:
     ) -> tuple[Logits, "Uncached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         capacity = self.tokens.shape[1]
-        index = jnp.arange(capacity) - self.length[:, None]
+        index = each_place(capacity) - self.length[:, None]
         new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
         text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
         length = self.length + lengths

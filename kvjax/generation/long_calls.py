@@ -43,7 +43,7 @@ def in_parts(
     cache, taken = admit(cache, new, lengths)
     parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
     parts = parts.reshape(batch, count, size).swapaxes(0, 1)
-    real = jnp.clip(taken - size * jnp.arange(count)[:, None], 0, size).astype(jnp.int32)
+    real = jnp.clip(taken[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
 
     def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
         (cache, last), (tokens, lengths) = carry, part

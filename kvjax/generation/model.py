@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, refuse_traced
+from kvjax.core.context import sending
 from kvjax.core.target import default_device
 from kvjax.core.typing import Array, Tokens
 from kvjax.policies.model_config import CacheShape, layer_heads
@@ -34,6 +35,7 @@ class ModelConfig(CacheShape, Protocol):
     def vocab_size(self) -> int: ...
 
 
+@sending
 def check_model(lm: Any, *, inside: bool = False) -> None:
     """Raise ``ValueError`` for what is no model to generate with, or within ``jit``, unless it may
     be ``inside``."""

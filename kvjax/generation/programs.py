@@ -145,7 +145,7 @@ def decoded(
     def one(carry: Any) -> Any:
         step, context, progress, past, out = carry
         # A row that is done feeds nothing, so that its cache ends where its text does.
-        lengths = jnp.where(progress.done, 0, 1)
+        lengths = (~progress.done).astype(jnp.int32)
         logits, context = context.feed(model, params, progress.token[:, None], lengths)
         logits = logits if filters.greedy and scores is None else whole(logits, context)
         progress, past, found = chosen(progress, past, logits, filters, settings, limit, scores)

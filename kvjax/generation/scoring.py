@@ -11,6 +11,8 @@ import numpy as np
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.context import sending
+from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
@@ -49,6 +51,7 @@ class Scored:
         return jnp.sum(self.logprobs, axis=1)
 
 
+@sending
 def score(
     lm: LanguageModel,
     prompts: Prompts,
@@ -166,7 +169,7 @@ def _scored(
 ) -> tuple[Array, Array]:
     """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
     logits = logits.astype(jnp.float32)
-    real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    real = each_place(tokens.shape[1]) < lengths[:, None]
     own = of_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
     drawn = jax.vmap(
         lambda each: filtered_log_softmax(each, filters, settings), in_axes=1, out_axes=1
@@ -178,7 +181,7 @@ def filtered_log_softmax(logits: Logits, filters: Filters, settings: Sampling) -
     """log-probabilities, float32[batch, vocab], of what tokens are drawn from, differentiable: what
     the filters leave out is at minus infinity."""
     if filters.greedy:
-        best = jnp.argmax(logits, axis=-1)[:, None] == jnp.arange(logits.shape[1])
+        best = jnp.argmax(logits, axis=-1)[:, None] == each_place(logits.shape[1])
         return jnp.where(best, 0.0, -jnp.inf)
     count = jnp.zeros(logits.shape[0], jnp.int32)
     left = filter_logits(jax.lax.stop_gradient(logits), filters, settings, count=count)

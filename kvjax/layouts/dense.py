@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots
+from kvjax.core.numbers import beside_slots, slots_beside
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -91,6 +91,7 @@ class Dense:
         return [Run(length, 0, self.slots)]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+        slots = slots_beside(slots, length)
         return jnp.where(slots < beside_slots(length), slots, -1)
 
     def slot_of(self, positions: Positions) -> Positions:

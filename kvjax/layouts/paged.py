@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots, xp
+from kvjax.core.numbers import beside_slots, each_place, slots_beside, xp
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -152,7 +152,7 @@ class Paged:
 
     def pages_in(self, written: Rows) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
-        columns = jnp.arange(self.columns, dtype=jnp.int32)
+        columns = each_place(self.columns)
         if self.straight:
             return jnp.broadcast_to(columns, (*written.shape, self.columns))
         return self._page_in(columns, written[:, None])
@@ -186,10 +186,11 @@ class Paged:
     def runs(self, length: Rows, new: int) -> list[Run]:
         """One run, in slots of the pages that the call may write in, one behind the other."""
         first, size = length // self.page_size, self.page_size
-        pages = first[:, None] + jnp.arange(self.spanned(new), dtype=jnp.int32)
+        pages = first[:, None] + each_place(self.spanned(new))
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+        slots = slots_beside(slots, written)
         held, marks, size = slots, beside_slots(written), self.page_size
         if not self.straight:
             held = self._page_in(slots // size, marks) * size + slots % size

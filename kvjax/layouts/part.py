@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED
+from kvjax.core.numbers import slots_beside
 from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout, Region, Run
 
@@ -39,7 +40,7 @@ class Part:
         return found
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
-        there = slots + self.offset
+        there = slots_beside(slots, length) + self.offset
         mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 
@@ -50,8 +51,8 @@ class Part:
         """What attention walks here, and the part of which it is."""
         found = []
         for region in self.layout.regions():
-            low = jnp.maximum(self.low, region.first)
-            high = jnp.minimum(self.high, region.first + region.size)
+            low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
+            high = jnp.minimum(jnp.asarray(self.high, jnp.int32), region.first + region.size)
             part = Part(self.layout, self.slots, self.offset, low, high)
             # What comes first in the whole does so in every share.
             size = min(self.slots, region.first + region.size)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots
+from kvjax.core.numbers import beside_slots, slots_beside
 from kvjax.core.typing import (
     Cursors,
     Held,
@@ -160,6 +160,7 @@ class Ring:
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         """A slot holds the last position that was ever written to it. After a rewind that can be
         one that is no longer part of the text."""
+        slots = slots_beside(slots, written)
         newest = beside_slots(written) - 1 - self.sinks
         held = newest - (newest - (slots - self.sinks)) % self._ring
         held = jnp.where(held >= 0, held + self.sinks, -1)

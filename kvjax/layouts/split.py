@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.core.numbers import xp
+from kvjax.core.numbers import slots_beside, xp
 from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
 from kvjax.layouts.layout import Layout
 from kvjax.layouts.part import Share, shared
@@ -64,6 +64,7 @@ class Split:
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
         """The position that each of the body's slots of tokens holds, a row; -1 where it is empty,
         or holds what is no longer part of the text."""
+        slots = slots_beside(slots, length)
         blocks = slots // self.block
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
         return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)

@@ -19,6 +19,7 @@ from kvjax.cache.status import LOST
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
+from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
 from kvjax.operations.stacks import layer_by_layer
@@ -96,7 +97,7 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
                 f"row {int(np.argmax(fetch(lacking)))} finds no pages for its tokens in a pool of "
                 f"{kind.layout.pool} pages of {kind.layout.page_size}"
             )
-        status |= jnp.where(lacking, LOST, 0)
+        status |= bit_where(lacking, LOST)
     tables = [each.paging and pools[each.paging].whole for each in policies]
     anew = [
         laid_out_anew(cache, entry, each, table)
@@ -140,7 +141,7 @@ def laid_out_anew(
             f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
             f"{policy.layout} is to keep"
         )
-    return layer.each(lambda x: x), written, jnp.where(long | lost, LOST, 0)
+    return layer.each(lambda x: x), written, bit_where(long | lost, LOST)
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:

@@ -12,6 +12,7 @@ from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.core import control
 from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.context import sending
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
@@ -22,6 +23,7 @@ from kvjax.placement.order import Order
 from kvjax.policies.cache_policy import CachePolicy
 
 
+@sending
 @layer_by_layer
 def grow(cache: KVCache, to: int) -> KVCache:
     """A cache with room for ``to`` tokens a row, and the same content.

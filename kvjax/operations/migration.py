@@ -17,6 +17,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.device import committed_alike, put_on_one
+from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Array
 from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
@@ -90,7 +91,7 @@ def moved(
             x.policy.elsewhere(placement) if n in entries else x.policy for n, x in enumerate(held)
         ]
         pools, lacking = _pools_under(cache, policies)
-        status |= jnp.where(lacking, LOST, 0)
+        status |= bit_where(lacking, LOST)
         for entry in entries:
             old, policy = held[entry], policies[entry]
             table = None if policy.paging is None else pools[policy.paging].whole
@@ -115,7 +116,7 @@ def moved(
                     let_go(old, anew)
                 moving = anew.placed()
                 del anew
-                status |= jnp.where(lost, LOST, 0)
+                status |= bit_where(lost, LOST)
             held[entry] = moving
         there = replace(
             cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status,
@@ -164,7 +165,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
             tables = (cache.table(entry, whole=True),) * 2
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
-            status |= jnp.where(lost, LOST, 0)
+            status |= bit_where(lost, LOST)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
         near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
         anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))

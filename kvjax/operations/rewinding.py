@@ -11,6 +11,7 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import OUT_OF_PAGES, REWOUND_TOO_FAR
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
+from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Counts, Rows
 from kvjax.layouts import UNLIMITED
 
@@ -59,11 +60,11 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     back = jnp.broadcast_to(back, cache.length.shape)
     wrong = (back > rewindable(cache)) | (back < 0)
     length = jnp.where(wrong, cache.length, cache.length - back)
-    status = cache.status | jnp.where(wrong, REWOUND_TOO_FAR, 0)
+    status = cache.status | bit_where(wrong, REWOUND_TOO_FAR)
     if cache.pools:
         cache, had = trimmed(cache, length)
         length = jnp.where(had, length, cache.length)
-        status |= jnp.where(had, 0, OUT_OF_PAGES)
+        status |= bit_where(~had, OUT_OF_PAGES)
     return with_rows(cache, length=length, status=status)
 
 

@@ -13,6 +13,7 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.cache.status import NO_SUCH_ROW, OUT_OF_PAGES
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Array, SomeRows
 from kvjax.operations.conversion import under, unpaged
 from kvjax.operations.growth import with_pages_for
@@ -60,7 +61,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         chosen = under(_of_rows(unpaged(cache), index), [layer.policy for layer in cache.layers])
     else:
         chosen = _of_rows(cache, index)
-    return with_rows(chosen, status=chosen.status | jnp.where(missing, NO_SUCH_ROW, 0))
+    return with_rows(chosen, status=chosen.status | bit_where(missing, NO_SUCH_ROW))
 
 
 @layer_by_layer
@@ -99,7 +100,7 @@ def without(cache: KVCache, had: SomeRows | None) -> KVCache:
     """A cache in which the rows that have not got their pages are empty."""
     if had is None:
         return cache
-    length, status = jnp.where(had, cache.length, 0), jnp.where(had, 0, OUT_OF_PAGES)
+    length, status = jnp.where(had, cache.length, 0), bit_where(~had, OUT_OF_PAGES)
     return replace(cache, length=length, status=cache.status | status)
 
 

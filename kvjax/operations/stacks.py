@@ -17,6 +17,7 @@ from kvjax.cache.status import LOST
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
+from kvjax.core.numbers import bit_where
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,7 +56,7 @@ def stack(cache: KVCache) -> KVCache:
                 f"layers {entries} hold different tokens of row {int(np.argmax(fetch(other)))}: "
                 "kvjax.convert lays them out anew, all of them"
             )
-        status = status | jnp.where(other, LOST, 0)
+        status = status | bit_where(other, LOST)
     return with_rows(
         replace(cache, stacks=stacks, sources=None),
         layers=tuple(layers), written=jnp.stack(marks, axis=1), status=status,

@@ -71,14 +71,16 @@ class PageAllocator:
     def whole(self) -> Array:
         """The table with numbers of the whole pool, for what is not done on each share."""
         rows, shares = self.table.shape[0], self.left.shape[0]
-        first = jnp.arange(rows)[:, None] // (rows // shares) * (self.pages // shares)
+        first = (
+            jnp.arange(rows, dtype=jnp.int32)[:, None] // (rows // shares) * (self.pages // shares)
+        )
         return jnp.where(self.table >= 0, self.table + first, -1)
 
     def room(self, wanted: Rows, spare: Rows | int = 0) -> SomeRows:
         """bool[rows]: the rows that can have so many pages, int32[rows], the first ones first.
         ``spare``: pages of its own that each gives back before."""
         more = jnp.maximum(wanted - spare, 0)
-        return (more == 0) | (jnp.cumsum(more) <= self.left[0])
+        return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])
 
     def append(
         self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
@@ -103,13 +105,13 @@ class PageAllocator:
             old = jnp.concatenate([wanted, gone[1] & ~jnp.any(again, axis=2)], axis=1)
             pages = jnp.where(old, jnp.take_along_axis(self.table, at, axis=1, mode="clip"), -1)
             alone = self.refs[pages.clip(0, self.pages - 1)] == 1
-            spare = (alone & (pages >= 0)).sum(1)
-        had = self.room(wanted.sum(1), spare)
+            spare = (alone & (pages >= 0)).sum(1, dtype=jnp.int32)
+        had = self.room(wanted.sum(1, dtype=jnp.int32), spare)
         new, old = new & had[:, None], old & had[:, None]
         if gone is not None:
             before = self.release(jnp.where(old, pages, -1).ravel())
         page, left = before._popped(new.ravel())
-        page, rows = page.reshape(new.shape), jnp.arange(len(columns))[:, None]
+        page, rows = page.reshape(new.shape), jnp.arange(len(columns), dtype=jnp.int32)[:, None]
         # In one go, behind all that is read of the old table: else that would be copied.
         there = jnp.where(new | old, at, self.table.shape[1])
         table = self.table.at[rows, there].set(page, mode="drop")
@@ -118,8 +120,10 @@ class PageAllocator:
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
         """Pages for a row's first columns that have none; and bool[], whether it has them all."""
-        columns = jnp.broadcast_to(jnp.arange(self.table.shape[1]), self.table.shape)
-        mine = jnp.arange(self.table.shape[0]) == row
+        columns = jnp.broadcast_to(
+            jnp.arange(self.table.shape[1], dtype=jnp.int32), self.table.shape
+        )
+        mine = jnp.arange(self.table.shape[0], dtype=jnp.int32) == row
         fits = jnp.asarray(pages) <= self.table.shape[1]
         wanted = mine[:, None] & fits & (columns < pages) & (self.table < 0)
         after, had = self.append(columns, wanted)
@@ -143,7 +147,7 @@ class PageAllocator:
         at = jnp.sort(self._valid(pages))
         refs = self.refs.at[at].add(-1, mode="drop")
         # A page may be named often, and is freed once.
-        first = at != jnp.concatenate([jnp.full(1, -1), at[:-1]])
+        first = at != jnp.concatenate([jnp.full(1, -1, jnp.int32), at[:-1]])
         none = refs[jnp.minimum(at, self.pages - 1)] == 0
         return self._pushed(refs, at, first & none & (at < self.pages))
 
@@ -184,7 +188,7 @@ class PageAllocator:
         target, left = self._popped(copied)
         refs = self.refs.at[self._valid(target)].set(1, mode="drop")
         at = jnp.where(copied, column, self.table.shape[1])
-        table = self.table.at[jnp.arange(len(column)), at].set(target, mode="drop")
+        table = self.table.at[jnp.arange(len(column), dtype=jnp.int32), at].set(target, mode="drop")
         source = jnp.where(copied, page, -1)
         after = replace(self, table=table, refs=refs, left=left).release(source)
         return after, Copies(source, target)
@@ -196,9 +200,9 @@ class PageAllocator:
         page = self.table[number, jnp.clip(column, 0, self.table.shape[1] - 1)]
         page = jnp.where(column >= 0, page, -1)
         valid = self._valid(page) < self.pages
-        same = (page[:, None] == page) & valid
-        earlier = jnp.any(same & (number < number[:, None]), axis=1)
-        others = self.refs[jnp.clip(page, 0, self.pages - 1)] > same.sum(1)
+        same = (page[:, None] == page[None]) & valid[None]
+        earlier = jnp.any(same & (number[None] < number[:, None]), axis=1)
+        others = self.refs[jnp.clip(page, 0, self.pages - 1)] > same.sum(1, dtype=jnp.int32)
         return page, valid & (others | earlier)
 
     def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
@@ -239,12 +243,12 @@ class PageAllocator:
 
     def _popped(self, wanted: Array) -> tuple[Array, Array]:
         """A free page for each of ``wanted``, bool[n], −1 for the others, and what is left."""
-        count = jnp.cumsum(wanted.astype(jnp.int32))
+        count = jnp.cumsum(wanted, dtype=jnp.int32)
         page = jnp.take(self.stack, self.left[0] - count, mode="clip")
         return jnp.where(wanted, page, -1), self.left - count[-1]
 
     def _pushed(self, refs: Array, pages: Array, freed: Array) -> "PageAllocator":
-        count = jnp.cumsum(freed.astype(jnp.int32))
+        count = jnp.cumsum(freed, dtype=jnp.int32)
         at = jnp.where(freed, self.left[0] + count - 1, self.pages)
         stack = self.stack.at[at].set(pages, mode="drop")
         return replace(self, refs=refs, stack=stack, left=self.left + count[-1])

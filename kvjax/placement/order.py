@@ -61,7 +61,7 @@ class Order:
     ) -> Array:
         """``piece`` of one of kept arrays [layers, ...], near."""
         place, shape = [jnp.int32(0)] * stack.ndim, [1, *stack.shape[1:]]
-        place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step)
+        place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step, jnp.int32)
         shape[1 + self.axis] = size * self.step
         return near(lax.dynamic_slice(stack, place, shape))[0]
 
@@ -104,7 +104,7 @@ class Order:
             # Whose compiler would keep one with an axis of layers in another order; what is read by
             # tiles has its order given.
             row, kept = row[0] * kept.shape[1] + row[1], kept.reshape(-1, *kept.shape[2:])
-        place: list[Any] = [0] * kept.ndim
+        place: list[Any] = [jnp.int32(0)] * kept.ndim
         first = row if isinstance(row, tuple) else (row,)
         place[: len(first)] = first
         place[self.axis + len(first) - 1] = start * self.step

@@ -8,6 +8,7 @@ from jax import lax
 
 from kvjax.core import control
 from kvjax.core.compat import jax_0_10_indexes_in_place
+from kvjax.core.numbers import each_place
 from kvjax.core.target import traced_for
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Run
@@ -166,7 +167,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
             unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
             return order.with_row(into, pages[number], jnp.int32(0), unit)
 
-        return control.fori_loop(0, jnp.sum(pages >= 0), write, store)
+        return control.fori_loop(0, jnp.sum(pages >= 0, dtype=jnp.int32), write, store)
 
     return jax.tree.map(one, stores, orders, contents)
 
@@ -178,9 +179,9 @@ def into_pages(
     page, size = pages_of(table, run), min(x.shape[2], run.high)
     batch, pages = page.shape
     # The first token of the call that goes to each page, and where it stands there.
-    first = jnp.arange(pages, dtype=jnp.int32) * run.high - run.start[:, None]
+    first = each_place(pages) * run.high - run.start[:, None]
     origin = jnp.clip(-first, 0, run.high - size)
-    tokens = (first + origin)[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    tokens = (first + origin)[:, :, None] + each_place(size)[None]
     real = (tokens >= 0) & (tokens < count[:, None, None])
     page = jnp.where(jnp.any(real, axis=2), page, -1).ravel()
     new = x

@@ -60,7 +60,7 @@ def write_rows(
             old = lax.dynamic_slice_in_dim(into, origin, x.shape[1], axis=1)
             return lax.dynamic_update_slice_in_dim(into, jnp.where(real, x, old), origin, axis=1)
 
-        into = jax.vmap(one)(into, x, run.start, jnp.broadcast_to(run.skip, count.shape), count)
+        into = jax.vmap(one)(into, x, run.start, _skipped(run, count), count)
     return into
 
 
@@ -72,7 +72,7 @@ def _into_layer(into: Array, x: Array, run: Run, count: Rows, layer: Array) -> A
         old = AS_IS.of_row(into, (layer, row), origin, x[None])[0]
         return origin, jnp.where(real, x, old)
 
-    rows, skip = jnp.arange(x.shape[0], dtype=jnp.int32), jnp.broadcast_to(run.skip, count.shape)
+    rows, skip = jnp.arange(x.shape[0], dtype=jnp.int32), _skipped(run, count)
     if len(rows) == 1:
         origin, new = one(rows[0], x[0], run.start[0], skip[0], count[0])
         return AS_IS.with_row(into, (layer, rows[0]), origin, new[None])
@@ -145,8 +145,7 @@ def write_row(
     """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
     if run.columns is not None and table is not None:
         return _row_into_pages(into, row, x, run, count, order, table, layer, near, far, copy)
-    skip = jnp.broadcast_to(run.skip, count.shape)
-    found = run.start[row], skip[row], count[row]
+    found = run.start[row], _skipped(run, count)[row], count[row]
     at = row if layer is None else (layer, row)
     return _write_one(into, at, x, run, found, order, near, far, copy)
 
@@ -188,6 +187,11 @@ def _write_one(
         # the update, and copy the array for that.
         return with_layout_constraint(into, Layout(major_to_minor=tuple(range(into.ndim))))
     return into
+
+
+def _skipped(run: Run, count: Rows) -> Rows:
+    """``run.skip`` of each row."""
+    return jnp.broadcast_to(jnp.asarray(run.skip, jnp.int32), count.shape)
 
 
 def _window(

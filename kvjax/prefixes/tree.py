@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvjax.core.context import sending
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import Saving, read_as_written, read_folder, save_folder
 from kvjax.operations.fingerprints import fingerprint
@@ -71,6 +72,7 @@ class PrefixTree:
         layers as it runs, rows are divided among devices, or a size is none or given twice.
     """
 
+    @sending
     def __init__(
         self,
         lm: Served,
@@ -126,6 +128,7 @@ class PrefixTree:
             "rotary_len": self.terms.rotary_len, "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
+    @sending
     def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
         """Write what it keeps of these ``weights`` into a folder, for ``load``; as
         ``kvjax.save_cache`` does.
@@ -143,6 +146,7 @@ class PrefixTree:
         return saving
 
     @classmethod
+    @sending
     def load(
         cls,
         path: str | Path,
@@ -197,6 +201,7 @@ class PrefixTree:
                 tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
             )  # fmt: skip
 
+    @sending
     def lend(
         self, lm: Served, prompts: Sequence[list[int]], *, new: int, samples: int = 1,
         tenant: Hashable = None,

@@ -5,8 +5,10 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
+from kvjax.core.context import sending
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
+from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
 from kvjax.core.typing import Array
 
@@ -35,23 +37,26 @@ class Rollout:
     cache: KVCache
 
     @property
+    @sending
     def mask(self) -> Array:
         """Where new tokens stand in ``tokens``: bool[rows, prompt + new]."""
-        at = jnp.arange(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        at = each_place(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         return (at >= 0) & (at < self.lengths[:, None])
 
     @property
+    @sending
     def new_tokens(self) -> Array:
         """int32[rows, new], 0 behind the last of a row."""
         new = self.logprobs.shape[1]
-        at = self.prompt_lengths[:, None] + jnp.arange(new)
+        at = self.prompt_lengths[:, None] + each_place(new)
         found = jnp.take_along_axis(self.tokens, at, axis=1)
-        return jnp.where(jnp.arange(new) < self.lengths[:, None], found, 0)
+        return jnp.where(each_place(new) < self.lengths[:, None], found, 0)
 
+    @sending
     def beside(self, numbers: Array) -> Array:
         """Numbers of the new tokens, [rows, new], where these stand in ``tokens``: [rows, prompt +
         new], 0 elsewhere. So a trainer's pass over ``tokens`` is compared with ``drawn``."""
-        at = jnp.arange(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        at = each_place(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         found = jnp.take_along_axis(numbers, jnp.clip(at, 0, numbers.shape[1] - 1), axis=1)
         return jnp.where(self.mask, found, 0)
 

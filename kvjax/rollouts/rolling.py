@@ -15,6 +15,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.device import committed_as
+from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
@@ -178,9 +179,9 @@ def _rolled(
         tokens, lengths = (jnp.repeat(x, n, axis=0) for x in (tokens, lengths))
     rows, width = tokens.shape
     context, limit = Cached(cache), jnp.int32(new)
-    at = jnp.arange(width + new)
+    at = each_place(width + new)
     text = jnp.where(at < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
-    real = at[:width] < lengths[:, None]
+    real = at[:, :width] < lengths[:, None]
     unknown = (tokens < 0) | (tokens >= logits.shape[-1])
     wrong = (lengths < 1) | (lengths > width) | jnp.any(unknown & real, axis=1)
     past = _past(filters, text, lengths, logits.shape[-1])
@@ -199,9 +200,9 @@ def _rolled(
         jnp.concatenate([x, y], axis=1)[:, :new]
         for x, y in ((start, out), (first.chosen, scores.chosen), (first.drawn, scores.drawn))
     )
-    real = jnp.arange(new) < progress.count[:, None]
-    where = jnp.where(real, lengths[:, None] + jnp.arange(new), width + new)
-    text = text.at[jnp.arange(rows)[:, None], where].set(chosen, mode="drop")
+    real = each_place(new) < progress.count[:, None]
+    where = jnp.where(real, lengths[:, None] + each_place(new), width + new)
+    text = text.at[jnp.arange(rows, dtype=jnp.int32)[:, None], where].set(chosen, mode="drop")
     ended = jnp.any(progress.token[:, None] == drawing.eos, axis=-1) & (progress.count > 0)
     return Rollout(
         text, lengths, progress.count, jnp.where(real, logprobs, 0), jnp.where(real, drawn, 0),
@@ -213,10 +214,10 @@ def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | No
     """What filters or a hook go by, from the prompts."""
     if not filters.marks and not filters.whole:
         return None
-    rows = jnp.arange(text.shape[0])[:, None]
+    rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
     seen = None
     if filters.marks:
-        real = jnp.arange(text.shape[1]) < lengths[:, None]
+        real = each_place(text.shape[1]) < lengths[:, None]
         seen = jnp.zeros((text.shape[0], vocab), bool)
         seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
     return Past(seen, text, lengths) if filters.whole else Past(seen)

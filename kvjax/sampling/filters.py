@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
+from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, Rows, SomeRows, Tokens
 
 Logits = Float[Array, "batch vocab"]
@@ -47,7 +48,7 @@ def _with_more(array: Array, at: Int[Array, "batch n"], more: Array) -> Array:
 def keep_allowed(logits: Logits, allowed: Allowed) -> Logits:
     """Keep the tokens whose bit is 1."""
     index = jnp.arange(logits.shape[1], dtype=jnp.uint32)
-    bits = allowed[:, index // 32] >> (index % 32)
+    bits = allowed[:, index // 32] >> (index % 32)[None]
     return jnp.where(bits & 1 == 1, logits, -jnp.inf)
 
 
@@ -62,7 +63,7 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
 
 def counted(tokens: Tokens, first: Rows, end: Rows, vocab: int) -> Int[Array, "batch vocab"]:
     """How often each token of the vocabulary stands in a row from one place to another."""
-    at = jnp.arange(tokens.shape[1])
+    at = each_place(tokens.shape[1])
     there = (at >= first[:, None]) & (at < end[:, None])
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
     return _with_more(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
@@ -76,7 +77,7 @@ def discourage(
 
     Source: OpenAI's API; as vLLM has them.
     """
-    logits = logits - _a_row(frequency) * counts
+    logits = logits - _a_row(frequency) * counts.astype(jnp.float32)
     return logits - jnp.where(counts > 0, _a_row(presence), 0)
 
 
@@ -86,7 +87,7 @@ def keep_new_ngrams(logits: Logits, tokens: Tokens, length: Rows, n: Array | int
 
     Source: Paulus et al., arXiv:1705.04304, in the form of Transformers.
     """
-    at, n = jnp.arange(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
+    at, n = each_place(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
     n = jnp.broadcast_to(n, length[:, None].shape)
     end = length[:, None]
     # A token is banned where the n - 1 before it are the row's last ones.
@@ -165,10 +166,11 @@ class Ranking(NamedTuple):
 
         low = jnp.full(self.ordered.shape[:1], -(2**31), jnp.int32)
         high = jnp.full_like(low, 2**31 - 1)
-        return lax.fori_loop(0, 32, halve, (low, high))[1][:, None]
+        return lax.fori_loop(np.int32(0), np.int32(32), halve, (low, high))[1][:, None]
 
     def _above(self, bounds: Int[Array, "batch 1"]) -> Array:
-        return jnp.sum(jnp.where(self.ordered > bounds, self.weights, 0), axis=-1)
+        kept = jnp.where(self.ordered > bounds, self.weights, 0)
+        return jnp.sum(kept, axis=-1, dtype=self.weights.dtype)
 
 
 def ranked_by_k(logits: Logits, k: Array | int) -> Ranking:
@@ -195,9 +197,9 @@ def likeliest(logits: Logits) -> Rows:
     batch, vocab = logits.shape
     pieces = jnp.pad(logits, ((0, 0), (0, -vocab % PIECE)), constant_values=-jnp.inf)
     pieces = pieces.reshape(batch, -1, PIECE)
-    first = jnp.argmax(pieces.max(axis=2), axis=1)
+    first = lax.argmax(pieces.max(axis=2), 1, jnp.int32)
     piece = jnp.take_along_axis(pieces, first[:, None, None], axis=1)[:, 0]
-    return (first * PIECE + jnp.argmax(piece, axis=1)).astype(jnp.int32)
+    return first * PIECE + lax.argmax(piece, 1, jnp.int32)
 
 
 def _a_row(number: Array | float) -> Array:

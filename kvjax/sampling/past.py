@@ -49,7 +49,7 @@ class Past:
         if self.tokens is None or self.length is None:
             return Past(seen)
         at = jnp.where(taken, self.length, self.tokens.shape[1])
-        return Past(seen, with_set(self.tokens, at, token), self.length + taken)
+        return Past(seen, with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))
 
 
 def past_of(

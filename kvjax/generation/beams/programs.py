@@ -119,7 +119,7 @@ def _fed(model: Model, params: Any, context: Context, search: Searched) -> tuple
     """``feed``."""
     width = search.token.shape[1] // search.done.shape[1]
     done = jnp.repeat(search.done, width, axis=1)
-    lengths = jnp.where(done.ravel(), 0, 1)
+    lengths = (~done.ravel()).astype(jnp.int32)
     logits, context = context.feed(model, params, search.token.reshape(-1, 1), lengths)
     return context, whole(logits, context)
 

@@ -72,12 +72,12 @@ def begun(asked: Array, since: Array, beams: Beams, scores: int | None) -> Searc
     bool[batch], the prompts that are any; ``scores``: as of ``programs.decode``."""
     shape = len(asked), beams.beams
     zeros, none = jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-    first = jnp.arange(beams.beams) % beams.width == 0
+    first = jnp.arange(beams.beams, dtype=jnp.int32) % beams.width == 0
     count = jnp.zeros((len(asked), beams.groups), jnp.int32)
     done = jnp.broadcast_to(~asked[:, None], count.shape)
     told = None if scores is None else Scores.zeros(shape, scores)
     ended = Ended(none, zeros, zeros, zeros, told)
-    score = jnp.where(first, 0.0, none)
+    score = jnp.where(first[None], 0.0, none)
     return Searched(zeros, score, count, done, asked & False, ended, since.reshape(shape))
 
 
@@ -111,7 +111,9 @@ def extended(
             token, score = found[-1][:2]
             real = (score > -jnp.inf) & ~before.done[:, group, None]
             at = jnp.where(real, token, vocab)
-            counts = counts.at[jnp.arange(batch)[:, None], at].add(1.0, mode="drop")
+            counts = counts.at[jnp.arange(batch, dtype=jnp.int32)[:, None], at].add(
+                1.0, mode="drop"
+            )
     *rows, count, done = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
     token, score, ended, chosen = jax.tree.map(
         lambda x: x.reshape(batch, beams.beams, *x.shape[3:]), tuple(rows)
@@ -139,8 +141,8 @@ def _group(
     stays = (best.ends | last) & ~done & (best.score > -jnp.inf)
     told = _told(raw, best.beam, best.token)
     new = Ended(
-        jnp.where(stays, value, -jnp.inf), jnp.full(width, length), best.token, best.beam + first,
-        told,
+        jnp.where(stays, value, -jnp.inf), jnp.full(width, length, jnp.int32), best.token,
+        best.beam + first, told,
     )  # fmt: skip
     every = jax.tree.map(lambda *x: jnp.concatenate(x), ended, new)
     _, at = lax.top_k(every.score, width)
@@ -153,7 +155,7 @@ def _group(
     worst = jnp.where(full, jnp.min(ended.score), -jnp.inf)
     over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))
     chosen = Chosen(
-        jnp.where(done, jnp.arange(width), parent) + first,
+        jnp.where(done, jnp.arange(width, dtype=jnp.int32), parent) + first,
         _told(raw, going.beam[child], going.token[child]),
     )
     return (
@@ -193,12 +195,12 @@ def _continuations(known: Array, score: Array, eos: Array) -> tuple[_Texts, _Tex
     best, at = lax.top_k(best.ravel(), width)
     at = at.astype(jnp.int32)
     going = _Texts(best, token.ravel()[at], at // each, jnp.zeros(width, bool))
-    order = jnp.arange(len(eos))
-    again = jnp.any((eos[:, None] == eos) & (order < order[:, None]), axis=1)
+    order = jnp.arange(len(eos), dtype=jnp.int32)
+    again = jnp.any((eos[:, None] == eos[None]) & (order[None] < order[:, None]), axis=1)
     ids = jnp.minimum(eos, vocab - 1)
-    end = jnp.where(again | (eos >= vocab), -jnp.inf, total[:, ids])
+    end = jnp.where((again | (eos >= vocab))[None], -jnp.inf, total[:, ids])
     beam = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[:, None], end.shape)
-    ends = end, jnp.broadcast_to(ids, end.shape), beam, jnp.ones(end.shape, bool)
+    ends = end, jnp.broadcast_to(ids[None], end.shape), beam, jnp.ones(end.shape, bool)
     return going, _Texts(*(x.ravel() for x in ends))
 
 
@@ -207,10 +209,11 @@ def _in_rows(going: _Texts) -> tuple[Array, Array]:
     anything goes on from it."""
     rows = jnp.arange(len(going.score), dtype=jnp.int32)
     real, beam = going.score > -jnp.inf, going.beam
-    same = (beam[:, None] == beam) & real
-    stays = real & ~jnp.any(same & (rows < rows[:, None]), axis=1)
-    taken = jnp.any(stays & (beam == rows[:, None]), axis=1)
-    free, moved = jnp.cumsum(~taken), jnp.cumsum(~stays)
-    there = jnp.where(stays, beam == rows[:, None], ~taken[:, None] & (free[:, None] == moved))
-    child = jnp.argmax(there, axis=1).astype(jnp.int32)
+    same = (beam[:, None] == beam[None]) & real[None]
+    stays = real & ~jnp.any(same & (rows[None] < rows[:, None]), axis=1)
+    here = beam[None] == rows[:, None]
+    taken = jnp.any(stays[None] & here, axis=1)
+    free, moved = (jnp.cumsum(~x, dtype=jnp.int32) for x in (taken, stays))
+    there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))
+    child = lax.argmax(there, 1, jnp.int32)
     return child, jnp.where(real[child], beam[child], rows)

@@ -1,6 +1,7 @@
 """How many tokens are drafted: by what was accepted of those before. On the device, or on the
 host."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +87,7 @@ class Acceptance:
         if price is None:
             return found
         count, gain = self._best(found, price)
-        cost = price.check * lib.sum(active)
+        cost = price.check * lib.sum(active, dtype=np.float32)
         return lib.where((self.rest <= 0) & (lib.sum(gain) > cost), count, 0)
 
     def after(
@@ -95,19 +96,20 @@ class Acceptance:
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
         lib = xp(self.right, count)
-        kept = lib.where(count > 0, _KEPT, 1)
+        kept = lib.where(count > 0, np.float32(_KEPT), np.float32(1))
+        wrong = accepted < count
         # Behind the first that was wrong none is looked at.
         new = replace(
             self,
-            right=kept * self.right + accepted,
-            judged=kept * self.judged + accepted + (accepted < count),
+            right=kept * self.right + accepted.astype(np.float32),
+            judged=kept * self.judged + (accepted + wrong.astype(np.int32)).astype(np.float32),
             proposed=self.proposed + count, accepted=self.accepted + accepted,
             passes=self.passes + 1,
         )  # fmt: skip
         if price is None:
             return new
         gain = new._best(lib.where(active, length, 0), price)[1]
-        poor = lib.sum(gain) <= price.check * lib.sum(active)
+        poor = lib.sum(gain) <= price.check * lib.sum(active, dtype=np.float32)
         wait = lib.where(lib.any((count > 0) & (accepted == count)), _REST, self.wait)
         return replace(
             new,
@@ -126,7 +128,7 @@ class Acceptance:
         """What a token of each row takes where at most so many are drafted, of what it takes
         without: below 1 drafts are worth it."""
         count, gain = self._best(most, price)
-        drafting = price.token * count
+        drafting = price.token * count.astype(np.float32)
         return (1 + price.check + drafting) / (1 + gain + drafting)
 
     def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
@@ -136,7 +138,10 @@ class Acceptance:
         share = lib.clip(self.right / self.judged, 0.0, 0.99)
         # As long as the next is likelier accepted than it costs.
         dear = max(price.token, 1e-6)
-        count = lib.floor(lib.log(dear) / lib.log(lib.maximum(share, 1e-6))).astype(np.int32)
+        count = lib.floor(np.float32(math.log(dear)) / lib.log(lib.maximum(share, 1e-6))).astype(
+            np.int32
+        )
         count = lib.minimum(lib.maximum(count, 1), most)
-        expected = share * (1 - share**count) / (1 - share)
-        return count, expected - price.token * count
+        each = count.astype(np.float32)
+        expected = share * (1 - share**each) / (1 - share)
+        return count, expected - price.token * each

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Int
 
+from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, Rows, Tokens
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
@@ -43,7 +44,7 @@ class Lookup:
         assert past.tokens is not None and past.length is not None
         _, after = self._matched(past)
         period = jnp.maximum(past.length - after, 1)[:, None]
-        at = after[:, None] + jnp.arange(self.length) % period
+        at = after[:, None] + each_place(self.length) % period
         return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
 
     def settled(self, held: None, known: Rows) -> None:
@@ -55,7 +56,7 @@ class Lookup:
         behind the newest such."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
-        places = jnp.arange(tokens.shape[1])
+        places = each_place(tokens.shape[1])
         run = jnp.zeros(tokens.shape, jnp.int32)
         alike = (places < length[:, None] - 1) & (places >= 0)
         for back in range(self.longest):
@@ -63,7 +64,7 @@ class Lookup:
             before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)
             before = before[:, : tokens.shape[1]]
             alike &= (before == newest) & (length[:, None] > back)
-            run += alike
+            run += alike.astype(jnp.int32)
         best = jnp.max(run, axis=1)
         # Of those that are as long, the newest.
         last = jnp.max(jnp.where(run == best[:, None], places, -1), axis=1)
@@ -103,7 +104,7 @@ class Second:
 
         def one(carry: Any) -> Any:
             step, held, progress, past, tokens = carry
-            real = jnp.where(progress.done, 0, 1)
+            real = (~progress.done).astype(jnp.int32)
             logits, held = self._fed(params, held, progress.token[:, None], real)
             progress, past = choose(progress, past, logits, limit)
             tokens = lax.dynamic_update_slice_in_dim(tokens, progress.token[:, None], step, axis=1)
@@ -129,7 +130,7 @@ class Second:
 
         def one(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
             logits, held = carry
-            at = held.cache.length[:, None] + jnp.arange(self.length + 1)
+            at = held.cache.length[:, None] + each_place(self.length + 1)
             part = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
             real = jnp.clip(missing(held), 0, self.length + 1)
             new, held = self._fed(params, held, part, real)

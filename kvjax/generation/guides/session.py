@@ -100,7 +100,7 @@ def feed(
     model: Model, params: Any, context: Context, progress: Progress, halt: Any
 ) -> tuple[Context, Logits]:
     """Feed the newest token of the rows that go on; the logits behind it."""
-    lengths: Rows = jnp.where(progress.done | halt, 0, 1)
+    lengths: Rows = (~(progress.done | halt)).astype(jnp.int32)
     logits, context = context.feed(model, params, progress.token[:, None], lengths)
     return context, whole(logits, context)
 
