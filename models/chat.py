@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvjax.core.checks import truth_value
+from kvjax.core.checks import listed, short, truth_value
 from kvjax.core.errors import CheckpointError
 
 from .fields import Fields, read_json, read_text
@@ -83,16 +83,18 @@ class ChatTemplates:
             text that the template leaves as it is, or a generation prompt is wanted too.
           CheckpointError: if the template itself is wrong.
         """
-        if not messages or isinstance(messages, (str, Mapping)):
-            raise ValueError("messages must be a list of at least one message, each a dict")
-        for message in messages:
+        wanted = "a list of at least one message, each a dict"
+        some = [] if isinstance(messages, str | Mapping) else listed("messages", messages, wanted)
+        if not some:
+            raise ValueError(f"messages must be {wanted}, got {short(messages)}")
+        for message in some:
             if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(f"a message must be a dict with a role, got {message!r}")
+                raise ValueError(f"a message must be a dict with a role, got {short(message)}")
         # As Transformers: templates know how to miss a key, not how to read None.
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        given = [{k: v for k, v in message.items() if v is not None} for message in some]
         try:
             plain = json.loads(json.dumps({"messages": given, **variables}))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages and variables must be plain data: {error}") from error
         ending = truth_value("continue_final_message", continue_final_message)
         if add_generation_prompt is None:

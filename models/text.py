@@ -109,7 +109,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that it does not know are left out."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        known = [int(i) for i in ids if 0 <= i < 2**32]
+        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def stream(self, after: Iterable[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
         """Decode one token at a time.

@@ -1,8 +1,9 @@
 """Allocate an empty cache."""
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import truth_value, whole_number, whole_or_none
+from kvjax.core.checks import SIZED, truth_value, whole_number, whole_or_none
 from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
 from kvjax.core.context import outside
 from kvjax.core.device import check_here, committed_alike
@@ -83,6 +84,17 @@ def init_cache(
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def naming_no_memory(sentence: str) -> Iterator[None]:
+    """A ``CacheMemoryError`` with a sentence, where there is no memory for what is made here."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax_0_10_error_code(error) != NO_MEMORY:
+            raise
+        raise CacheMemoryError(sentence) from error
+
+
 def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
     """``make``, whose error says how much the cache takes where there is no memory for it."""
 
@@ -119,10 +131,10 @@ def allocate(
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
     tell_flax()
-    batch = whole_number("batch", batch, 1)
+    batch = whole_number("batch", batch, 1, SIZED)
     config = decoder_config(config)
     limit = position_limit(config)
-    max_len = whole_or_none("max_len", max_len, 1)
+    max_len = whole_or_none("max_len", max_len, 1, SIZED)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     max_len = limit if max_len is None and room is None else max_len

@@ -15,7 +15,7 @@ from kvjax.chats.planning import WHEN_FULL
 from kvjax.chats.state import from_told, to_told
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import ChatStats, Turn
-from kvjax.core.checks import whole_number, whole_or_none
+from kvjax.core.checks import COUNTED, plain, short, whole_number, whole_or_none
 from kvjax.core.context import outside, sending
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.settings import Answering, spelled_out
@@ -89,7 +89,7 @@ class Chat:
         cache = policy(cache) if isinstance(cache, str) else cache
         self._own = {
             "template": template, "template_options": template_options, "cache": cache,
-            "max_len": whole_or_none("max_len", max_len, 1), "on_full": on_full,
+            "max_len": whole_or_none("max_len", max_len, 1, COUNTED), "on_full": on_full,
             "seed": whole_number("seed", seed, 0),
         }  # fmt: skip
         self.settings: dict[str, Any] = {
@@ -232,9 +232,9 @@ class Chat:
 
     def _number(self, turn: int) -> int:
         """A turn's number, from the first on, of one that is there."""
-        count = len(self._now.turns)
+        count, turn = len(self._now.turns), plain(turn)
         if isinstance(turn, bool) or not isinstance(turn, int) or not -count <= turn < count:
-            raise ValueError(f"turn {turn!r}: the chat has {count}, 0 the first")
+            raise ValueError(f"turn {short(turn)}: the chat has {count}, 0 the first")
         return turn % count
 
 

@@ -13,7 +13,7 @@ from kvjax.chats.known import Known, common
 from kvjax.chats.planning import Plan, planned
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import Turn
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import plain, whole_number
 from kvjax.core.device import fetch
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.loaded import LanguageModel
@@ -93,9 +93,9 @@ class Conversation:
         """A request for one answer, checked."""
         for name in settings.keys() - _SETTINGS:
             raise ValueError(f"{name!r} is no setting of a chat's answers")
-        new = settings["max_new_tokens"]
+        new = plain(settings["max_new_tokens"])
         # Where there is no room for as many as an answer must have, it has what there is.
-        least = settings.get("min_new_tokens", 0)
+        least = plain(settings.get("min_new_tokens", 0))
         least = min(least, new) if isinstance(least, int) else least
         options = Options(**settings | {"cache": cache, "seed": seed, "min_new_tokens": least})
         return prepare(self.lm, [ids], options)

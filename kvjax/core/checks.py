@@ -14,32 +14,56 @@ USED_UP = (
 )
 UNLIMITED = 2**30
 """Positions of a text that nothing else limits, and those that rotary tables reach."""
+SIZED = 2**40
+"""Rows and tokens at most, of arrays whose bytes can be told."""
+COUNTED = 2**31 - 1
+"""Rows, tokens and pages at most: programs count them in int32."""
 
 
 def plain(value: Any) -> Any:
     """A number of NumPy or JAX, or an array of one without axes, as Python's own; anything else,
     traced arrays among it, as it is."""
     if isinstance(value, np.generic) or (
-        isinstance(value, np.ndarray | jax.Array) and not is_traced(value) and value.ndim == 0
+        isinstance(value, np.ndarray | jax.Array)
+        and not is_traced(value)
+        and value.ndim == 0
+        and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)  # keys of jax.random
     ):
         return value.item()
     return value
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """``value`` as an int, or a ``ValueError`` that names it and its limit."""
+def short(value: Any) -> str:
+    """A wrong value as an error shows it: its beginning, in one line."""
+    return " ".join(f"{value!r}".split())[:80]
+
+
+def listed(name: str, value: Any, wanted: str) -> list[Any]:
+    """The entries of a list, or a ``ValueError`` that names it where it is none."""
+    try:
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{name} must be {wanted}, got {short(value)}") from None
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """``value`` as an int, or a ``ValueError`` that names it and its limits."""
     value = plain(value)
+    if most is not None and isinstance(value, int) and value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {short(value)}")
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {short(value)}")
     return int(value)
 
 
-def whole_or_none(name: str, value: Any, least: int) -> int | None:
+def whole_or_none(name: str, value: Any, least: int, most: int | None = None) -> int | None:
     """``whole_number`` of what may be None as well."""
-    return None if value is None else whole_number(name, value, least)
+    return None if value is None else whole_number(name, value, least, most)
 
 
-def keep_whole(settings: Any, name: str, least: int, *, optional: bool = False) -> Any:
+def keep_whole(
+    settings: Any, name: str, least: int, most: int | None = None, *, optional: bool = False
+) -> Any:
     """Check a field of a frozen dataclass, and keep it as Python's own whole number, or as None
     where it is ``optional``: settings are compared and hashed. Gives it back.
 
@@ -47,16 +71,22 @@ def keep_whole(settings: Any, name: str, least: int, *, optional: bool = False) 
       ValueError: as of ``whole_number``.
     """
     check = whole_or_none if optional else whole_number
-    value = check(name, getattr(settings, name), least)
+    value = check(name, getattr(settings, name), least, most)
     object.__setattr__(settings, name, value)
     return value
 
 
 def truth_value(name: str, value: Any) -> bool:
-    """``value``, or a ``ValueError`` that names it where it is neither True nor False."""
+    """``value`` as a bool, or a ``ValueError`` that names it where it is neither True nor False."""
+    value = plain(value)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, and must be True or False")
+        raise ValueError(f"{name} is {short(value)}, and must be True or False")
     return value
+
+
+def keep_truth(settings: Any, name: str) -> None:
+    """``keep_whole`` of what is True or False."""
+    object.__setattr__(settings, name, truth_value(name, getattr(settings, name)))
 
 
 def check_unicode(what: str, text: str) -> None:

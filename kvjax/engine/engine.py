@@ -104,8 +104,8 @@ class Engine(Runs):
         limits = InferenceLimits() if limits is None else limits
         count = limits.max_batch_size or DEFAULT_ROWS
         rounds = whole_number("decode_rounds", decode_rounds, 1)
-        truth_value("exact", exact)
-        truth_value("prefix_cache", prefix_cache)
+        exact = truth_value("exact", exact)
+        prefix_cache = truth_value("prefix_cache", prefix_cache)
         own = draft_of(lm, draft)
         second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
         self.terms = engine_terms(

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import plain, short, whole_number
 from kvjax.engine.beam_request import most_pages, search_of
 from kvjax.engine.draft_request import ENGINES, Proposers
 from kvjax.engine.drafts import Drafting
@@ -155,10 +155,11 @@ def asked(
     ):  # fmt: skip
         if count > most:
             raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
+    deadline, priority = plain(deadline), plain(priority)
     if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-        raise ValueError(f"deadline is {deadline!r}: give seconds, more than 0")
+        raise ValueError(f"deadline is {short(deadline)}: give seconds, more than 0")
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority is {priority!r}: give a whole number, lower goes first")
+        raise ValueError(f"priority is {short(priority)}: give a whole number, lower goes first")
     options: Any = Options(
         n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         temperature=temperature, stop=stop, guide=guide,  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import COUNTED, whole_number
 from kvjax.engine.drafts import CHECKED
 from kvjax.generation.loaded import LanguageModel
 from kvjax.layouts import Ring, paged
@@ -31,7 +31,7 @@ def engine_terms(
     Raises:
       ValueError: as it says.
     """
-    chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    chunk = whole_number("prefill_chunk", prefill_chunk, 1, COUNTED)
     policies = with_slack(per_layer(policy, lm.config), max(chunk, rounds, 1 + CHECKED) - 1)
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:

@@ -11,7 +11,7 @@ import jax
 
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import USED_UP, refuse_used_up
+from kvjax.core.checks import USED_UP, refuse_used_up, short
 from kvjax.core.context import outside
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.prompts import Chunk, prompt_chunks
@@ -73,6 +73,10 @@ def generate_batches(
     """
     if isinstance(batches, str):
         raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")
+    try:
+        coming = iter(batches)
+    except TypeError:
+        raise ValueError(f"batches must be an iterable of batches, got {short(batches)}") from None
     for place in (placement, park):
         if place is not None:
             check_placement(place)
@@ -81,7 +85,7 @@ def generate_batches(
     ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
         ahead = 0  # two threads would meet the other processes' in any order
-    return _Run(lm, options, placement, park, ahead).results(iter(batches))
+    return _Run(lm, options, placement, park, ahead).results(coming)
 
 
 _Ready = Future[tuple[Request, list[Chunk] | None]]

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.core.checks import listed, short
 from kvjax.core.context import outside
 from kvjax.core.device import put_over
 from kvjax.core.files import at_home
@@ -163,7 +164,8 @@ class LanguageModel:
         return self._put(ids, max(map(len, ids)))
 
     def _ids(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-        rows = [texts] if isinstance(texts, str) else list(texts)
+        wanted = "a text, or a list of texts or of lists of token ids"
+        rows = [texts] if isinstance(texts, str) else listed("texts", texts, wanted)
         if not rows:
             raise ValueError("there is nothing to encode: the list of texts is empty")
         return [self._row(number, row) for number, row in enumerate(rows)]
@@ -245,7 +247,10 @@ class LanguageModel:
 
 def _ints(ids: Iterable[int]) -> list[int]:
     """One row of token ids as Python ints."""
-    values = np.asarray(jax.device_get(ids) if isinstance(ids, jax.Array) else list(ids))
+    try:
+        values = np.asarray(jax.device_get(ids) if isinstance(ids, jax.Array) else list(ids))
+    except (TypeError, ValueError):
+        values = np.asarray(None)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"expected one row of token ids, got {type(ids).__name__}: {ids!r:.80}")
+        raise ValueError(f"expected one row of token ids, got {type(ids).__name__}: {short(ids)}")
     return [int(i) for i in values]

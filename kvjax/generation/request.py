@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.cache.status import check
 from kvjax.cache.usable import usable
-from kvjax.core.checks import plain, whole_number
+from kvjax.core.checks import COUNTED, SIZED, plain, whole_number, whole_or_none
 from kvjax.core.context import home
 from kvjax.core.device import fetch
 from kvjax.generation.beams.searching import Search, rows_asked
@@ -131,9 +131,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
       ValueError: naming what can't be, and its limit.
     """
     check_model(lm)
-    limit = whole_number("max_new_tokens", options.max_new_tokens, 1)
+    limit = whole_number("max_new_tokens", options.max_new_tokens, 1, SIZED)
     least = whole_number("min_new_tokens", options.min_new_tokens, 0)
-    chunk = whole_number("prefill_chunk", options.prefill_chunk, 1)
+    chunk = whole_number("prefill_chunk", options.prefill_chunk, 1, COUNTED)
+    options = replace(options, max_len=whole_or_none("max_len", options.max_len, 1, SIZED))
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = cache_choice(options)

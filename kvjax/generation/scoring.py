@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import COUNTED, is_traced, listed, whole_number
 from kvjax.core.context import sending
 from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
@@ -87,10 +87,11 @@ def score(
         positions; on a mesh, if its ``data`` does not divide the prompts, and the continuations.
     """
     check_model(lm, inside=True)
-    chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    chunk = whole_number("prefill_chunk", prefill_chunk, 1, COUNTED)
     rows = token_ids(lm, prompts, [])
     if isinstance(continuations, str):
         continuations = [continuations]
+    continuations = listed("continuations", continuations, "a list with an entry for each prompt")
     if len(continuations) != len(rows):
         raise ValueError(
             f"{len(rows)} prompts and {len(continuations)} entries of continuations: give one a "
@@ -123,9 +124,10 @@ def score(
 def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
     """The continuations of a prompt, as token ids."""
     single = isinstance(entry, str)
-    single |= bool(len(entry)) and not isinstance(entry[0], str) and np.ndim(entry[0]) == 0
-    entry = [entry] if single else entry
-    if not len(entry):
+    some = [entry] if single else listed(f"the continuations of prompt {prompt}", entry, "a list")
+    single |= bool(some) and not isinstance(some[0], str) and np.ndim(some[0]) == 0
+    entry = [entry] if single else some
+    if not entry:
         raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
     # A second BOS token would stand inside the text.
     return token_ids(lm, entry, [1] * len(entry), what=f"of prompt {prompt} continuation")

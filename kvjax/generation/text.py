@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvjax.generation.token_text import CONTEXT
+from kvjax.generation.token_text import CONTEXT, readable
 
 
 class TextStream(Protocol):
@@ -138,7 +138,9 @@ def _behind_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     """The last tokens of a prompt behind a letter, which shows where they do not: sentencepiece
     tokenizers leave a space out at the beginning of what shows."""
     letter = tokenizer.encode("x", add_special_tokens=False)[:CONTEXT]
-    return [*letter, *prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]]
+    last = prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]
+    decode = getattr(tokenizer, "decode", None)  # which a user's tokenizer may lack
+    return [*letter, *(list(last) if decode is None else readable(decode, list(last)))]
 
 
 def _in_common(one: str, other: str) -> int:

@@ -9,6 +9,16 @@ _PATIENCE = 64
 """Tokens after which text is given though it ends in an incomplete character."""
 
 
+def readable(decode: Callable[[list[int]], str], tokens: list[int]) -> list[int]:
+    """The last tokens, as many as make whole characters; none where there are none.
+
+    Where tokens are single bytes, decoders of sentencepiece's kind replace a whole run of them that
+    begins inside a character, so that what comes next could not be read either.
+    """
+    ends = (tokens[start:] for start in range(len(tokens)))
+    return next((end for end in ends if _REPLACEMENT not in decode(end)), [])
+
+
 class TextStream:
     """Decodes token by token, and holds text back while its last character is incomplete.
 
@@ -25,7 +35,8 @@ class TextStream:
           after: tokens before the first; their text is not given again.
         """
         self._decode = decode
-        self._before = [int(i) for i in after][-CONTEXT:]
+        before = [int(i) for i in after][-CONTEXT:]
+        self._before = readable(decode, before) or before
         self._pending: list[int] = []
         self.held = ""
         """The text that is held back, which later tokens may change."""

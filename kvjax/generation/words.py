@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.checks import check_unicode, plain, whole_number
+from kvjax.core.checks import check_unicode, listed, plain, short, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MOST_SCORES
@@ -23,7 +23,7 @@ def token_ids(
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
-        raise ValueError(f"{_PROMPTS}, got {prompts!r:.80}") from None
+        raise ValueError(f"{_PROMPTS}, got {short(prompts)}") from None
     if not entries:
         raise ValueError("no prompts: the list is empty")
     rows = []
@@ -44,10 +44,13 @@ def token_ids(
 
 
 def _ints(entry: Any, which: str) -> list[int]:
-    ids = np.asarray(entry)
+    try:
+        ids = np.asarray(entry)
+    except (TypeError, ValueError):  # a list of uneven lists; what can't be looked at
+        ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         wanted = "must be a text or a list of token ids"
-        raise ValueError(f"{which} {wanted}, got {entry!r:.80}: {_PROMPTS}")
+        raise ValueError(f"{which} {wanted}, got {short(entry)}: {_PROMPTS}")
     return ids.tolist()
 
 
@@ -64,7 +67,7 @@ def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
 def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[int, float]:
     """What is added to the logits of which tokens."""
     if not isinstance(logit_bias, Mapping | None):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {logit_bias!r:.80}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {short(logit_bias)}")
     given = logit_bias or {}
     found = {whole_number("a token of logit_bias", i, 0): bias for i, bias in given.items()}
     check_ids(config, list(found), "logit_bias")
@@ -75,6 +78,7 @@ def told_scores(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
     """How many of the likeliest tokens are told with each one; None for no log-probability."""
+    logprobs = plain(logprobs)
     if logprobs is None or logprobs is False:
         return None
     logprobs = 0 if logprobs is True else logprobs
@@ -89,11 +93,10 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     seed = plain(seed)
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]
-    if not hasattr(seed, "__len__"):
-        raise ValueError(f"seed must be a whole number, or one a prompt, got {seed!r:.80}")
-    if len(seed) != rows:
-        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one number, or one a prompt")
-    return [plain(each) for each in seed]
+    each = listed("seed", seed, "a whole number, or one a prompt")
+    if len(each) != rows:
+        raise ValueError(f"{len(each)} seeds for {rows} prompts: give one number, or one a prompt")
+    return [plain(one) for one in each]
 
 
 def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -101,7 +104,8 @@ def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[in
     if given is None:
         return tuple(lm.generation.eos_token_ids)
     tokens: Any = plain(given)
-    each = (tokens,) if isinstance(tokens, int) else tokens
+    wanted = "a token id, or a list of them"
+    each = (tokens,) if isinstance(tokens, int) else listed("eos_token_ids", tokens, wanted)
     found = tuple(whole_number("a token of eos_token_ids", token, 0) for token in each)
     check_ids(lm.config, found, "eos_token_ids")
     return found
@@ -109,10 +113,11 @@ def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[in
 
 def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The strings before which a text ends."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    some = () if stop is None else stop
+    stops = (some,) if isinstance(some, str) else tuple(listed("stop", some, "a text, or some"))
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"a stop string must have at least one character, got {text!r}")
+            raise ValueError(f"a stop string must have at least one character, got {short(text)}")
         check_unicode("a stop string", text)
     if stops and lm.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")

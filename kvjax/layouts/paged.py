@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, keep_whole
+from kvjax.core.checks import COUNTED, UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots, each_place, slots_beside, xp
 from kvjax.core.typing import (
     Cursors,
@@ -50,7 +50,7 @@ class Paged:
 
     def __post_init__(self) -> None:
         keep_whole(self, "page_size", 1)
-        keep_whole(self, "pages", 1, optional=True)
+        keep_whole(self, "pages", 1, COUNTED, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

@@ -21,7 +21,7 @@ from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import Named, compiling_for, device_or_mesh, is_absent, kind_of, named
 from kvjax.core.another_process import in_another_process
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import COUNTED, whole_number
 from kvjax.core.compat import jax_0_8_options, jax_0_8_text
 from kvjax.core.gpus import own_capability
 from kvjax.core.target import target_of
@@ -112,7 +112,8 @@ def plan_on(
         return in_another_process(_plan_on_named, model, choice, there, **settings)
     devices = 1 if mesh is None else mesh.size
     chunk = min(
-        whole_number("prefill_chunk", prefill_chunk, 1), whole_number("max_len", max_len, 1)
+        whole_number("prefill_chunk", prefill_chunk, 1),
+        whole_number("max_len", max_len, 1, COUNTED),
     )
     with compiling_for(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)

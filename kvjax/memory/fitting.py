@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import COUNTED, whole_number
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import device_memory
 from kvjax.memory.planning import PREFILL, estimated_temporaries
@@ -68,7 +68,10 @@ def what_fits(
     Raises:
       ValueError: if the device does not say how much memory it has, or heads can't be shared so.
     """
-    batch, max_len = whole_number("batch", batch, 1), whole_number("max_len", max_len, 1)
+    batch, max_len = (
+        whole_number("batch", batch, 1, COUNTED),
+        whole_number("max_len", max_len, 1, COUNTED),
+    )
     devices = whole_number("devices", devices, 1)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")

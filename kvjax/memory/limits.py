@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.core.checks import keep_whole
+from kvjax.core.checks import COUNTED, keep_whole, plain, short
 from kvjax.core.target import default_device
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import device_bytes
@@ -85,13 +85,15 @@ class InferenceLimits:
     prefetch_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_seq_len", "device_memory"):
-            keep_whole(self, name, 1, optional=True)
+        for name in ("max_batch_size", "max_seq_len"):
+            keep_whole(self, name, 1, COUNTED, optional=True)
+        keep_whole(self, "device_memory", 1, optional=True)
         keep_whole(self, "prefetch_steps", 0)
-        ratio = self.cache_memory_ratio
+        ratio = plain(self.cache_memory_ratio)
+        object.__setattr__(self, "cache_memory_ratio", ratio)
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 0 < ratio <= 1):
-            raise ValueError(f"cache_memory_ratio={ratio}: it is above 0 and at most 1")
+            raise ValueError(f"cache_memory_ratio={short(ratio)}: it is above 0 and at most 1")
         if self.device_memory is not None and ratio is None:
             raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.creation import naming_no_memory
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.usable import usable
 from kvjax.core import control
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import COUNTED, is_traced, whole_number
 from kvjax.core.context import sending
 from kvjax.core.typing import Array, Rows
 from kvjax.layouts import Layout
@@ -39,9 +40,10 @@ def grow(cache: KVCache, to: int) -> KVCache:
     Raises:
       ValueError: if ``to`` is fewer than it holds already, more than it may grow to or than the
         model has positions, or no layer has a capacity that could grow; inside ``jit``.
+      CacheMemoryError: if the device or the host has no memory for it.
     """
     cache = usable("kvjax.grow", cache, outside=True)
-    to = whole_number("to", to, 1)
+    to = whole_number("to", to, 1, COUNTED)
     layouts = [layer.policy.layout for layer in cache.layers]
     if all(layout.limit is None for layout in layouts):
         raise ValueError("a ring does not grow: it holds its window however long the text is")
@@ -51,7 +53,13 @@ def grow(cache: KVCache, to: int) -> KVCache:
     # All of them first: none may raise when others have been deleted.
     wanted = enlarged(cache, to)
     layers, marks = [], []
-    with beside(cache.length):
+    with (
+        beside(cache.length),
+        naming_no_memory(
+            f"there is no memory to grow the cache to {to:,} tokens a row; the layers that have "
+            "grown have used the cache up"
+        ),
+    ):
         for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
             larger = padded_to(layer, layout)
             marks.append(mark(layer, layout, cache.written[:, entry]))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import whole_number
+from kvjax.core.checks import COUNTED, whole_number
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, Rows, SomeRows
 
@@ -55,7 +55,7 @@ class PageAllocator:
           ValueError: if one is no positive whole number, or does not divide what it shares.
         """
         for name, value in {"pages": pages, "rows": rows, "columns": columns}.items():
-            whole_number(name, value, 1)
+            whole_number(name, value, 1, COUNTED)
         if pages % whole_number("shares", shares, 1) or rows % shares:
             raise ValueError(f"{shares} shares divide neither {pages} pages nor {rows} rows")
         each = pages // shares

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import truth_value, whole_number, whole_or_none
+from kvjax.core.checks import COUNTED, truth_value, whole_number, whole_or_none
 from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
@@ -128,18 +128,18 @@ def terms_for(
             "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
             "decoder writes goes by what its encoder has read besides"
         )
-    most = whole_or_none("max_len", max_len, 1)
+    most = whole_or_none("max_len", max_len, 1, COUNTED)
     limit = position_limit(decoder_config(lm.config))
     most = limit if most is None else most
     if most is None:
         raise ValueError("this model's positions have no end: give max_len=")
     if limit is not None and most > limit:
         raise ValueError(f"max_len is {most}, but the model has {limit} positions")
-    truth_value("exact_prefix", exact_prefix)
+    exact_prefix = truth_value("exact_prefix", exact_prefix)
     policies = _in_pages(policy, lm.config)
     found = Terms(
         lm.config, lm.mesh, _with_pages(policies, 1), most,
-        whole_number("prefill_chunk", prefill_chunk, 1), exact_prefix,
+        whole_number("prefill_chunk", prefill_chunk, 1, COUNTED), exact_prefix,
         whole_number("checkpoint_every", checkpoint_every, 1),
         whole_or_none("rotary_len", rotary_len, 1),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.creation import new_layer
+from kvjax.cache.creation import naming_no_memory, new_layer
 from kvjax.prefixes.checkpoints import State
 from kvjax.prefixes.nodes import DEVICE, TIERS, Kept, Key, Node, Nodes
 from kvjax.prefixes.pool import Pool
@@ -31,12 +31,20 @@ class Texts:
         self._forget()
 
     def clear(self) -> None:
-        """Forget them all, in a pool of its own."""
+        """Forget them all, in a pool of its own.
+
+        Raises:
+          CacheMemoryError: if the device has no memory for the pool.
+        """
         self._forget()  # first: the old pool and the new one may not fit together
-        for number, held in enumerate(self.terms.shapes(1).layers):
-            if held.policy.paging is not None:
-                new = new_layer(held.policy, 1, held.kv_heads, held.head_dim, held.window)
-                self.pool.bodies[number] = new.keys, new.values
+        with naming_no_memory(
+            "there is no memory for the pool's pages; give fewer (pages, memory), fewer tokens "
+            "(max_seq_len, max_len), fewer rows, or a policy that takes less"
+        ):
+            for number, held in enumerate(self.terms.shapes(1).layers):
+                if held.policy.paging is not None:
+                    new = new_layer(held.policy, 1, held.kv_heads, held.head_dim, held.window)
+                    self.pool.bodies[number] = new.keys, new.values
 
     def _forget(self) -> None:
         terms = self.terms

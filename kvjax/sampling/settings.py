@@ -1,12 +1,13 @@
 """How tokens are drawn: the numbers of sampling, as a user gives them."""
 
 import math
+import numbers
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvjax.core.checks import plain
+from kvjax.core.checks import plain, short
 from kvjax.sampling.controls import NO_TOKEN, Filters, Sampling
 from kvjax.sampling.past import LogitsHook
 
@@ -88,12 +89,9 @@ def make_settings(
     for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
         limits, fits = _RANGES[name]
         optional = name not in ("temperature", "seed", "logit_bias")
-        try:
-            fine = (value is None and optional) or fits(value)
-        except TypeError:
-            fine = False
-        if not fine:
-            raise ValueError(f"{name} must be {limits}, got {value!r}")
+        fine = value is None and optional
+        if not fine and not (isinstance(value, numbers.Real) and fits(value)):
+            raise ValueError(f"{name} must be {limits}, got {short(value)}")
     # A temperature that processors may round to nothing is the limit: greedy.
     greedy = temperature < _TINY
     ends = list(eos_token_ids)
@@ -114,7 +112,7 @@ def make_settings(
         hook=_hashable(logits_hook),
     )
     words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
-    numbers: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": np.float32(0 if greedy else min(temperature, _HOT)),
         "top_k": np.int32(min(top_k or NO_TOKEN, int(NO_TOKEN))),
         # Sums of probabilities may come to more than 1.
@@ -131,7 +129,7 @@ def make_settings(
         "bias": _padded(list(bias.values()), 8 if bias else 0, np.float32(0)),
     }
     # Of the host, until jit takes them.
-    rows: Any = {name: np.stack([x] * len(words)) for name, x in numbers.items()}
+    rows: Any = {name: np.stack([x] * len(words)) for name, x in fields.items()}
     rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
     return filters, Sampling(**rows)
 

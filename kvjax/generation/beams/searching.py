@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.core.checks import plain, whole_number
+from kvjax.core.checks import plain, short, whole_number
 from kvjax.generation.settings import Options
 
+MOST_ROWS = 65536
+"""Rows of a prompt: each has a text of its own on the host."""
 _EARLY: dict[Any, int] = {False: 0, True: 1, "never": 2}
 
 
@@ -43,20 +45,22 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     Raises:
       ValueError: naming what does not go together, or is out of its range.
     """
-    n = whole_number("n", options.n, 1)
-    beams = whole_number("num_beams", options.num_beams, 1)
+    n = whole_number("n", options.n, 1, MOST_ROWS)
+    beams = whole_number("num_beams", options.num_beams, 1, MOST_ROWS)
     if beams > 1:
         return beams, _search(options, n, beams)
     defaults = Options()
     for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
-        if getattr(options, name) != getattr(defaults, name):
+        value = plain(getattr(options, name))
+        usual = isinstance(value, bool | int | float | str) and value == getattr(defaults, name)
+        if not usual:
             raise ValueError(
-                f"{name} is {getattr(options, name)!r}, and num_beams is 1: it is of a beam "
+                f"{name} is {short(value)}, and num_beams is 1: it is of a beam "
                 "search, num_beams=4 perhaps"
             )
     if options.best_of is None:
         return n, None
-    samples = whole_number("best_of", options.best_of, 1)
+    samples = whole_number("best_of", options.best_of, 1, MOST_ROWS)
     if samples < n:
         raise ValueError(f"best_of is {samples}, and n is {n}: no more than all can be the best")
     return samples, Search(n)
@@ -70,9 +74,10 @@ def _search(options: Options, n: int, beams: int) -> Search:
         raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
     if beams % groups:
         raise ValueError(f"num_beam_groups is {groups}, and must divide num_beams, {beams}")
-    if options.temperature != 0:
+    temperature = plain(options.temperature)
+    if temperature != 0:
         raise ValueError(
-            f"temperature is {options.temperature}: a beam search takes the likeliest texts, and "
+            f"temperature is {short(temperature)}: a beam search takes the likeliest texts, and "
             "draws nothing; leave it out, or num_beams"
         )
     if options.draft is not None:
@@ -85,10 +90,9 @@ def _search(options: Options, n: int, beams: int) -> Search:
             "stop strings are looked for in texts, on the host, and beams are chosen on the "
             "device: a beam ends at eos_token_ids"
         )
-    if not isinstance(options.early_stopping, bool | str) or options.early_stopping not in _EARLY:
-        raise ValueError(
-            f"early_stopping is {options.early_stopping!r}: there are False, True and 'never'"
-        )
+    early = plain(options.early_stopping)
+    if not isinstance(early, bool | str) or early not in _EARLY:
+        raise ValueError(f"early_stopping is {short(early)}: there are False, True and 'never'")
     penalty = _number("length_penalty", options.length_penalty, 7)
     diversity = _number("diversity_penalty", options.diversity_penalty, 10**6)
     if diversity < 0 or (diversity > 0) != (groups > 1):
@@ -96,7 +100,7 @@ def _search(options: Options, n: int, beams: int) -> Search:
             f"diversity_penalty is {diversity} of {groups} num_beam_groups: it must be above 0 "
             "where there are several, which would else be all the same, and 0 where there is one"
         )
-    return Search(n, Beams(beams, groups), penalty, _EARLY[options.early_stopping], diversity)
+    return Search(n, Beams(beams, groups), penalty, _EARLY[early], diversity)
 
 
 def _number(name: str, value: Any, most: int) -> float:
@@ -104,5 +108,5 @@ def _number(name: str, value: Any, most: int) -> float:
     value = plain(value)
     fine = isinstance(value, int | float)
     if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > most:
-        raise ValueError(f"{name} must be a number from {-most} to {most}, got {value!r}")
+        raise ValueError(f"{name} must be a number from {-most} to {most}, got {short(value)}")
     return float(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from kvjax.core.checks import keep_whole, truth_value, whole_number
+from kvjax.core.checks import keep_truth, keep_whole, whole_number
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.sources import without_encoder
 from kvjax.policies.positions import position_limit
@@ -158,6 +158,6 @@ def _same_words(ours: Any, its: Any) -> bool:
 
 
 def _check(draft: Any) -> None:
-    truth_value("adaptive", draft.adaptive)
+    keep_truth(draft, "adaptive")
     if draft.length is not None and whole_number("length", draft.length, 1) > MOST_DRAFTED:
         raise ValueError(f"length is {draft.length}, and at most {MOST_DRAFTED} tokens are drafted")

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from kvjax.core.checks import check_unicode
+from kvjax.core.checks import check_unicode, listed, plain, short
 from kvjax.generation.guides.vocabulary import Vocabulary
 from kvjax.generation.loaded import LanguageModel
 
@@ -63,7 +64,10 @@ class Guides:
           ValueError: if it is no schema, or says what can't be kept to.
         """
 
-        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        try:
+            text = schema if isinstance(schema, str) else _dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the schema is no JSON: {' '.join(str(error).split())}") from None
         spaces: Any = {"whitespace_flexible": False}
         make = functools.partial(self._matcher.grammar_from_json_schema, defaults=spaces)
         return self._guide("schema", text, make)
@@ -92,15 +96,18 @@ class Guides:
         """
         if isinstance(texts, str):
             raise ValueError(f"choices must be a list of texts, got the text {texts!r:.80}")
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"choices must be texts, one at least, got {texts!r:.80}")
-        for text in texts:
+        some = listed("choices", texts, "a list of texts")
+        if not some or not all(isinstance(text, str) and text for text in some):
+            raise ValueError(f"choices must be texts, one at least, got {short(texts)}")
+        for text in some:
             check_unicode("a choice", text)
-        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in some)
         rule = rule.replace("\x7f", "\\u007f")  # which JSON leaves as it is, and Lark refuses
         return self.grammar(f"start: {rule}")
 
     def _guide(self, what: str, text: str, make: Callable[[str], str]) -> "GrammarGuide":
+        if not isinstance(text, str):
+            raise ValueError(f"the {what} must be a text, got {short(text)}")
         check_unicode(f"the {what}", text)
         try:
             matcher = self._matcher(self._tokenizer, make(text), log_level=0)
@@ -115,6 +122,18 @@ class Guides:
         if problem:
             raise ValueError(f"the {what} can't be kept to: {' '.join(problem.split())}")
         return GrammarGuide(matcher, self._ends, self._size)
+
+
+def _dumps(schema: Any) -> str:
+    """A schema as JSON; numbers may be those of NumPy and JAX."""
+
+    def as_plain(value: Any) -> Any:
+        found = value.tolist() if isinstance(value, np.ndarray | jax.Array) else plain(value)
+        if found is value:
+            raise TypeError(f"{short(value)} has no place there")
+        return found
+
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=as_plain)
 
 
 class GrammarGuide:

@@ -31,8 +31,11 @@ class Vocabulary:
         """The ordinary tokens of a text."""
         if not isinstance(text, str):
             raise TypeError("a vocabulary splits str, not bytes")
+        split, whole = self._whole.tokenize_str(text), text.encode()
+        if b"".join(self._whole.decode_bytes([token]) for token in split) != whole:
+            return self._spelled(whole)  # the tokenizer changes it: ▁ is a space, ﬁ two letters
         found: list[int] = []
-        for token in self._whole.tokenize_str(text):
+        for token in split:
             usual = token < self._size and token not in self._special
             found += [token] if usual else self._spelled(self._whole.decode_bytes([token]))
         return found
