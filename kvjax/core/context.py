@@ -20,11 +20,15 @@ _home: ContextVar[Mesh | None] = ContextVar("home", default=None)
 
 
 def sending(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call``, whose numbers go from the host to a device under ``jax_transfer_guard`` too, as if
-    each was put there explicitly: those of kvjax are all meant. What it fetches stays guarded."""
+    """``call``, whose transfers from the host to a device count as explicit: the guards "log" and
+    "disallow" of ``jax_transfer_guard`` let them pass, and those of explicit transfers do not. What
+    it fetches stays guarded."""
 
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
+        if guard in ("log_explicit", "disallow_explicit"):
+            return call(*args, **kwargs)
         with jax.transfer_guard_host_to_device("allow"):
             return call(*args, **kwargs)
 
