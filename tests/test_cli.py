@@ -775,9 +775,12 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
 
 
 class AtOnce:
-    """A timer that does not wait."""
+    """A timer that does not wait; ``asked``: the seconds that it was to wait for."""
+
+    asked = []
 
     def __init__(self, seconds, call):
+        self.asked.append(seconds)
         self.start = call
 
     def cancel(self):
@@ -817,7 +820,9 @@ def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
     talk = Talk(chat, alone=False)
     for warm in (False, True):
         seen = terminal()
+        AtOnce.asked.clear()
         talk._answer(chat.send("ab"))
+        assert set(AtOnce.asked) == {waiting.SOON}
         seen, answer = seen.getvalue(), chat.turns[-1].answer
         assert "reading the prompt" in seen and "generating" in seen
         for what in ("reading the prompt", "generating"):

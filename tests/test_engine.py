@@ -780,6 +780,23 @@ def test_log_probabilities_of_prompts():
         assert (told(alone), alone.prompt_logprobs) == (told(handle), found)
 
 
+@pytest.mark.rare
+def test_scores_of_a_prompt_stay_while_it_is_read_again():
+    """Of a request that gave its pages away, and is computed again."""
+    few: dict[str, Any] = {"pages": 5, "decode_rounds": 2, "host_memory": 0, "prefill_chunk": 16}
+    limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=64)
+    engine = kvjax.Engine(lettered(), kvjax.policy("paged", page_size=16), limits, **few)
+    engine.submit([5] * 8, max_new_tokens=56, eos_token_ids=())
+    asked = {"max_new_tokens": 20, "eos_token_ids": (), "prompt_logprobs": 0}
+    handle = engine.submit([7] * 40, **asked)
+    told = []
+    while engine.step():
+        told.append(handle.prompt_logprobs)
+    assert engine.stats().preemptions and len(told[-1]) == 40
+    for before, after in itertools.pairwise(told):
+        assert after[: len(before)] == before
+
+
 def test_pools_take_what_there_is(monkeypatch):
     """Of a device that has no room for all that all rows can need."""
 

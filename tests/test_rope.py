@@ -227,7 +227,7 @@ def test_a_cache_turns_by_the_length_that_was_chosen(kind: str, chosen: int | No
         assert np.abs(each - others[row, :real]).max() > 0.1
     # Those of 40 are those of 64, where there are two kinds of factors.
     other = chosen is not None and (kind == "dynamic" or chosen == SHORT)
-    assert cache.max_len == (chosen if other else 64)
+    assert cache.max_len == (chosen if other else 64) == cache.layers[0].keys.shape[2]
 
 
 @pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.rare)])

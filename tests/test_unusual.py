@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "n": (2**31, "n must be at most 65,536, got 2147483648"),
     "num_beams": (2**31, "num_beams must be at most 65,536, got 2147483648"),
     "best_of": (10**30, "best_of must be at most 65,536, got 1000"),
+    "min_new_tokens": (-(10**5000), "min_new_tokens must be a whole number, at least 0, got a numb"),
     "prefill_chunk": (2**31, "prefill_chunk must be at most 2,147,483,647"),
     "use_cache": ("no", "use_cache is 'no', and must be True or False"),
     "logprobs": (np.zeros((40, 40)), "logprobs must be a whole number"),

@@ -152,10 +152,18 @@ def allocate(
     ]
     # A layer that reads another's has none of its own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
-    resolved = [
-        policies[n].resolve(max_len, windows[n], model_dtype(config), room=room, rows=batch)
-        for n in own
-    ]
+
+    def resolve(max_len: int | None) -> list[CachePolicy]:
+        return [
+            policies[n].resolve(max_len, windows[n], model_dtype(config), room=room, rows=batch)
+            for n in own
+        ]
+
+    resolved = resolve(max_len)
+    reach = max(each.layout.reach for each in resolved)
+    turned_for, most = rotary_terms(config, reach, rotary_len)
+    if most is not None and (max_len or 0) > most:
+        resolved = resolve(max_len := most)  # no row could use the rest
     budget = budget_of(policy)
     if budget is not None:
         resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
@@ -175,8 +183,6 @@ def allocate(
     rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
-    reach = max(layer.policy.layout.reach for layer in layers)
-    turned_for, most = rotary_terms(config, reach, rotary_len)
     cache = KVCache(
         tuple(layers), *rows, sources=sources, positions=limit if most is None else most,
         turned_for=turned_for, budget=budget, stacks=stacks,

@@ -76,7 +76,7 @@ def shown(
         display.update(task, description=f"{what}: compiling (once)" if begins else what)
 
     # The display is drawn by a thread of its own, whatever this one waits for.
-    begin = threading.Timer(QUIET, display.start)
+    begin = threading.Timer(after, display.start)
     begin.daemon = True
     begin.start()
     try:

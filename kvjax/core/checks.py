@@ -35,7 +35,10 @@ def plain(value: Any) -> Any:
 
 def short(value: Any) -> str:
     """A wrong value as an error shows it: its beginning, in one line."""
-    return " ".join(f"{value!r}".split())[:80]
+    try:
+        return " ".join(f"{value!r}".split())[:80]
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 def listed(name: str, value: Any, wanted: str) -> list[Any]:

@@ -130,7 +130,7 @@ class Engine(Runs):
     @outside
     def compile(self) -> Compiled:
         """Compile all that its rows will ever run; else that is done when it is first needed, as
-        is what chooses in a beam search of a width."""
+        is what chooses in a beam search of a width, and what scores prompts."""
         start, meter = time.perf_counter(), Meter()
         with meter.running():
             programs = self._rows.compile() + self._checks.compile()

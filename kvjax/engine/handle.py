@@ -123,7 +123,8 @@ class Handle:
         most, following = self.request.prompt_scores, len(self.request.tokens) - 1 - start
         assert most is not None
         found = token_scores(fetch(scores), 0, 0, max(following, 0), most)
-        self._prompt_scores[start:] = found
+        # Of a request that is computed again, those behind these have been given already.
+        self._prompt_scores[start : start + len(found)] = found
 
     def take(self) -> Piece:
         """What nothing can take back any more, since the last call."""

@@ -29,6 +29,9 @@ from kvjax.sampling.past import Past
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
 
+SCORED = 32
+"""Places of a prompt that are scored at once."""
+
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
 def feed(
@@ -218,8 +221,15 @@ def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Co
     """By the logits behind each place of one row, the scores of the token that follows it."""
     logits = whole(every, context)[0]
     most = min(MOST_SCORES, logits.shape[1])
-    none = jnp.zeros(len(logits))
-    found = scores_of(logits, tokens[0], most, filtered=None, temperature=none)
+
+    def scored(one: tuple[Array, Array]) -> Scores:
+        row, token = (x[None] for x in one)
+        none = jnp.zeros(1, jnp.float32)
+        found = scores_of(row, token, most, filtered=None, temperature=none)
+        return jax.tree.map(lambda x: x[0], found)
+
+    # Few places at once: each takes several rows of the vocabulary.
+    found = lax.map(scored, (logits, tokens[0]), batch_size=SCORED)
     return jax.tree.map(lambda x: x[None], found)
 
 

@@ -137,7 +137,7 @@ class PrefixTree:
           ValueError: if an earlier request has the pages.
           CheckpointError: if something else stands there.
         """
-        with self.turns.taken(), self.texts.lock:
+        with self.turns.taken():  # nobody else changes them meanwhile
             self._check_model(lm)
             arrays, told = without_the_gone(lambda: to_folder(self.texts, self.weights))
         saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
