@@ -69,7 +69,9 @@ hypothesis.settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     """The marks of what shards run, and the counting of programs."""
     config.addinivalue_line("markers", "cells: a cell of the law matrix (tests/matrix.py)")
-    config.addinivalue_line("markers", "slow: run by .ci/run, and left out by the README's command")
+    config.addinivalue_line(
+        "markers", "slow(but): left out by the README's command, but for these parameters"
+    )
     config.addinivalue_line("markers", "rare: of one of the shards, and of a full run, alone")
     if SLOW not in ("", "1", "only"):
         raise pytest.UsageError(f"KVJAX_SLOW is {SLOW!r}; it is '1', 'only' or empty")
@@ -112,7 +114,17 @@ def wanted(item: pytest.Item) -> bool:
         return True
     if has("rare"):
         return False
-    return has("slow") == (SLOW == "only") or SLOW == "1"
+    return SLOW == "1" or is_slow(item) == (SLOW == "only")
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test has the mark ``slow``, and is none of the parameters that it names in ``but``:
+    those are the ones that the README's command runs of it."""
+    mark = item.get_closest_marker("slow")
+    parameters = getattr(item, "callspec", None)
+    return mark is not None and (
+        parameters is None or parameters.id not in mark.kwargs.get("but", ())
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

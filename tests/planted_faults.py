@@ -81,8 +81,8 @@ FAULTS = (
     ),
     Fault(
         "an overflow sets no status", "cache/admission.py",
-        "status = cache.status | jnp.where(count < asked, OVERFLOW, 0)",
-        "status = cache.status | jnp.where(count < asked, 0, 0)", ("cache",),
+        "status = cache.status | bit_where(count < asked, OVERFLOW)",
+        "status = cache.status | bit_where(count < asked, 0)", ("cache",),
     ),
     Fault(
         "padding is written over what a row holds", "placement/writing.py",
@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "what two blocks share is seen twice", "cache/sections.py",
-        "return jnp.where(slots >= start * self.unit, ", "return jnp.where(slots >= 0, ",
+        "there = slots[None] >= start * self.unit", "there = slots[None] >= 0 * start",
         ("attention", "recompute"),
     ),
     Fault(
@@ -163,8 +163,8 @@ FAULTS = (
     ),
     Fault(
         "a page is given that is not there", "paging/allocator.py",
-        "return (more == 0) | (jnp.cumsum(more) <= self.left[0])",
-        "return (more == 0) | (jnp.cumsum(more) <= self.left[0] + 1)", ("pages",),
+        "return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])",
+        "return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0] + 1)", ("pages",),
     ),
     Fault(
         "a row gets some of its pages", "paging/allocator.py",
@@ -209,8 +209,8 @@ FAULTS = (
     ),
     Fault(
         "a table that names no page sets no status", "cache/admission.py",
-        "wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, BAD_PAGE, 0)",
-        "wrong = jnp.where(had, 0, OUT_OF_PAGES) | jnp.where(astray, 0, 0)", ("pages",),
+        "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)",
+        "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, 0)", ("pages",),
     ),
     Fault(
         "a row without pages takes its tokens", "cache/admission.py",
@@ -507,8 +507,8 @@ FAULTS = (
     ),
     Fault(
         "a stack is read in its first layer", "placement/order.py",
-        "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step)",
-        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step)", ("stacks",),
+        "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step, jnp.int32)",
+        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step, jnp.int32)", ("stacks",),
     ),
     Fault(
         "pages of a stack are read in its first layer", "placement/pages.py",
@@ -522,8 +522,8 @@ FAULTS = (
     ),
     Fault(
         "a layer that a scan missed is not told", "cache/appending.py",
-        "status=cache.status | jnp.where(other, MISSED_LAYER, 0)",
-        "status=cache.status | jnp.where(other, 0, 0)", ("stacks",),
+        "status=cache.status | bit_where(other, MISSED_LAYER)",
+        "status=cache.status | bit_where(other, 0)", ("stacks",),
     ),
     Fault(
         "what a long call showed goes along in the carry", "attention/cursor.py",
@@ -552,7 +552,7 @@ FAULTS = (
     ),
     Fault(
         "a hook's text lacks the newest token", "sampling/past.py",
-        "return Past(seen, with_set(self.tokens, at, token), self.length + taken)",
+        "return Past(seen, with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))",
         "return Past(seen, self.tokens, self.length + taken * (token >= 0))", ("scores",),
     ),
     Fault(
@@ -588,8 +588,8 @@ FAULTS = (
     ),
     Fault(
         "new tokens of a rollout stand one behind their places", "rollouts/rolling.py",
-        "where = jnp.where(real, lengths[:, None] + jnp.arange(new), width + new)",
-        "where = jnp.where(real, lengths[:, None] + jnp.arange(new) + 1, width + new)",
+        "where = jnp.where(real, lengths[:, None] + each_place(new), width + new)",
+        "where = jnp.where(real, lengths[:, None] + each_place(new) + 1, width + new)",
         ("rollouts",),
     ),
     Fault(
@@ -723,8 +723,8 @@ FAULTS = (
     ),
     Fault(
         "a beam that moves is put where another one stays", "generation/beams/steps.py",
-        "beam == rows[:, None], ~taken[:, None] & (free[:, None] == moved))",
-        "beam == rows[:, None], free[:, None] == moved)", ("beams",),
+        "there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))",
+        "there = jnp.where(stays[None], here, free[:, None] == moved[None])", ("beams",),
     ),
     Fault(
         "beams that go on from one go along the same guide", "generation/beams/guided.py",

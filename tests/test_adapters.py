@@ -66,6 +66,7 @@ BEFORE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow(but=("plain_scan",))
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_what_it_was_before_in_all_but_ten_lines(name):
     source = EXAMPLES[name].read_text(encoding="utf-8")
@@ -91,6 +92,7 @@ def fed(lm: kvjax.LanguageModel, policy: Any, cuts: list[int]) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", some(POLICIES, "host"))
 @pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan"))
 def test_an_example_with_a_cache_is_the_same_however_the_text_is_cut(name, policy):
@@ -106,6 +108,7 @@ def test_an_example_with_a_cache_is_the_same_however_the_text_is_cut(name, polic
     assert (np.abs(found[:, same:] - true[:, same:]).max(initial=0) > 1e-3) == (same < 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(EXAMPLES, "linen_scan"))
 def test_an_example_generates_streams_and_is_evaluated(name):
     lm, prompts = model(name), [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()]

@@ -58,6 +58,7 @@ def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
     return np.random.default_rng(seed).integers(low, high + 1, rows)
 
 
+@pytest.mark.slow(but=("static-12",))
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -100,6 +101,7 @@ def in_pages(cache, path="pages", **settings):
     return np.asarray(kvjax.attend(queries, cache, 0, path=path, **settings))
 
 
+@pytest.mark.slow
 def test_a_full_pool_is_multiplied_in_place(walked):
     cache = held(POLICIES["paged"], lengths(low=140))
     assert np.isfinite(in_pages(cache)).all() and np.isfinite(in_pages(cache, window=9)).all()
@@ -162,6 +164,7 @@ def test_the_shortest_rows_are_looked_at_together(monkeypatch):
     assert {len(each) for each in seen} == {4}
 
 
+@pytest.mark.slow(but=("pages",))
 @pytest.mark.parametrize("path", ["even", "pages"])
 def test_derivatives_are_those_of_the_walk(path):
     cache = held(POLICIES["paged"], lengths(low=140))

@@ -43,6 +43,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=("1-1",))
 @pytest.mark.parametrize("length,max_len", [(1, 1), (9, 9), (130, 131), (700, 4096), (4500, 4700)])
 def test_settings(length, max_len):
     """On both paths, in one program."""
@@ -122,6 +123,7 @@ def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
     assert coarse % fine == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [{}, {"bits": 8}], ids=str)
 @pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round raw blocks up, and many
 def test_every_length_is_walked_to_its_end(heads, policy):
@@ -159,6 +161,7 @@ def walked(monkeypatch):
         yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="layers in one piece are for CPUs")
 @pytest.mark.parametrize(
     ("heads", "dtype"),  # one row of queries, and three
@@ -206,6 +209,7 @@ def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
     assert len(walked) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="layers in one piece are for CPUs")
 @pytest.mark.parametrize(
     ("settings", "whole"),

@@ -98,6 +98,7 @@ NAMES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=("early", "never", "groups"))
 @pytest.mark.parametrize("name", some(CASES, *(set(CASES) - {"groups of one"})))
 def test_the_texts_are_those_of_lists(lm, name):
     given = {NAMES[key]: value for key, value in CASES[name].items()}
@@ -178,6 +179,7 @@ GUIDED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(GUIDED, "none"))
 def test_guides_forbid_what_a_hook_forbids(lm, name):
     """In any cache, piece by piece; and the cache has their texts. Nothing is compiled again."""
@@ -276,6 +278,7 @@ class Counting:
         return self.model.apply(params, tokens, *args, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enough", [True, pytest.param(False, marks=pytest.mark.rare)])
 def test_beams_share_the_prefill_and_the_pages_of_their_prompt(lm, enough):
     """It is read once, in chunks of one row; its full pages are there once, and each beam needs
@@ -318,6 +321,7 @@ CELLS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=("ring", "growing on the host"))
 @pytest.mark.parametrize("name", some(CELLS, "dense of 8 bits", "growing on the host", "ring"))
 def test_rows_go_on_from_others_in_place(name):
     """Of any layout, codec and place: as if each had always had the text of the other."""
@@ -375,6 +379,7 @@ POLICIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(POLICIES, "dense"))
 def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
     """Nor does a guided step."""
@@ -543,6 +548,7 @@ MESHES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, "4-1-1 static"))
 def test_on_a_mesh(lm, name):
     """Rows that data does not divide among them."""

@@ -99,6 +99,7 @@ def test_a_difference_below_nothing_is_shown_beyond_the_noise():
     assert timing.difference([1.0, 1.1, 1.0], [2.0, 2.0, 2.0]) == -1000
 
 
+@pytest.mark.slow
 def test_without_prefill_and_with_a_sampler(tiny_llama):
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.01}
     told: list[str] = []

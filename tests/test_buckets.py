@@ -33,6 +33,7 @@ def test_buckets(cell):
     agree("buckets", cache, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_buckets_and_settings(settings):
     agree("buckets", filled(kvjax.policy("static")), new=5, **settings)

@@ -79,6 +79,7 @@ def fed(monkeypatch):
     return counted
 
 
+@pytest.mark.slow(but=("static",))
 @pytest.mark.parametrize("policy", ALL)
 def test_ten_turns_read_each_token_once(tiny_llama, policy, fed):
     chat = begun(tiny_llama, policy)
@@ -141,6 +142,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
 
 
+@pytest.mark.slow
 def test_drafts_change_no_answer(tiny_llama, tmp_path):
     """Nor what is read; a chat in a folder asks for its draft's model again."""
     drafts = {

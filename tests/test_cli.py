@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import ClassVar
 
 import jax
 import pytest
@@ -163,6 +164,7 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         assert code == 2 and "its guide can't go on: parser error" in err and "state>" not in err
 
 
+@pytest.mark.slow
 def test_several_texts(run, tiny_llama_dir, tiny_llama):
     """Of a search, and the best of those that are drawn."""
     common = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--n", 2)
@@ -296,7 +298,7 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
         (("--top-p", 1.5), ("top_p", "1.5")),
         (("--cache", "turbo"), ("turbo", "static")),
         (("--dtype", "float8"), ("float8", "float32")),
-        (("--max-len", 8), ("8", "132")),
+        (("--max-len", 8), ("8", "131")),
         (("--model", "nowhere/at/all"), ("nowhere/at/all",)),
         (("--prompt", "twice"), ("prompt", "once")),
         (("--file", "twice.txt"), ("prompt", "once")),
@@ -374,6 +376,7 @@ def test_a_full_device_is_one_line(run, monkeypatch, tiny_llama_dir):
     assert_refused(run("generate", "a", "--model", tiny_llama_dir), *told)
 
 
+@pytest.mark.slow
 def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
     arguments = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
     code, out, _ = run(*arguments, "--key-bits", 8, "--value-bits", 4, "--group-size", 16)
@@ -386,6 +389,7 @@ def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
     assert json.loads(out)["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * (16 + 2)}
 
 
+@pytest.mark.slow
 def test_policies_are_written_alike_in_all_commands(run, tiny_llama_dir):
     words = ("--cache", "sliding_window,window=20,sinks=2,bits=8")
     options = ("--cache", "sliding_window", "--window", 20, "--sinks", 2, "--kv-bits", 8)
@@ -638,6 +642,7 @@ def consoles(monkeypatch, encoding, stdin=b""):
     yield out, err
 
 
+@pytest.mark.slow(but=("utf-8", "ascii"))
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
 def test_what_a_console_can_not_show_is_an_escape(monkeypatch, encoding, tiny_llama_dir, tmp_path):
     """Text, figures, JSON and errors, and what is read from a pipe, which is UTF-8."""
@@ -701,6 +706,7 @@ def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
         stdout.close()
 
 
+@pytest.mark.slow
 def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
     arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
     wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
@@ -741,6 +747,7 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_path):
     """Long work says how far it is, on standard error, and ends at once, with the code that shells
@@ -777,7 +784,7 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
 class AtOnce:
     """A timer that does not wait; ``asked``: the seconds that it was to wait for."""
 
-    asked = []
+    asked: ClassVar[list[float]] = []
 
     def __init__(self, seconds, call):
         self.asked.append(seconds)

@@ -55,6 +55,7 @@ def blocks(seed=0, batch=2, heads=2, count=3, block=BLOCK, dim=DIM):
     return x.astype(np.float32)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(BITS), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_packing_round_trips(bits, eights, width, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (2, 8 * eights, width), np.uint8)
@@ -245,6 +246,7 @@ def test_a_rotation_spreads_outliers():
     assert errors[1] < errors[0] / 3
 
 
+@pytest.mark.slow(but=("6", "12", "8"))
 @pytest.mark.parametrize("dim", [6, 8, 12, 80, 128])
 def test_a_rotation_keeps_products(dim):
     codec = resolved(kvjax.Rotated(kvjax.Float8(), seed=3))
@@ -259,6 +261,7 @@ def test_a_rotation_keeps_products(dim):
     )
 
 
+@pytest.mark.slow
 def test_plain_functions_on_any_array():
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
     for codec in (kvjax.Int8(), kvjax.Int4("channel", zero_point=True), kvjax.Raw()):

@@ -41,6 +41,7 @@ def prompt(length):
 RARE = ("sliding_window", "offloaded_static", "quantized", "dynamic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.rare] * (x in RARE)) for x in POLICIES]
 )
@@ -97,6 +98,7 @@ def test_guided_generation_compiles_nothing_afterwards(lm, way):
     assert kvjax.compile(lm, batch=2, guide=guide, **settings).compilations == 0
 
 
+@pytest.mark.slow
 def test_the_programs_are_those_that_can_come(lm):
     """Widths of 16, 32 and 64, the first token, and the loop: a text of 50 tokens has no more."""
     assert kvjax.compile(lm, max_len=50).programs == 3 + 1 + 1

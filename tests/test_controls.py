@@ -32,6 +32,7 @@ def wanted(logits, text, new, controls):
     return naive_ngrams(logits[None], [text], [controls.get("no_repeat_ngram_size", 0)])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controls", [CONTROLS, {"frequency_penalty": -0.5}], ids=str)
 def test_each_token_is_the_likeliest_by_the_definitions(controls):
     """Of two rows, three times each, which all are the same: nothing is drawn."""

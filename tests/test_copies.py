@@ -118,6 +118,7 @@ def check(cell):
     assert temporary[0] == temporary[1]
 
 
+@pytest.mark.slow(but=("scan",))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_copies_nothing(form):
     """Layers of different layouts, and the weights beside them."""
@@ -181,6 +182,7 @@ def test_a_single_row_is_not_copied_in_a_loop(form, name):
     assert program.memory_analysis().temp_size_in_bytes < smallest // 2
 
 
+@pytest.mark.slow(but=("3-float16", "9-bfloat16", "3-bfloat16"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads", [3, 9])  # one row of queries, and three
 def test_a_layer_in_one_piece_is_not_copied(dtype, heads):

@@ -155,6 +155,7 @@ def test_a_script_in_two_processes(start, tiny_llama_dir):
         assert "as one device" in out.decode()
 
 
+@pytest.mark.slow
 def test_a_mesh_that_leaves_a_process_out_is_refused(start):
     port = free_port()
     for process in [start("--mesh", "tensor=2", process_id=n, count=2, port=port) for n in (0, 1)]:

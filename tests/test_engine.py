@@ -176,6 +176,7 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
         assert {"length", "eos", "stop", "cancelled"} <= set(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
 def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
     """Bit for bit, beside rows of several blocks, in whatever group and place they bring it to."""
@@ -191,6 +192,7 @@ def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
     assert run([prompts]) == run([[each] for each in prompts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
 def test_log_probabilities_are_those_of_the_uncached_pass(policy):
     """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
@@ -227,6 +229,7 @@ def uncached(params, tokens):
     return lettered().apply(params, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.rare), 0.9])
 def test_texts_are_those_of_generate(temperature):
     prompts = [prompt for prompt, _ in asked()[:8]]
@@ -289,6 +292,7 @@ def test_other_parameters_between_steps():
     assert len(engine._texts.nodes.roots) < 3
 
 
+@pytest.mark.slow
 def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
     """By bytes of arrays, and of those that are there while others are made."""
     lm, held, made, before = lettered(), [], engine_rows.allocate, 0
@@ -364,6 +368,7 @@ def test_requests_that_need_all_pages(policy):
     assert settled(engine)
 
 
+@pytest.mark.slow
 def test_texts_of_a_page_run_in_all_rows():
     """The pool has a page for each, and nobody wants another."""
     limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=16)
@@ -386,6 +391,7 @@ def test_a_request_that_ends_gives_its_pages_back_at_once():
     assert settled(engine)
 
 
+@pytest.mark.slow
 def test_whose_turn_it_is():
     """Lower priorities go first, then who came first; a deadline ends a request that runs or waits,
     and a cancel any."""

@@ -135,6 +135,7 @@ def test_a_search_ends_in_its_middle():
         list(mine.stream(search))
 
 
+@pytest.mark.slow
 def test_the_best_of_several_samples_are_those_of_generate():
     settings = {"n": 2, "seed": 3, "temperature": 0.8, "max_new_tokens": 8, "eos_token_ids": []}
     wanted = kvjax.generate(one_layer(), [PROMPT], best_of=4, **settings)
@@ -175,6 +176,7 @@ class Thirds(Anything):
         return np.packbits(every, bitorder="little").view(np.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", *RARE])
 def test_beams_keep_to_guides(policy):
     """As of ``generate``, beside others; the given guide goes along the best text."""

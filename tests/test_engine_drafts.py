@@ -159,6 +159,7 @@ def test_a_draft_without_sense_stops_nobody():
     assert mine.stats().drafted_tokens > NEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, pytest.param(ROWS, marks=pytest.mark.rare)])
 def test_with_guides(together):
     """Masks go along what a model has proposed, which is fetched for that."""
@@ -248,6 +249,7 @@ def test_drafts_rest_by_what_they_save():
     assert free.next(7, alone) == (3, [])
 
 
+@pytest.mark.slow
 def test_rows_draft_together_or_not_at_all():
     """For the pass of the others takes no less without one of them. A row whose draft is being
     checked waits for that though others come: how long it is shows when that is back."""

@@ -39,6 +39,7 @@ def found(embedded, tokens):
     return evaluate(embedded, tokens, POLICIES, **AT)
 
 
+@pytest.mark.slow
 def test_the_full_cache_differs_from_itself_in_nothing(found):
     raw = found["raw"].overall
     assert raw.perplexity_ratio == 1 and raw.top1 == 1

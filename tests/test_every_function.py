@@ -186,6 +186,7 @@ def same(found: Any, wanted: Any, tolerance: float) -> bool:
 RARE = "bfloat16", "paged", "mesh", "host", "one row", "elsewhere", "pickled"
 
 
+@pytest.mark.slow(but=("layer", "numpy", "cast", "stacked", "cut", "used up"))
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.rare] * (kind in RARE)) for kind in CACHES]
 )

@@ -27,6 +27,15 @@ def cell(codec, layout, place="device"):
     return cache, *(np.asarray(x[:, :, :16]) for x in laws.texts()), NEW
 
 
+@pytest.mark.slow(
+    but=(
+        "float16-dense-device",
+        "bfloat16-dense-device",
+        "float32-dense-device",
+        "float8-dense-device",
+        "float8-wide-dense-device",
+    )
+)
 @pytest.mark.parametrize(
     ("codec", "layout", "place"),
     [
@@ -42,6 +51,7 @@ def test_a_program_is_kept_for_every_policy(codec, layout, place):
     assert found.out_tree == jax.tree.structure(wanted)
 
 
+@pytest.mark.slow(but=("float32-sinks",))
 @pytest.mark.parametrize(("codec", "layout"), [("float32", "sinks"), ("centred", "ring")])
 def test_what_a_kept_program_computes(codec, layout):
     args = cell(codec, layout)
@@ -51,6 +61,7 @@ def test_what_a_kept_program_computes(codec, layout):
     kvjax.check(kvjax.rewind(cache, 1))
 
 
+@pytest.mark.slow
 def test_a_chunk_serves_prompts_of_any_length():
     """As docs/caches.md says: one program with ``lengths``, called as often as it takes."""
     step = jax.jit(functools.partial(MODEL.apply, last_only=True))

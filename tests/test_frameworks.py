@@ -62,6 +62,7 @@ class Model(nnx.Module):
 OTHERS = [pytest.param(each, marks=pytest.mark.rare) for each in ({}, {"kv_heads": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"rotary": TABLE, "window": 6}, *OTHERS])
 def test_attention_of_nnx(options):
     given = inspect.signature(nnx.MultiHeadAttention).parameters

@@ -65,6 +65,7 @@ def test_greedy_tokens_are_those_of_the_uncached_model(tiny_llama, chunk):
     assert result.cache.length.tolist() == [len(prompt) + 5 for prompt in PROMPTS]
 
 
+@pytest.mark.slow(but=("greedy",))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -83,6 +84,7 @@ def test_without_a_cache_come_the_same_tokens(tiny_llama, settings):
     assert uncached.cache is None and uncached.stats.cache_bytes == {}
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_text_whatever_else_is_in_the_batch(tiny_llama):
     settings = {"max_new_tokens": 20, **SHARED, **FILTERED}
     together = generate(tiny_llama, PROMPTS, seed=[11, 5, 8], **settings)
@@ -369,6 +371,7 @@ OTHERS = {
 """Numbers as other libraries have them, of Python's own."""
 
 
+@pytest.mark.slow(but=("NumPy scalars", "JAX"))
 @pytest.mark.parametrize("of", OTHERS.values(), ids=OTHERS)
 def test_numbers_of_other_libraries(tiny_llama, of):
     """They are Python's own numbers: in generation, in an engine and in policies."""
@@ -471,6 +474,7 @@ def test_a_continued_text_has_no_second_beginning(byte_tokenizer):
 # Log-probabilities, and biases
 
 
+@pytest.mark.slow(but=("uncached",))
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}, {"use_cache": False}],
@@ -577,6 +581,7 @@ def test_a_model_without_a_tokenizer():
 # The copy law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_the_loop_moves_no_cache(tiny_llama, settings):
     filters, numbers = make_settings(seeds=[0, 1], eos_token_ids=(EOS,), **settings)

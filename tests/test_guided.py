@@ -83,6 +83,7 @@ SAMPLED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(WAYS, "static"))
 def test_a_guide_that_allows_everything_changes_nothing(way):
     """Nor does one for the row beside; and each has taken in all tokens, those behind a stop string
@@ -145,6 +146,7 @@ class Even(Anything):
         return np.array([0x55555555 | 1 << 7, 0x55555555], np.uint32)
 
 
+@pytest.mark.slow(but=("static-lookup",))
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 @pytest.mark.parametrize("way", some(WAYS[1:], "static"))
 def test_drafts_of_rows_with_guides(way, kind):
@@ -184,6 +186,7 @@ def test_drafts_of_rows_with_guides(way, kind):
     assert [token for piece in running for token in piece.tokens[0]] == guides[3].left
 
 
+@pytest.mark.slow
 def test_a_draft_that_ends_a_text_asks_for_nothing_behind_it():
     """In a generation, and in an engine."""
     lm, text = shallow(), [3, 9, 1, 5, 8]
@@ -334,6 +337,7 @@ def sentence_pieces(kind: str) -> Tokenizer:
 SPECIAL = ["</s>", "a<s>b", "<|endoftext|>", "x</s>", "é<unk>", " <s></s> "]
 
 
+@pytest.mark.slow(but=("Unigram", "BPE"))
 @pytest.mark.parametrize("kind", ["bytes", "BPE", "Unigram"])
 def test_the_names_of_special_tokens_are_spelled(embedded, kind):
     """They are text, which a special token has not; and one that ends a text is not among them."""
@@ -413,6 +417,7 @@ def test_alternatives_of_one_of(embedded):
         made.choices("ab")
 
 
+@pytest.mark.slow
 def test_a_leading_space_is_text_behind_nothing_that_shows():
     """A guide is kept to by every character: by generate, beams and an engine."""
     lm = small(num_hidden_layers=1, windows=(None,), vocab_size=360)
@@ -461,6 +466,7 @@ def test_a_guide_that_cannot_go_on_ends_its_text(tiny_llama):
     assert (handle.text, handle.reason) == ("", "eos") and lost.error
 
 
+@pytest.mark.slow
 def test_beams_keep_to_a_schema(embedded):
     """All that ended are of it; those that can't go on end there, and say why."""
     made = kvjax.Guides(embedded)

@@ -162,6 +162,7 @@ def test_hub_says_no(error: Exception, message: str, monkeypatch: pytest.MonkeyP
         models.load("owner/name", revision="v9")
 
 
+@pytest.mark.slow
 def test_hub_offline(tmp_path: Path) -> None:
     """The real client with an empty cache and no network: one clear error."""
     program = (

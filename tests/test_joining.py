@@ -182,6 +182,7 @@ def test_they_join_the_covering_sets_and_do_not_multiply_them(joined):
         assert len(now) <= len(before) + len(matrix.CODECS) + len(matrix.RAW)
 
 
+@pytest.mark.slow(but=("host",))
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_the_laws_of_caches_hold(joined, place):
     operations = tuple(name for name in matrix.OPERATIONS if name != "grow")
@@ -198,6 +199,7 @@ def test_the_laws_of_caches_hold(joined, place):
         test_recompute.check_place(cell)
 
 
+@pytest.mark.slow
 def test_the_law_of_meshes_holds(joined):
     test_mesh.check(matrix.MeshCell(TEAM, "halves", "2-2-2", "grouped", "device"))
 

@@ -195,6 +195,7 @@ by_triton = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow(but=("dense-raw",))
 @by_triton
 @pytest.mark.parametrize("case", KERNELS)
 def test_kernel(case):
@@ -210,6 +211,7 @@ def test_kernel_and_settings(settings):
     agree("pallas", filled(kvjax.policy("static")), new=5, **settings)
 
 
+@pytest.mark.slow(but=("dense-raw", "ring-raw"))
 @by_triton
 @pytest.mark.parametrize(("layout", "name"), [("dense", "raw"), ("dense", "int4"), ("ring", "raw")])
 def test_kernel_and_many_queries(layout, name):

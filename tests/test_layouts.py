@@ -27,6 +27,7 @@ def held_by(layout, length, written):
     return np.asarray(layout.positions(jnp.array([length]), jnp.array([written]), slots))[0]
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 9), st.integers(0, 4), st.integers(0, 6), st.integers(0, 60), st.integers(0, 60)
 )
@@ -128,6 +129,7 @@ def content(cache, layer, row=0):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [lambda ring: ring, lambda ring: kvjax.Paged(32, ring)])
 def test_sinks_open_no_window_that_forgets_nothing(inner):
     """A layer keeps its own window as it was trained, where the ring's is not narrower."""
@@ -323,6 +325,7 @@ def test_the_traces_of_the_tests_of_transformers():
         assert (seen(hybrid, 0), seen(hybrid, 1)) == (sliding, full)
 
 
+@pytest.mark.slow(but=("hybrid", "dynamic"))
 @pytest.mark.parametrize("policy", ["dynamic", "hybrid", "sliding_window"])
 def test_generation_under_every_layout(tiny_llama, policy):
     """Greedy tokens are those of the static cache where nothing is forgotten that is seen."""
@@ -333,6 +336,7 @@ def test_generation_under_every_layout(tiny_llama, policy):
     assert found.tokens == wanted.tokens
 
 
+@pytest.mark.slow
 def test_generation_grows_with_the_text(tiny_llama):
     policy = kvjax.CachePolicy(kvjax.Growing(start=16))
     whole = kvjax.generate(tiny_llama, ["abcdef" * 5], max_new_tokens=200, eos_token_ids=())
@@ -380,6 +384,7 @@ def test_a_conversation_goes_on_in_what_generation_made(tiny_llama, policy):
     assert caches[0].length.tolist() == caches[1].length.tolist() == [18 + 3 * 40 + 2 * 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [
     (kvjax.Growing(), kvjax.Dense()), (kvjax.Growing(), kvjax.Ring(1024)),
     (kvjax.Growing(16), kvjax.Growing(128)),

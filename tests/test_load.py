@@ -577,6 +577,7 @@ print(status("VmHWM") - before, size)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize(
     ("stored", "dtype"),
@@ -640,6 +641,7 @@ def wide_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the most resident is read from /proc")
 @pytest.mark.parametrize(
     "mesh", [{"tensor": 8}, pytest.param({"data": 2, "tensor": 4}, marks=pytest.mark.rare)]

@@ -86,6 +86,7 @@ def test_temporaries_are_those_of_the_compiled_program(new):
     assert found.source == f"compiled for cpu, JAX {jax.__version__}"
 
 
+@pytest.mark.slow(but=("16",))
 @pytest.mark.parametrize("bits", [16, 4])
 def test_estimates_are_rather_too_high(bits):
     at = {"choice": kvjax.policy(bits=bits), "batch": 4, "max_len": 1024, "prefill_chunk": 128}

@@ -156,6 +156,7 @@ def meshes():
     }
 
 
+@pytest.mark.slow(but=("one", "sequence-data"))
 @pytest.mark.parametrize("name", ["tensor", "sequence-data", "explicit", "one"])
 def test_any_axes_in_any_order_serve(name):
     model, params = model_of("grouped")

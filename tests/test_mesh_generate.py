@@ -66,6 +66,7 @@ def each_on_each(what: Any, where: Any) -> list[Any]:
     return cells(every, [("what", "what"), ("where", "where")])
 
 
+@pytest.mark.slow(but=("dynamic-1-8-1",))
 @pytest.mark.parametrize(
     "cell", each_on_each(["static", "dynamic", "quantized", "offloaded"], SHAPES)
 )
@@ -151,6 +152,7 @@ def stepped_on_one_device(tiny_llama):
     return functools.cache(lambda name: stepped(tiny_llama, None, STEPPED[name][0]))
 
 
+@pytest.mark.slow(but=("static-1-1-8",))
 @pytest.mark.parametrize("cell", each_on_each(STEPPED, SHAPES))
 def test_a_step_of_ones_own_inside_the_mesh_that_is_set(tiny_llama, stepped_on_one_device, cell):
     name, shape = cell
@@ -221,6 +223,7 @@ def test_sampling_stops_and_no_cache_on_a_mesh(tiny_llama):
     assert ["".join(piece.text[row] for piece in pieces) for row in range(3)] == wanted.text
 
 
+@pytest.mark.slow
 def test_a_cache_elsewhere_is_refused(tiny_llama):
     made = kvjax.generate(tiny_llama, PROMPTS[:2], max_new_tokens=3, **SHARED)
     lm = tiny_llama.on(mesh("2-2-2"))
@@ -517,6 +520,7 @@ def families() -> list[Any]:
     ]
 
 
+@pytest.mark.slow(but=("gpt2-tensor-4-sequence-2",))
 @pytest.mark.parametrize("cell", families())
 def test_every_family_on_a_mesh(cell):
     family, sizes = cell

@@ -120,6 +120,7 @@ def test_forms_of_a_bias(form):
     assert np.max(np.abs(plain - wanted)) > 0.1
 
 
+@pytest.mark.slow
 def test_a_bias_is_of_a_devices_heads():
     rng = np.random.default_rng(0)
     slopes = jnp.asarray(rng.normal(size=(1, 8, 1, 1)), jnp.float32)
@@ -148,6 +149,7 @@ def test_a_bias_is_of_a_devices_heads():
             close([mixed(kvjax.make_mesh(**sizes), heads)], [wanted])
 
 
+@pytest.mark.slow(but=("2-2-2",))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paths_agree_on_a_mesh(shape):
     config = tiny_config(num_hidden_layers=1, windows=(None,))
@@ -245,6 +247,7 @@ RARE = {
 }
 
 
+@pytest.mark.slow(but=("dense-1-1-8",))
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -291,6 +294,9 @@ TURNS = [(name, HELD[(number + n) % 3]) for n in range(3) for number, name in en
 FURTHER = [pytest.param(*each, marks=pytest.mark.rare) for each in TURNS[len(INSIDE) :]]
 
 
+@pytest.mark.slow(
+    but=("clear_status-ring-host", "init_cache-int4", "reset-int4", "rewind-dense", "select-dense")
+)
 @pytest.mark.parametrize(("operation", "name"), [*TURNS[: len(INSIDE)], *FURTHER])
 def test_an_operation_inside_jit_leaves_each_device_its_share(operation, name):
     cache = filled(name, "2-2-2")

@@ -77,6 +77,7 @@ LAW = [
 """Every policy on every mesh, on every third one in each run."""
 
 
+@pytest.mark.slow(but=("dense-8-1-1-step", "dense-2-2-2-step"))
 @pytest.mark.parametrize(("name", "shape", "form"), LAW)
 def test_a_device_copies_nothing_and_gathers_nothing(name, shape, form):
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=8)
@@ -97,6 +98,7 @@ def assert_of_a_device(program, cache):
     assert all(found.bytes <= layer // 20 for found in collectives(program))
 
 
+@pytest.mark.slow(but=("1-8-1",))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_collectives_of_a_layer(shape):
     """And a model's step on a mesh copies nothing either."""
@@ -142,6 +144,7 @@ def test_bytes_of_a_device_are_as_planned(shape, heads, bits):
     assert found.devices == 8
 
 
+@pytest.mark.slow(but=("tensor",))
 @pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
 def test_bytes_and_operations_halve_as_devices_double(axis):
     # Of the cache, which is far larger than all else here.
@@ -161,6 +164,7 @@ def test_bytes_and_operations_halve_as_devices_double(axis):
             assert less == pytest.approx(more / 2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_rows_are_drawn_and_checked_where_they_are():
     """With all that goes by their texts, devices tell each other single numbers: which rows are
     done, what drafts are worth."""

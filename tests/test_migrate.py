@@ -93,6 +93,7 @@ def test_a_text_goes_on_from_the_host(layers, codec):
         assert np.array_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
 def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     """And what has moved is deleted; a fork of it is not."""
@@ -329,6 +330,7 @@ def test_a_layer_that_can_not_leave(tiny_llama):
         kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least - 1), **AT)
 
 
+@pytest.mark.slow
 def test_limits_give_auto_its_memory(tiny_llama):
     """``"auto"`` by name, and one that would have more."""
     weights, total = tree_bytes(tiny_llama.params), 100_000_000
@@ -385,6 +387,7 @@ def test_auto_chooses_when_a_cache_is_made():
     assert moves == [] and same is cache
 
 
+@pytest.mark.slow
 def test_make_room_grows_and_moves():
     config = tiny_config(num_hidden_layers=3, windows=(None,) * 3)
     inner = kvjax.CachePolicy(kvjax.Growing(start=64), kvjax.Raw(), kvjax.Raw())

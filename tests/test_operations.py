@@ -148,6 +148,7 @@ def stretched():
     return tiny_model(windows=(None, None), max_position_embeddings=16, rope=rope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -264,6 +265,7 @@ def learned():
     return model, model.init_params(0)
 
 
+@pytest.mark.slow(but=("dynamic", "converted"))
 @pytest.mark.parametrize("way", ["ring", "grown", "converted", "dynamic"])
 def test_no_cache_passes_a_model_s_learned_positions(learned, way):
     model, params = learned

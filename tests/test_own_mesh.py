@@ -96,6 +96,7 @@ def rare(*values: Any) -> list[Any]:
     return [values[0], *(pytest.param(value, marks=pytest.mark.rare) for value in values[1:])]
 
 
+@pytest.mark.slow
 @each("8 bits")
 @pytest.mark.parametrize("make", rare("stack_caches", "replicate_cache"))
 def test_pmap(lm, wanted, policy, make):

@@ -419,6 +419,7 @@ def test_pages_on_a_mesh(codecs):
 REWIND, REWINDABLE = jax.jit(kvjax.rewind), jax.jit(kvjax.rewindable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sinks", "codecs"), [(0, ()), (3, ()), (0, ("int8",))], ids=str)
 def test_a_window_gives_its_pages_back(sinks, codecs):
     """As it moves, and none that is seen after as many tokens are taken back as can be."""
@@ -470,6 +471,7 @@ def test_slots_that_hold_nothing_are_few():
     assert pool.wasted < 0.04
 
 
+@pytest.mark.slow
 def test_a_map_of_pages(tmp_path):
     _, cache = fed(cache_of(paged(pages=70)), (40, 20, 0))
     cache = kvjax.select(cache, [0, 0, 1])

@@ -78,6 +78,7 @@ def test_the_order_of_accelerators():
     assert len(fetches) == 1
 
 
+@pytest.mark.slow
 def test_shared_layers_stay_until_the_last_has_read_them():
     """Fetched once, for all that read them; with the logits of the device."""
 
@@ -171,6 +172,7 @@ def test_there_and_back():
     assert np.array_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bits"),
     [("offloaded", 16), pytest.param("offloaded_static", 4, marks=pytest.mark.rare)],
@@ -211,6 +213,7 @@ def compiled(name, max_len, form, prefetch=0, layers=2):
     return lowered.compile(), cache
 
 
+@pytest.mark.slow(but=("dense-raw-step",))
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -282,6 +285,7 @@ def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     assert sent == [[], every, [], [], every]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "prefetch", "form"),
     [

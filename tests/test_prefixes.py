@@ -104,6 +104,7 @@ def conversations(seed=0):
 OTHERS = [pytest.param(n, marks=pytest.mark.rare) for n in POLICIES if n not in COVERED]
 
 
+@pytest.mark.slow(but=("hybrid",))
 @pytest.mark.parametrize("name", [*COVERED, *OTHERS])
 def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     """Under pressure, with pages and states on the host, on disk, and back."""
@@ -125,6 +126,7 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     assert not any(tmp_path.rglob("*.npz"))
 
 
+@pytest.mark.slow
 def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
     tree, made, held = tree_of(small(), whole()), kept_texts.new_layer, []
 
@@ -139,6 +141,7 @@ def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
     assert sum(x.nbytes for x in alive()) == before
 
 
+@pytest.mark.slow
 def test_a_hit_ends_where_a_chunk_of_prompts_did():
     """Not inside of one, and not behind what a step computed."""
     lm, rng = small(), np.random.default_rng(12)
@@ -198,6 +201,7 @@ def test_rows_of_one_request_begin_together():
     assert after(lm, prompts[:1], prefix_cache=tree)[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw", pytest.param("int8", marks=pytest.mark.rare)])
 def test_longer_hits_where_bits_may_differ(name):
     lm, rng = small(), np.random.default_rng(4)
@@ -484,6 +488,7 @@ def test_samples_of_one_prompt_are_rows_of_their_own(name):
         accounted(tree)
 
 
+@pytest.mark.slow
 def test_samples_find_pages_for_what_their_tails_held():
     settings = {"n": 3, "max_new_tokens": 18, "max_len": 96, "prefill_chunk": 16}
     policy = whole(INT8, INT8, size=32)
@@ -531,6 +536,7 @@ def test_whose_texts_they_are():
     ) and stats.hit_rate == 128 / 280
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_let_go_gives_its_pages_back():
     lm = small()
     tree = tree_of(lm, POLICIES["raw"])
@@ -611,6 +617,7 @@ def test_what_a_request_with_a_tree_refuses():
     accounted(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["int8", *(pytest.param(name, marks=pytest.mark.rare) for name in ("raw", "hybrid"))]
 )
@@ -659,6 +666,7 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
 # What is stopped in the middle.
 
 
+@pytest.mark.slow
 def test_what_is_refused_leaves_all_texts():
     """And what is too large for the pool, whatever leaves it."""
     lm, rng = bare(), np.random.default_rng(6)
@@ -680,6 +688,7 @@ def test_what_is_refused_leaves_all_texts():
     accounted(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ring(16, 24, 4, 15), POLICIES["int8"]], ids=str)
 def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
     """A text that ended before its cache did, which could not take so many back."""
@@ -852,6 +861,7 @@ def test_threads_share_a_tree(way):
     assert tree.stats().rows == len(prompts) and tree.stats().hits > 0
 
 
+@pytest.mark.slow
 def test_of_threads_that_stream_from_a_tree_one_has_its_pages():
     """The others are told so, and what to use; a stream itself may go on in any thread."""
     lm = small()

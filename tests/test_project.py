@@ -192,6 +192,7 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
     return stacks, files
 
 
+@pytest.mark.slow(but=("raw-1", "host-1"))
 @pytest.mark.parametrize("new", [1, pytest.param(16, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("policy", WALKED)
 def test_keys_go_down_the_rooms_and_enter_none_twice(policy, new):
@@ -309,6 +310,7 @@ def archives(tmp_path_factory):
     return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
 
 
+@pytest.mark.slow
 def test_archives_hold_the_models_once(archives):
     wheel, sdist = archives
     with zipfile.ZipFile(wheel) as archive:

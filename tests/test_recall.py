@@ -30,6 +30,7 @@ def found():
     )
 
 
+@pytest.mark.slow
 def test_the_model_knows_what_it_was_told(found):
     raw = found["raw"]
     assert raw.share > 0.99 and raw.questions == 2 * FACTS
@@ -80,6 +81,7 @@ def test_lessons_are_the_same_whenever_they_are_asked_for():
     assert keys[0] == 8 and max(keys) == KEYS
 
 
+@pytest.mark.slow
 def test_only_what_can_be_known_counts():
     """The loss is that of the values whose keys stood there before."""
     lm = models.load(FOLDER, dtype="float32")

@@ -177,6 +177,7 @@ def test_the_training_pass_is_the_naive_model():
         close(np.asarray(apply(PARAMS, padded))[0, : len(text)], true, 1e-5)
 
 
+@pytest.mark.slow(but=("dense",))
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=max(settings.default.max_examples // 5, 1))
 @given(data=st.data())
@@ -214,6 +215,7 @@ def test_last_only_is_each_rows_last_real_token():
     close(np.asarray(last)[:, 0], np.asarray(every)[[0, 1], [8, 3]], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "new",
     [pytest.param(600, marks=pytest.mark.rare), pytest.param(1025, marks=pytest.mark.rare), 1700],
@@ -229,6 +231,7 @@ def test_a_long_text_in_pieces_and_at_once(new):
     close(np.concatenate(found, axis=1), true, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.rare)])
 def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
     """Where only the last logits are wanted; rows end in different parts, one has none."""
@@ -247,6 +250,7 @@ def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
     close(np.asarray(a), np.asarray(b), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
     tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, 100), np.int32)
     policy = kvjax.policy(bits=2, prefill="exact", block=BLOCK, group=8)

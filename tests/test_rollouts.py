@@ -82,6 +82,7 @@ def trainer(architecture, params, found, temperature=1.0):
     return jnp.where(found.mask[:, 1:], each, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.rare)],
@@ -99,6 +100,7 @@ def test_drawn_log_probabilities_are_the_trainers(dtype, tolerance):
     np.testing.assert_allclose(found.beside(found.logprobs)[:, 1:], own, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
     optimizer = optax.sgd(1e-2)
 
@@ -133,6 +135,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["weak", pytest.param("split", marks=pytest.mark.rare)]
 )  # fmt: skip
@@ -179,6 +182,7 @@ def lowered(lm, buffer):
     return found["program"]
 
 
+@pytest.mark.slow
 def test_eight_samples_of_a_long_prompt_share_its_prefill():
     """Operations that the compiler counts: of eight, hardly more than of one."""
     lm, prompt = small(), (np.ones((1, 1024), np.int32), np.array([1024]))
@@ -190,6 +194,7 @@ def test_eight_samples_of_a_long_prompt_share_its_prefill():
     assert operations(8) < 1.1 * operations(1)
 
 
+@pytest.mark.slow
 def test_inside_jit_with_a_traced_seed(lm):
     @jax.jit
     def step(params, tokens, lengths, seed):
@@ -219,6 +224,7 @@ def test_on_a_mesh(lm, n):
     np.testing.assert_array_equal(moved.new_tokens, alone.new_tokens)
 
 
+@pytest.mark.slow
 def test_a_trainers_dtype(lm):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), lm.params)
     narrow = dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide))

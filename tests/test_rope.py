@@ -202,6 +202,7 @@ def scaled(kind: str) -> kvjax.LanguageModel:
     return small(rope=rope, max_position_embeddings=SHORT)
 
 
+@pytest.mark.slow(but=("longrope-16",))
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [("longrope", None), ("longrope", SHORT), ("dynamic", SHORT)]
@@ -257,6 +258,7 @@ def test_texts_end_where_frequencies_would_change(kind: str) -> None:
         kvjax.init_cache(lm.config, max_len=64, rotary_len=0)
 
 
+@pytest.mark.slow
 def test_generations_go_by_the_length_that_was_chosen() -> None:
     lm, given = scaled("longrope"), {"max_new_tokens": 5, "eos_token_ids": ()}
     settings: dict[str, Any] = {"rotary_len": SHORT, **given}

@@ -253,6 +253,7 @@ def test_filters_give_the_distribution_of_transformers():
     np.testing.assert_allclose(jax.nn.softmax(got), expected.numpy(), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -396,6 +397,7 @@ def test_settings_out_of_range_are_refused(settings, message):
         make_settings(**{"seeds": [0], **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -92,6 +92,7 @@ RARE = (
 )
 
 
+@pytest.mark.slow(but=("bits of 16",))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE)) for name in CELLS]
 )
@@ -116,6 +117,7 @@ def size_of(folder):
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow(but=("static",))
 @pytest.mark.parametrize("policy", ["static", kvjax.policy(bits=8), kvjax.policy("paged")], ids=str)
 def test_what_is_empty_is_not_written(policy, tmp_path):
     """A short text in a long cache is a small file; and one in its place frees that of before."""
@@ -331,6 +333,7 @@ for n in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
     """In mid-write, each of several at another moment."""
     writers = [
@@ -352,6 +355,7 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
         assert all(np.array_equal(x, np.full((64, 1000), told["n"])) for x in found.values())
 
 
+@pytest.mark.slow
 def test_two_savings_of_one_folder_come_one_after_the_other(tmp_path):
     """The later one stands; by another process, whichever is last, and never none."""
     old = {"x": np.zeros(3)}
@@ -420,6 +424,7 @@ def test_a_second_thread_writes_what_was_there(tmp_path):
         saving.wait()
 
 
+@pytest.mark.slow
 def test_a_home_is_found(tmp_path, monkeypatch):
     """``~`` is the user's folder wherever one is named."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -33,6 +33,7 @@ def known(lm, prompt, new, params=None):
     return logits[len(prompt) - 1 : len(text) - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.05}],
@@ -180,6 +181,7 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(lm):
     assert seen == [(1, 16), (3, 16)]
 
 
+@pytest.mark.slow
 def test_prefill_gives_a_cache_and_what_follows(lm):
     cache, logits = kvjax.prefill(lm, PROMPTS, cache="dynamic", prefill_chunk=4)
     assert cache.length.tolist() == [4, 7]

@@ -324,6 +324,7 @@ def by_harness(choice, context):
     )
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_as_a_harness_asks(running):
     """With what ``kvjax.score`` gives, though the beginning is known: by ids and by text, where a
     character has several tokens, and where the new token ends the text."""
@@ -450,6 +451,7 @@ def test_bytes_of_tokens_make_the_text(running):
     assert texts.of(257) == ("</s>", list(b"</s>"))
 
 
+@pytest.mark.slow
 def test_drafts_change_no_text(running):
     body, texts, drafted = {"prompt": "abc" * 6, "max_tokens": 16, "temperature": 0}, [], []
     for more in ({}, {"lookup": True}, {"draft": False}, {"lookup": False, "draft": True}):

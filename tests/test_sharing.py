@@ -134,6 +134,7 @@ def test_heads_by_the_names_of_transformers(special, heads):
     assert {(layer.kv_heads, layer.head_dim) for layer in cache.layers} == {heads}
 
 
+@pytest.mark.slow
 def test_layers_of_other_heads():
     """As of Gemma 4, alone and divided over a mesh, where each layer's heads must be divided."""
     own = [peers(head_dim=8 * (n % 2 + 1), num_key_value_heads=4 - n % 2 * 2) for n in range(4)]
@@ -184,6 +185,7 @@ def test_cross_attention_sees_all_that_was_written(path):
         assert np.array_equal(old, leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["static", kvjax.policy("hybrid", slack=3)])
 def test_chunked_attention_begins_anew(policy):
     """A query sees its own chunk of six positions only; a ring of six holds enough for that."""

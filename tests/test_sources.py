@@ -56,6 +56,7 @@ POLICIES: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(POLICIES, "a ring of the decoder"))
 def test_the_policy_of_a_source(name: str) -> None:
     """Codecs and places serve it; whatever the layout was, all of it is seen."""
@@ -70,6 +71,7 @@ def test_the_policy_of_a_source(name: str) -> None:
     assert written(lm, cache=policy).tokens == written(read, [[0]] * 2, cache=policy).tokens
 
 
+@pytest.mark.slow
 def test_a_cache_does_not_change_what_is_written() -> None:
     lm = t5()
     wanted = written(lm)
@@ -93,6 +95,7 @@ def test_samples_share_a_source() -> None:
     assert found.cache is not None and found.cache.batch == 6
 
 
+@pytest.mark.slow
 def test_scores_and_rollouts_go_by_what_was_read() -> None:
     lm = t5().reading(TEXTS)
     wanted = written(lm, [[0]] * 2, logprobs=True, eos_token_ids=())

@@ -91,6 +91,7 @@ def test_the_text_is_what_it_is_without_them(cell, kind):
             assert max(abs(a.logprob - b.logprob) for a, b in both) < 2e-4
 
 
+@pytest.mark.slow
 def test_rows_go_on_alone():
     """Other rows, other dispatches, streams and samples change no text; what is counted adds up."""
     lm, policy = small(), kvjax.CachePolicy(kvjax.Dense(), block=8)
@@ -133,6 +134,7 @@ def looked_up(text, length):
     return []
 
 
+@pytest.mark.slow(but=("lookup",))
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_as_many_are_accepted_as_are_right(kind):
     """Counted beside a draft without a cache, and a search in plain Python."""
@@ -220,6 +222,7 @@ def test_what_does_not_go_with_drafts():
             kvjax.generate(small(), [[1, 2]], max_new_tokens=2, draft="lookup", **more)
 
 
+@pytest.mark.slow
 def test_first_layers():
     lm = small()
     first = first_layers(lm, 1)
@@ -235,6 +238,7 @@ def test_first_layers():
         first_layers(lm, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bits", "long"),
     [

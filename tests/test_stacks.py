@@ -102,6 +102,7 @@ def goes_on(cache, model=None):
     return np.asarray(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(POLICIES, "raw"))
 def test_a_scan_over_layers_is_the_same_as_one_after_the_other(name):
     stacked, alone = filled(name), filled(name, UNROLLED, stacked=False)
@@ -166,6 +167,7 @@ COPIED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=("raw-while_loop-1",))
 @pytest.mark.parametrize(("name", "form", "batch"), COPIED)
 def test_nothing_of_a_layer_is_copied(name, form, batch):
     """In a scan over layers, which a loop over steps may be around: the stack is aliased, and
@@ -195,6 +197,7 @@ def test_nothing_of_a_layer_is_copied(name, form, batch):
     assert temporary[1] - temporary[0] <= 4 * (tables[1] - tables[0])
 
 
+@pytest.mark.slow
 def test_many_layers_are_one_program():
     """As long as that of two."""
     sizes = []
@@ -209,6 +212,7 @@ def test_many_layers_are_one_program():
 WINDOWS = (12, None, 12, None)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_alike_are_stacks_of_their_own():
     """Of a model that takes turns, and is scanned by twos."""
 

@@ -95,6 +95,7 @@ def test_on_a_mesh_too(tmp_path, capsys):
     assert lm.config.dtype == "float32" and "up_proj.weight is not in" in line
 
 
+@pytest.mark.slow(but=("static-blocks",))
 @pytest.mark.parametrize("path", ["buckets", "blocks"])
 @pytest.mark.parametrize("policy", ["static", "ring", "paged"])
 def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):

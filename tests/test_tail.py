@@ -54,6 +54,7 @@ def calls(start, stop, size):
     yield from ((at, 1) for at in range(whole, stop))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, marks=[pytest.mark.rare] * (x != "dense")) for x in LAYOUTS],
@@ -174,6 +175,7 @@ def test_converted_between_rings_a_row_keeps_its_window():
         kvjax.convert(coded, INT4, max_len=MAX_LEN)
 
 
+@pytest.mark.slow
 def test_keys_without_positions_are_not_converted():
     unrotated = kvjax.CachePolicy(kvjax.Dense(), kvjax.Unrotated(kvjax.Int8()), block=BLOCK)
     _, cache = fed(unrotated, 30)
@@ -235,6 +237,7 @@ def test_policies_by_name_and_by_layer():
             kvjax.policy(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -258,6 +261,7 @@ def test_generation_in_a_quantized_cache(name, tiny_llama):
     assert [len(row) for row in more.tokens] == [5, 5]
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_taken_back_from_a_tail(tiny_llama):
     """However many steps a dispatch has, a row ends where its text does."""
     policy = kvjax.policy("quantized", bits=8, block=8)
@@ -268,6 +272,7 @@ def test_a_stop_string_is_taken_back_from_a_tail(tiny_llama):
     kvjax.check(found.cache)
 
 
+@pytest.mark.slow
 def test_a_ring_can_take_back_a_block_unless_it_was_given_less_slack():
     for slack, wanted in ((None, 64), (8, 8)):
         policy = kvjax.policy("sliding_window", window=128, slack=slack, bits=4)

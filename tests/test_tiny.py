@@ -40,6 +40,7 @@ def test_split_names_each_document_once():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 def test_parts_are_those_of_the_card(parts):
     for part, texts in parts.items():
         there = FIGURES["parts"][part]
@@ -105,6 +106,7 @@ def test_card_says_what_was_measured():
     assert FIGURES["trigram"]["perplexity"] < FIGURES["unigram"]["perplexity"]
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_that_of_the_card(embedded, held_out):
     losses = evaluation.spot_losses(embedded, held_out)
     assert losses == pytest.approx(FIGURES["spot"]["nats_per_token"], abs=TOLERANCE)
@@ -193,6 +195,7 @@ def test_training_resumes_to_the_same_state(tmp_path):
         train.Trainer(recipe.Recipe(**{**vars(small), "heads": 1}), tmp_path / "halves")
 
 
+@pytest.mark.slow
 def test_greedy_text_is_made_of_words(embedded, parts):
     known = set(re.findall(r"[a-z]+", " ".join(parts["train"].values()).lower()))
     result = kvjax.generate(embedded, [evaluation.PROMPTS[0]], max_new_tokens=48)

@@ -131,6 +131,7 @@ def by_position(cache):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype"),
     [
@@ -176,6 +177,7 @@ RECOMPUTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=("raw-tpu",))
 @pytest.mark.parametrize(("name", "platform"), RECOMPUTED)
 def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     """The recompute law of the kernels and of folded products: a text gets, cut anyhow, what one
@@ -210,6 +212,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     assert_same(*(by_position(cache) for _, cache in runs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [(("window", 70),), (("chunk", 96), ("soft_cap", 5.0)), (("window", 70), ("sinks", 3))],
@@ -232,6 +235,7 @@ def twice(cache, again):
     return both, kvjax.convert(both, kvjax.policy("static", bits=8), max_len=TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["raw", *(pytest.param(n, marks=pytest.mark.rare) for n in ("rotated", "int4"))]
 )
@@ -252,6 +256,9 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
                 np.testing.assert_array_equal(row[position], numbers)
 
 
+@pytest.mark.slow(
+    but=("int4-int2-80", "int4-int2-64", "raw-64", "raw-80", "float8-80", "float8-64")
+)
 @pytest.mark.parametrize(
     "head_dim", [64, 80, *(pytest.param(n, marks=pytest.mark.rare) for n in (128, 256))]
 )
@@ -271,6 +278,7 @@ def test_orders_keep_every_number(name, head_dim):
         np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("codec", [kvjax.Int8(), kvjax.Int4("head"), INT4], ids=str)
 def test_units_on_a_host_are_whole(codec, apart):
@@ -305,6 +313,7 @@ def test_bodies_on_the_host_of_a_tpu(name, prefetch):
     assert_same(by_position(cache), by_position(there))
 
 
+@pytest.mark.slow(but=("int4",))
 @pytest.mark.parametrize("name", ["raw", "int4"])
 def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
     """And, on a mesh, to other devices: what is kept in another order there is turned."""
@@ -344,6 +353,7 @@ def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
         assert_same(by_position(kvjax.migrate(filled(None), mesh=mesh)), wanted)
 
 
+@pytest.mark.slow(but=("raw-gpu",))
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
 def test_vmap_over_caches_of_accelerators(name, platform):
@@ -432,6 +442,7 @@ class Flat:
         return plain_mix(weights, self.decode(store))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", pytest.param("gpu", marks=pytest.mark.rare)])
 @pytest.mark.parametrize(
     "codec",

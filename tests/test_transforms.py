@@ -42,6 +42,7 @@ def decoded(params):
     return loss_of(lax.scan(step, cache, TOKENS.T)[1].swapaxes(0, 1), TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [pytest.param(prefilled, marks=pytest.mark.rare), decoded])
 def test_gradients_through_a_cache(loss):
     """Against the training pass, and against finite differences in a random direction."""
@@ -169,6 +170,7 @@ def test_wrong_inputs_are_refused_in_a_sentence():
         kvjax.policy(dtype="int4x")
 
 
+@pytest.mark.slow
 def test_an_attribute_of_a_module_of_flax():
     """A cache and a rotary table are data there: a jitted call goes on with what the last left."""
 

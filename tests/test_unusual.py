@@ -93,7 +93,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "n": (2**31, "n must be at most 65,536, got 2147483648"),
     "num_beams": (2**31, "num_beams must be at most 65,536, got 2147483648"),
     "best_of": (10**30, "best_of must be at most 65,536, got 1000"),
-    "min_new_tokens": (-(10**5000), "min_new_tokens must be a whole number, at least 0, got a numb"),
+    "min_new_tokens": (
+        -(10**5000),
+        "min_new_tokens must be a whole number, at least 0, got a numb",
+    ),
     "prefill_chunk": (2**31, "prefill_chunk must be at most 2,147,483,647"),
     "use_cache": ("no", "use_cache is 'no', and must be True or False"),
     "logprobs": (np.zeros((40, 40)), "logprobs must be a whole number"),
@@ -216,8 +219,10 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
             with pytest.raises(ValueError, match=f"{name} must be at most [0-9,]+, got"):
                 call(size)
     long = kvjax.InferenceLimits(max_batch_size=1, max_seq_len=2**30)
-    with pytest.raises(kvjax.CacheMemoryError, match="no memory for the pool's pages; give fewer"):
+    with pytest.raises(kvjax.CacheMemoryError, match="no memory for the cache: 1 row"):
         kvjax.Engine(tiny_llama, limits=long)
+    with pytest.raises(kvjax.CacheMemoryError, match="no memory for the pool's pages; give fewer"):
+        kvjax.PrefixTree(tiny_llama, pages=2**24, max_len=64)
     with pytest.raises(kvjax.CacheMemoryError, match="no memory to grow the cache to 1,073,741,82"):
         kvjax.grow(cache(), 2**30)
 

@@ -59,6 +59,7 @@ def after(cache, *rows):
     return logits
 
 
+@pytest.mark.slow(but=("hybrid-static", "dynamic-sinks"))
 @pytest.mark.parametrize(
     "names",
     [
@@ -122,6 +123,7 @@ HALF = np.array([20, 11], np.int32)
 """Real tokens of a call of 20."""
 
 
+@pytest.mark.slow(but=("static-20", "sinks-20"))
 @pytest.mark.parametrize("new", [pytest.param(5, marks=pytest.mark.rare), 20])
 @pytest.mark.parametrize(
     "policy",
@@ -185,6 +187,7 @@ def test_a_call_goes_by_the_lengths_of_its_first_append():
             kvjax.check(late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_layers_may_come_in_any_order(prefetch):
     codec = kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, kvjax.Host(prefetch), block=8)
