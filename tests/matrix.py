@@ -279,13 +279,16 @@ def telling(some: Sequence[_Cell]) -> list[_Cell]:
 
 
 def cells(
-    every: list[_Cell], kinds: Iterable[tuple[str, str]], among: Sequence[_Cell] = ()
+    every: list[_Cell],
+    kinds: Iterable[tuple[str, str]],
+    among: Sequence[_Cell] = (),
+    first: Sequence[_Cell] = (),
 ) -> list[Any]:
-    """Parameters of a law: the covering set and the telling cells, which alone are not slow, or
-    what the environment asks for instead. They are chosen ``among`` some of the cells, where these
-    are given: laws that share what they make."""
+    """Parameters of a law: the covering set and the ``first`` cells, by default the telling ones,
+    which alone are not slow, or what the environment asks for instead. They are chosen ``among``
+    some of the cells, where these are given: laws that share what they make."""
     chosen = choice(among or every, kinds)
-    first = telling(among or chosen)
+    first = first or telling(among or chosen)
     chosen += [cell for cell in first if cell not in chosen]
     if SHARD:
         number, parts = map(int, SHARD.split("/"))

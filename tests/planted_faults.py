@@ -508,7 +508,8 @@ FAULTS = (
     Fault(
         "a stack is read in its first layer", "placement/order.py",
         "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step, jnp.int32)",
-        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step, jnp.int32)", ("stacks",),
+        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step, jnp.int32)",
+        ("stacks",),
     ),
     Fault(
         "pages of a stack are read in its first layer", "placement/pages.py",
@@ -552,8 +553,8 @@ FAULTS = (
     ),
     Fault(
         "a hook's text lacks the newest token", "sampling/past.py",
-        "return Past(seen, with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))",
-        "return Past(seen, self.tokens, self.length + taken * (token >= 0))", ("scores",),
+        "with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))",
+        "self.tokens, self.length + taken * (token >= 0))", ("scores",),
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/choosing.py",

@@ -137,6 +137,7 @@ def test_a_long_call_is_fed_in_parts_that_a_ring_has_slack_for():
     np.testing.assert_allclose(last[:, 0], wanted[:, -1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_once_for_a_function():
     module = example("nnx_model")
     first, second = module.language_model(0), module.language_model(1)
@@ -165,6 +166,7 @@ def test_plan_bench_and_compile_take_it():
     assert cell.ms > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(EXAMPLES, "plain_scan"))
 def test_on_a_mesh(name):
     lm = model(name)

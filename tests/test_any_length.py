@@ -107,6 +107,7 @@ def test_a_full_pool_is_multiplied_in_place(walked):
     assert np.isfinite(in_pages(cache)).all() and np.isfinite(in_pages(cache, window=9)).all()
 
 
+@pytest.mark.slow
 def test_what_is_mostly_empty_is_not(walked):
     assert np.isnan(in_pages(held(POLICIES["paged"], lengths(high=90)))).all()
 
@@ -120,6 +121,7 @@ def test_nor_are_pages_that_two_rows_share(walked):
     assert np.isnan(in_pages(cache)).all()
 
 
+@pytest.mark.slow
 def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
     assert np.isnan(in_pages(held(POLICIES["int8"], lengths(low=140)))).all()
     cache = held(POLICIES["paged"], lengths(low=140))
@@ -164,7 +166,7 @@ def test_the_shortest_rows_are_looked_at_together(monkeypatch):
     assert {len(each) for each in seen} == {4}
 
 
-@pytest.mark.slow(but=("pages",))
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["even", "pages"])
 def test_derivatives_are_those_of_the_walk(path):
     cache = held(POLICIES["paged"], lengths(low=140))

@@ -63,6 +63,7 @@ def used_up(batch):
     return [layer.keys.is_deleted() for layer in batch.cache.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
     """The next one's first layers are moved by the second thread while the present one runs, the

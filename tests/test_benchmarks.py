@@ -162,6 +162,7 @@ def test_bad_options_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_says_why(tmp_path):
     absent = Worker("kvjax", tmp_path / "absent", "float32", [sys.executable])
     with absent, pytest.raises(WorkerError, match="worker kvjax failed"):

@@ -365,10 +365,10 @@ TestCodedRingMachine = pytest.mark.rare(TestCodedRingMachine)
 TestConvertingMachine = ConvertingMachine.TestCase
 TestConvertingMachine.settings = FEWER
 TestConvertingMachine = pytest.mark.rare(TestConvertingMachine)
-TestRingMachine = RingMachine.TestCase
+TestRingMachine = pytest.mark.slow(RingMachine.TestCase)
 TestSinksMachine = SinksMachine.TestCase
 TestSinksMachine.settings = FEWER
-TestGrowingMachine = GrowingMachine.TestCase
+TestGrowingMachine = pytest.mark.slow(GrowingMachine.TestCase)
 TestGrowingMachine.settings = FEWER
 
 

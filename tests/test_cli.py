@@ -625,6 +625,7 @@ def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
     assert second.stderr.count("\n") == 1  # the figures, and no noise
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
     command = f"{sys.executable} -m kvjax info --model {tiny_llama_dir} | true"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

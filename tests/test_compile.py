@@ -80,6 +80,7 @@ GUIDED: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(GUIDED, "lookup"))
 def test_guided_generation_compiles_nothing_afterwards(lm, way):
     jax.clear_caches()

@@ -2,11 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvjax
 from kvjax.codecs import Codec
 from kvjax.layouts import Layout
+from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +27,49 @@ def test_a_recipe_lists_every_member(recipe, protocol):
     names = listed(recipe)
     assert len(names) == len(set(names))
     assert set(names) == {name for name in declared if not name.startswith("_")}
+
+
+def costs() -> dict[str, list[int]]:
+    """CONTRIBUTING's table of what a part more costs: cells by law, then seconds."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.split("\n| one more |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {part: [int(number) for number in numbers] for part, *numbers in rows}
+
+
+def telling_cells() -> list[int]:
+    """Cells that the README's command runs: recompute (three laws), copy, mesh, path."""
+    pairs = matrix.CACHE_PAIRS + matrix.OPERATION_PAIRS
+    caches = matrix.telling(matrix.choice(matrix.cache_cells(), pairs))
+    others = (
+        (matrix.copy_cells(), matrix.COPY_PAIRS),
+        (matrix.mesh_cells(), matrix.MESH_PAIRS),
+        (matrix.path_cells(), matrix.PATH_PAIRS),
+    )
+    found = [len(matrix.telling(matrix.choice(every, kinds))) for every, kinds in others]
+    return [3 * len(caches), *found]
+
+
+PARTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "codec": (matrix.CODECS, kvjax.Int4("head")),
+    "layout": (matrix.LAYOUTS, (kvjax.Ring(23, slack=15), (23, 0))),
+    "placement": (matrix.PLACEMENTS, kvjax.Host(3)),
+    "mesh": (matrix.MESHES, (4, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_more_costs_the_readme_s_command_at_most_15_s(part, monkeypatch):
+    *cells, for_these, others, in_all = costs()[part]
+    assert in_all == for_these + others <= 15
+    before = telling_cells()
+    monkeypatch.setitem(*PARTS[part][:1], "one-more", PARTS[part][1])
+    more = [now - then for now, then in zip(telling_cells(), before, strict=True)]
+    assert all(added <= told for added, told in zip(more, cells, strict=True)), more
+
+
+def test_the_costs_name_every_part():
+    assert [*costs()] == [*PARTS]
 
 
 def test_the_tree_has_a_line_a_file():

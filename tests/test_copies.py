@@ -167,6 +167,7 @@ SINGLE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "name"),
     [*SINGLE[:4], *(pytest.param(*each, marks=pytest.mark.rare) for each in SINGLE[4:])],

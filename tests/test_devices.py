@@ -674,6 +674,7 @@ def test_only_what_kvjax_runs_is_compiled(lm):
         plan_on(lm, device=over, max_len=64)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_here_is_compiled_for_alike(lm):
     made = kvjax.compile(lm, max_len=20, device=jax.devices()[0])
     assert {*made.executables} == {"first token", "prefill 16", "prefill 32", "decode"}

@@ -241,6 +241,7 @@ def test_texts_are_those_of_generate(temperature):
         assert [handle.text for handle in handles] == wanted.text
 
 
+@pytest.mark.slow
 def test_what_others_began_with_is_not_computed_again():
     engine, prompt = engine_of(), list(range(60)) * 2
     handles = engine.run([[*prompt, n] for n in range(6)], max_new_tokens=2)

@@ -276,6 +276,7 @@ def test_rows_draft_together_or_not_at_all():
     assert load([row(0.5)])(price) == replace(price, check=0.0)
 
 
+@pytest.mark.slow
 def test_what_requests_are_drafted_by():
     draft = kvjax.DraftModel(alike(), adaptive=False)
     mine, other = engine(draft=draft), engine(draft="lookup")

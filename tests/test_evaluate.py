@@ -48,6 +48,7 @@ def test_the_full_cache_differs_from_itself_in_nothing(found):
     assert found["raw"].bytes.tail == found["raw"].bytes.scales == 0
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_worse_and_fewer_bytes(found):
     kl = [found[name].overall.mean_kl for name in ("raw", "bits=8", "bits=4", "bits=2")]
     size = [found[name].bytes.body for name in ("raw", "bits=8", "bits=4", "bits=2")]

@@ -146,7 +146,7 @@ class Even(Anything):
         return np.array([0x55555555 | 1 << 7, 0x55555555], np.uint32)
 
 
-@pytest.mark.slow(but=("static-lookup",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 @pytest.mark.parametrize("way", some(WAYS[1:], "static"))
 def test_drafts_of_rows_with_guides(way, kind):
@@ -209,6 +209,7 @@ def test_the_best_samples_have_their_own_guides():
     assert [guide.tokens for guide in found.guides] == found.tokens
 
 
+@pytest.mark.slow
 def test_a_guide_that_fails_for_ever_keeps_no_pages():
     class Broken(Anything):
         def accept(self, token):

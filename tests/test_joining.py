@@ -182,7 +182,7 @@ def test_they_join_the_covering_sets_and_do_not_multiply_them(joined):
         assert len(now) <= len(before) + len(matrix.CODECS) + len(matrix.RAW)
 
 
-@pytest.mark.slow(but=("host",))
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_the_laws_of_caches_hold(joined, place):
     operations = tuple(name for name in matrix.OPERATIONS if name != "grow")
@@ -208,6 +208,7 @@ def test_the_copy_law_holds(joined):
     test_copies.check(matrix.CopyCell(TEAM, "halves", "while_loop"))
 
 
+@pytest.mark.slow
 def test_a_wrong_layout_does_not_pass(joined, monkeypatch):
     """The law sees one slot that is not where it was said to be."""
     monkeypatch.setattr(

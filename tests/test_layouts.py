@@ -325,7 +325,7 @@ def test_the_traces_of_the_tests_of_transformers():
         assert (seen(hybrid, 0), seen(hybrid, 1)) == (sliding, full)
 
 
-@pytest.mark.slow(but=("hybrid", "dynamic"))
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dynamic", "hybrid", "sliding_window"])
 def test_generation_under_every_layout(tiny_llama, policy):
     """Greedy tokens are those of the static cache where nothing is forgotten that is seen."""

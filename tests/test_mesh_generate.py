@@ -90,6 +90,7 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cell):
     assert more[0].tokens == more[1].tokens
 
 
+@pytest.mark.slow
 def test_nothing_compiles_twice_on_a_mesh(tiny_llama):
     lm = tiny_llama.on(mesh("2-2-2"))
     kvjax.generate(lm, PROMPTS, max_new_tokens=20, **SHARED)
@@ -152,7 +153,7 @@ def stepped_on_one_device(tiny_llama):
     return functools.cache(lambda name: stepped(tiny_llama, None, STEPPED[name][0]))
 
 
-@pytest.mark.slow(but=("static-1-1-8",))
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", each_on_each(STEPPED, SHAPES))
 def test_a_step_of_ones_own_inside_the_mesh_that_is_set(tiny_llama, stepped_on_one_device, cell):
     name, shape = cell
@@ -269,6 +270,7 @@ def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
         kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), **settings)
 
 
+@pytest.mark.slow
 def test_batches_on_a_mesh(tiny_llama):
     batches, settings = [PROMPTS, PROMPTS[:1]], dict(max_new_tokens=12, **SHARED)
     wanted = [r.tokens for r in kvjax.generate_batches(tiny_llama, batches, **settings)]
@@ -381,6 +383,7 @@ def test_bench_on_a_mesh(tiny_llama):
         kvjax.bench.measure(lm, {"static": kvjax.policy("static")}, **settings)
 
 
+@pytest.mark.slow
 def test_pmap_of_a_decode_step(tiny_llama):
     """A batch a device, over replicated parameters, as older scripts have it."""
     devices = jax.devices()[:4]

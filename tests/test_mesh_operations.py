@@ -92,6 +92,7 @@ def unhashable(slopes):
     return Listed(slopes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["partial", "pytree", "function", "unhashable", "closure"])
 def test_forms_of_a_bias(form):
     """On a mesh, as on one device: the arrays of a pytree are each device's."""
@@ -311,6 +312,7 @@ def spread_of(over):
     return None if over is None else spread_over(over, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

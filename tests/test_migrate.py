@@ -141,6 +141,7 @@ def test_layers_stay_beside_their_cache():
     assert set(seen) == {jax.local_devices()[0]}
 
 
+@pytest.mark.slow
 def test_what_is_there_already_stays():
     cache = filled(kvjax.Dense(), CODECS["int4"])
     again = kvjax.migrate(cache, kvjax.Device())

@@ -265,7 +265,7 @@ def learned():
     return model, model.init_params(0)
 
 
-@pytest.mark.slow(but=("dynamic", "converted"))
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ring", "grown", "converted", "dynamic"])
 def test_no_cache_passes_a_model_s_learned_positions(learned, way):
     model, params = learned

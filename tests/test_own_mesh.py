@@ -143,6 +143,7 @@ def test_shard_map_of_a_cache_on_the_host(lm):
     close(module.decode(lm, mesh, cache, TOKENS, STEPS), np.stack(right))
 
 
+@pytest.mark.slow
 @each("ring")
 @pytest.mark.parametrize("placed", rare(True, False))
 @pytest.mark.parametrize("kind", rare(*reversed(KINDS)))
@@ -213,6 +214,7 @@ def refs(cache: Any) -> Any:
     return jax.tree.map(jax.new_ref, cache)
 
 
+@pytest.mark.slow
 @each("8 bits")
 def test_refs(lm, wanted, policy):
     held = refs(empty(lm, policy))

@@ -461,6 +461,7 @@ def texts_of(result):
     return [row for row in result.tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["slots", *(pytest.param(name, marks=pytest.mark.rare) for name in ("raw", "int8"))]
 )
@@ -787,6 +788,7 @@ def test_texts_of_weights_that_are_gone_are_forgotten():
         del trained, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     ["lease.put_back", "lease.taken", "texts.Texts.keep_pages", "tiers.Tiers.make_room"],

@@ -333,6 +333,7 @@ def test_archives_hold_the_models_once(archives):
     assert not any(name.endswith(".png") for name in in_wheel)
 
 
+@pytest.mark.slow
 def test_an_unpacked_wheel_generates_text(archives, tmp_path):
     with zipfile.ZipFile(archives[0]) as archive:
         archive.extractall(tmp_path)

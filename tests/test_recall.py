@@ -37,6 +37,7 @@ def test_the_model_knows_what_it_was_told(found):
     assert list(raw.by_distance) == [256, 512]
 
 
+@pytest.mark.slow
 def test_forgotten_tokens_show(found):
     """A window forgets the facts beyond it, and only those."""
     window = found["window"]

@@ -323,6 +323,7 @@ def test_a_stacked_model_rolls_out():
     assert found.cache.stacks is not None and lists(found) == wanted.tokens
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_told(lm):
     broken = jax.tree.map(lambda x: x * jnp.nan, lm.params)
     found = kvjax.rollout(lm, broken, PROMPTS, max_new_tokens=3)

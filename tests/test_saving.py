@@ -134,6 +134,7 @@ def test_what_is_empty_is_not_written(policy, tmp_path):
         assert np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -163,6 +164,7 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
     np.testing.assert_allclose(goes_on(moved, other), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -381,6 +383,7 @@ def test_two_savings_of_one_folder_come_one_after_the_other(tmp_path):
     files.read_folder(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_has_written_or_says_that_it_has_not(tmp_path):
     program = """
 import sys

@@ -211,6 +211,7 @@ def test_choices_draw_with_seeds_one_after_the_other(running, stream):
         assert text == wanted.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_best_of_several_samples_are_those_of_generate(running, logprobs):
     prompts, settings = ["ab", "import"], {"n": 2, "best_of": 4, "seed": 5, "temperature": 0.8}
@@ -360,6 +361,7 @@ def test_prompts_are_scored_as_a_harness_asks(running):
     assert by_harness(running.post(prompt=best, **body).json()["choices"][0], len(ids))[1]
 
 
+@pytest.mark.slow
 def test_an_echo_alone(running):
     """Nothing but the prompt, which may have all positions."""
     body = {"echo": True, "max_tokens": 0, "temperature": 0}

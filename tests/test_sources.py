@@ -130,6 +130,7 @@ def test_on_a_mesh(sizes: dict[str, int]) -> None:
     assert found.tokens == wanted.tokens
 
 
+@pytest.mark.slow
 def test_a_long_text_is_read_in_pieces() -> None:
     lm = t5()
     text = np.random.default_rng(5).integers(2, 61, 1200).tolist()
@@ -171,6 +172,7 @@ def test_what_compiles() -> None:
     assert written(read, [[0]] * 2, max_len=128).stats.compilations == 0
 
 
+@pytest.mark.slow
 def test_figures_are_of_both_caches() -> None:
     lm = t5()
     stats = written(lm).stats

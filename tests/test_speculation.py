@@ -134,7 +134,7 @@ def looked_up(text, length):
     return []
 
 
-@pytest.mark.slow(but=("lookup",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_as_many_are_accepted_as_are_right(kind):
     """Counted beside a draft without a cache, and a search in plain Python."""

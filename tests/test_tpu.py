@@ -177,7 +177,7 @@ RECOMPUTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow(but=("raw-tpu",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "platform"), RECOMPUTED)
 def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     """The recompute law of the kernels and of folded products: a text gets, cut anyhow, what one

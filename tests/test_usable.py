@@ -280,6 +280,7 @@ def test_arrays_that_are_not_those_of_the_policy():
             kvjax.fork(wrong)
 
 
+@pytest.mark.slow(but=("pickled-quantized", "deeply-static", "fetched-host"))
 @pytest.mark.parametrize("name", ["static", "quantized", "host"])
 @pytest.mark.parametrize(
     "way",
