@@ -172,9 +172,10 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
         0 if back is None else LENGTHS[row] - back
         for row, back in zip(operation.rows, operation.back, strict=True)
     ]
-    kinds = memory_kinds(cache)
+    kinds, dtypes = memory_kinds(cache), {x.dtype for x in jax.tree.leaves(cache)}
     changed = operation.change(cache)
     kvjax.check(changed)
+    assert {x.dtype for x in jax.tree.leaves(changed)} == dtypes, name
     assert memory_kinds(changed) == kinds, name
     # As `jnp.zeros` is, unless a memory was named.
     away = any(layer.policy.placement.place == "host" for layer in changed.layers)

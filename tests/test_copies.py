@@ -32,7 +32,7 @@ MODEL = Architecture(CONFIG)
 def one_step(token, cache):
     """A step of a cache without a model: queries, keys and values come from a number a row."""
     held = cache.layers[0]
-    channels = jnp.arange(1.0, 1.0 + held.head_dim)
+    channels = jnp.arange(1, 1 + held.head_dim, dtype=jnp.float32)
     for layer in range(len(cache.layers)):  # each goes by what the one before it gave
         x = jnp.sin(channels * token[:, None, None, None])
         shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
@@ -64,7 +64,7 @@ def scan_of_steps(token, cache):
 
 def chunk(token, cache):
     held = cache.layers[0]
-    channels = jnp.arange(1.0, 1.0 + 16 * held.head_dim).reshape(1, 1, 16, -1)
+    channels = jnp.arange(1, 1 + 16 * held.head_dim, dtype=jnp.float32).reshape(1, 1, 16, -1)
     x, mixed = jnp.sin(channels * token[:, None, None, None]), []
     lengths = jnp.clip(token.astype(jnp.int32), 0, 16)
     shapes = ((len(token), heads, 16, held.head_dim) for heads in (held.kv_heads, 8))

@@ -184,7 +184,7 @@ def test_nothing_of_a_layer_is_copied(name, form, batch):
             def one(carry):
                 return scanned(params, tokens, carry[1])
 
-            x = jnp.zeros((*tokens.shape, HEADS * DIM))
+            x = jnp.zeros((*tokens.shape, HEADS * DIM), jnp.float32)
             return jax.lax.while_loop(lambda c: jnp.all(c[1].length < 90), one, (x, cache))
 
         found = jax.jit(program, donate_argnums=2).lower(weights(), tokens, cache).compile()

@@ -214,7 +214,7 @@ class PageAllocator:
             refs = functools.reduce(jnp.maximum, pinned) + functools.reduce(jnp.add, held)
             tables = [x.table for x in every]
         else:
-            first = np.cumsum([0, *(x.pages for x in every)])
+            first = np.cumsum([0, *(x.pages for x in every)], dtype=np.int32)
             refs = jnp.concatenate([x.refs for x in every])
             tables = [
                 jnp.where(x.table >= 0, x.table + offset, -1)

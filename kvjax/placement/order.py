@@ -108,7 +108,7 @@ class Order:
         first = row if isinstance(row, tuple) else (row,)
         place[: len(first)] = first
         place[self.axis + len(first) - 1] = start * self.step
-        return kept, tuple(place)
+        return kept, tuple(jnp.asarray(x, jnp.int32) for x in place)
 
 
 AS_IS = Order()
