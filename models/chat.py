@@ -196,7 +196,7 @@ def _marked(messages: list[dict[str, Any]]) -> str:
 
 
 def _cut(rendered: str, final: str) -> str:
-    """What was rendered, up to the mark behind the last message's text."""
+    """The rendered conversation, up to the mark after the last message's text."""
     end = rendered.rfind(_CUT.rstrip())
     trims = not rendered.startswith(_CUT, end)
     found = rendered[: max(end, 0)]

@@ -8,7 +8,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 """What models compute in."""
 
 NARROWED = {"float64": "float32"}
-"""What weights may be stored in besides, and what they are read as."""
+"""Other dtypes of stored weights, and the dtypes that they are read as."""
 
 Parameter = float | int | bool | tuple[float, ...] | None
 

@@ -86,7 +86,7 @@ _IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 _NOT_TEXT = "vision_", "image_", "video_"
 """How fields begin that stand beside those of text where there is no ``text_config``."""
 TEXT_PREFIX = re.compile(r"^(model\.)?(language_model|text_model)\.")
-"""What stands before the names of the text part's tensors."""
+"""Prefixes of the names of the text part's tensors."""
 _PART = re.compile(
     r"^(?:model\.)?(vision_tower|vision_model|vision_embedder|visual|image_tower|video_tower|"
     r"audio_tower|multi_modal_projector|connector|image_newline|embed_vision|embed_audio)(\.|$)"

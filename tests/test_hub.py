@@ -75,6 +75,20 @@ def test_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("owner/name", None, False)]
 
 
+def indexed(folder: Path, places: dict[str, str], monkeypatch) -> tuple[Path, list[set[str]]]:
+    """An index of the weights of a hub's checkpoint, and the weight files that are asked for."""
+    asked: list[set[str]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append({x for x in allow_patterns if x.endswith(".safetensors")})
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    return index, asked
+
+
 def test_files_of_any_name_are_fetched_by_the_index(folder, monkeypatch):
     """Those that the index names, and no others."""
     names = "model.safetensors-00001-of-00002.safetensors", "consolidated-2.safetensors"
@@ -86,15 +100,7 @@ def test_files_of_any_name_are_fetched_by_the_index(folder, monkeypatch):
     for name, part in zip(names, parts, strict=True):
         save_file(part, folder / name, {"format": "pt"})
         places |= dict.fromkeys(part, name)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    asked: list[set[str]] = []
-
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append({x for x in allow_patterns if x.endswith(".safetensors")})
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    index, asked = indexed(folder, places, monkeypatch)
     loaded = [models.load(place) for place in ("owner/name", folder)]
     assert asked == [set(), set(names)]
     for lm in loaded:
@@ -112,15 +118,7 @@ def test_files_of_other_parts_alone_are_not_fetched(folder, monkeypatch, capsys)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     places = dict.fromkeys(tensors, "a.safetensors") | {"model.visual.x": "b.safetensors"}
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    asked: list[set[str]] = []
-
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append({x for x in allow_patterns if x.endswith(".safetensors")})
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    _, asked = indexed(folder, places, monkeypatch)
     models.load("owner/name")
     assert asked == [set(), {"a.safetensors"}]
     assert capsys.readouterr().err.endswith("the text part is loaded, without visual (1 tensor)\n")

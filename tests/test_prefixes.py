@@ -537,12 +537,18 @@ def test_whose_texts_they_are():
     ) and stats.hit_rate == 128 / 280
 
 
-@pytest.mark.slow
-def test_a_stream_that_is_let_go_gives_its_pages_back():
+def streaming(policy):
+    """A model, its tree, and a stream that has the tree's pages."""
     lm = small()
-    tree = tree_of(lm, POLICIES["raw"])
+    tree = tree_of(lm, POLICIES[policy])
     running = kvjax.stream(lm, [list(range(40))], max_new_tokens=20, prefix_cache=tree)
     next(running)
+    return lm, tree, running
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_let_go_gives_its_pages_back():
+    lm, tree, running = streaming("raw")
     with pytest.raises(ValueError, match="pages are with a stream that has not ended"):
         kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)
     del running
@@ -866,10 +872,7 @@ def test_threads_share_a_tree(way):
 @pytest.mark.slow
 def test_of_threads_that_stream_from_a_tree_one_has_its_pages():
     """The others are told so, and what to use; a stream itself may go on in any thread."""
-    lm = small()
-    tree = tree_of(lm, POLICIES["int8"])
-    running = kvjax.stream(lm, [list(range(40))], max_new_tokens=20, prefix_cache=tree)
-    next(running)
+    lm, tree, running = streaming("int8")
     for call in (
         lambda _: kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2),
         lambda _: next(kvjax.stream(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)),

@@ -68,14 +68,14 @@ def init_cache(
         default what the config's ``stacked`` says, False where it has none.
       rotary_len: the length of text that rotary frequencies go by where they depend on it
         (longrope, dynamic NTK); by default the longest that the cache can hold. Where longer texts
-        have other frequencies, a row holds at most so many tokens: keys in the cache keep those
-        that they were rotated by.
+        have other frequencies, a row holds at most ``rotary_len`` tokens: keys in the cache keep
+        the rotation that they were written with.
 
     Raises:
       ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive whole number,
         ``max_len`` is more than the model has positions, a list of policies has the wrong length,
-        or the mesh does not divide the rows; if layers are to be stacked of which one reads
-        another's keys.
+        or the mesh does not divide the rows; if layers are to be stacked, and one reads another's
+        keys.
       CacheMemoryError: if the device or the host has no memory for it.
     """
     return allocate(
@@ -85,14 +85,14 @@ def init_cache(
 
 
 @contextlib.contextmanager
-def naming_no_memory(sentence: str) -> Iterator[None]:
-    """A ``CacheMemoryError`` with a sentence, where there is no memory for what is made here."""
+def naming_no_memory(sentence: Callable[[], str]) -> Iterator[None]:
+    """Raise ``CacheMemoryError(sentence())`` if there is no memory for what is made inside."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if jax_0_10_error_code(error) != NO_MEMORY:
             raise
-        raise CacheMemoryError(sentence) from error
+        raise CacheMemoryError(sentence()) from error
 
 
 def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
@@ -100,18 +100,17 @@ def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
 
     @functools.wraps(make)
     def made(*given: Any, **named: Any) -> KVCache:
-        try:
-            return make(*given, **named)
-        except jax.errors.JaxRuntimeError as error:
-            if jax_0_10_error_code(error) != NO_MEMORY:
-                raise
+        def sentence() -> str:
             cache = jax.eval_shape(functools.partial(make, *given, **named))
-            raise CacheMemoryError(
+            return (
                 f"there is no memory for the cache: {cache.batch} row(s) of "
                 f"{named['max_len'] or named.get('room'):,} tokens take "
                 f"{readable_bytes(tree_bytes(cache))}; give fewer tokens (max_new_tokens, "
                 "max_len), fewer rows, or a policy that takes less (kvjax.what_fits shows some)"
-            ) from error
+            )
+
+        with naming_no_memory(sentence):
+            return make(*given, **named)
 
     return made
 

@@ -81,7 +81,7 @@ class KVCache:
 
     @property
     def last_position(self) -> str:
-        """Why a text can't go on behind ``positions``, as errors say it."""
+        """Why a sequence can't be longer than ``positions``, as errors say it."""
         if self.positions == self.turned_for:
             return f"its keys are turned for texts of rotary_len={self.positions} tokens"
         return f"the model has only {self.positions} positions"

@@ -33,8 +33,8 @@ _AGAIN = 2**32
 @dataclass
 class Conversation:
     """``length``: tokens that its cache is made for, and ``most``, that there is room for, None
-    where there is no end; ``lost``: tokens that a cache held which an error took; ``lock``: of
-    whoever goes on with it, where threads do."""
+    where there is no end; ``lost``: tokens that a cache held which an error took; ``lock``: held
+    while a thread changes it."""
 
     lm: LanguageModel
     rendering: Rendering

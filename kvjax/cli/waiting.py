@@ -92,8 +92,8 @@ def shown(
 
 
 def begun(pieces: Iterator[_T], what: str) -> list[_T]:
-    """The first pieces of a text, and until they are there ``what``. On a terminal two: behind text
-    nothing can be shown, and the loop that makes it is compiled with the second."""
+    """The first piece of a text, with ``what`` shown until it comes. On a terminal the first two:
+    no progress can be drawn once text is printed, and the second piece compiles the decode loop."""
     with shown(what, after=SOON):
         first = list(itertools.islice(pieces, 1))
         if sys.stderr.isatty():

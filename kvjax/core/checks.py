@@ -88,7 +88,7 @@ def truth_value(name: str, value: Any) -> bool:
 
 
 def keep_truth(settings: Any, name: str) -> None:
-    """``keep_whole`` of what is True or False."""
+    """``keep_whole`` for a field that is True or False."""
     object.__setattr__(settings, name, truth_value(name, getattr(settings, name)))
 
 

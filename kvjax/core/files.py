@@ -104,8 +104,8 @@ def save_folder(
 
 
 def at_home(path: str | Path) -> Path:
-    """A path, of which a leading ``~`` is the user's folder. One of an unknown user stays as it is:
-    ``Path.expanduser`` raises there."""
+    """A path with a leading ``~`` expanded. That of an unknown user stays as it is, where
+    ``Path.expanduser`` raises."""
     return Path(os.path.expanduser(path))
 
 

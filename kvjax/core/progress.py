@@ -12,7 +12,7 @@ Listener = Callable[[str, int, int], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 HEARS_COMPILERS: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
-"""Whom JAX's events, of which ``generation/statistics.py`` hears, are told to."""
+"""The callback for JAX's events of compilation, which ``generation/statistics.py`` forwards."""
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Report:
     """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
     as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
     ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache; ``prompt``: scores of the
-    tokens of a prompt, [1, new], each of the one behind it, where they were asked for."""
+    tokens of a prompt, [1, new], each of the next one, if they were requested."""
 
     tokens: Int[Array, "rows most"]
     scores: Scores

@@ -119,11 +119,11 @@ class Handle:
         return None if self.request.prompt_scores is None else [None, *self._prompt_scores]
 
     def read(self, start: int, scores: Scores) -> None:
-        """Take in the scores of its prompt behind so many tokens."""
+        """Store the scores of the prompt's tokens that follow token ``start``."""
         most, following = self.request.prompt_scores, len(self.request.tokens) - 1 - start
         assert most is not None
         found = token_scores(fetch(scores), 0, 0, max(following, 0), most)
-        # Of a request that is computed again, those behind these have been given already.
+        # A request that is computed again has later scores already, which callers may have read.
         self._prompt_scores[start : start + len(found)] = found
 
     def take(self) -> Piece:

@@ -38,7 +38,7 @@ def feed(
     held: Held, model: Model, params: Any, piece: Piece, following: Tokens | None = None
 ) -> tuple[Held, Report]:
     """Feed a chunk of prompts, and choose the first token of those that end in it; ``following``:
-    int32[1, new], the token behind each, whose scores are told, of one prompt."""
+    int32[1, new], the token after each one of a single prompt, to be scored."""
     before = some_of(held, piece.rows)
     starts, written = piece.starts, before.cache.written
     written = jnp.where(piece.fresh[:, None], starts[:, None], written)
@@ -218,7 +218,7 @@ def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
 
 
 def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Context) -> Scores:
-    """By the logits behind each place of one row, the scores of the token that follows it."""
+    """The scores of the token after each one of a single row, from the logits there."""
     logits = whole(every, context)[0]
     most = min(MOST_SCORES, logits.shape[1])
 

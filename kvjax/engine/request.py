@@ -63,8 +63,8 @@ class Request:
 
     ``tokens``: of its prompt; ``limit``: new tokens after which it ends; ``eos``: tokens that end
     it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
-    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities, and
-    ``prompt_scores`` with each of its prompt;
+    ``scores``: how many of the likeliest tokens to report with each new token, None for no
+    log-probabilities; ``prompt_scores``: the same with each token of its prompt;
     ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
     after which it ends as it is, None for never; ``by_text``: whether its filters, or a draft's
     model, go by its text; ``guide``: which tokens may come next, None for all; ``drafting``: what

@@ -106,8 +106,8 @@ class Rows:
         ends: bool = False, words: Any = None, width: int = 1,
         following: Sequence[int] | None = None,
     ) -> Report:  # fmt: skip
-        """Send a chunk; ``first``: what is chosen behind it, where that is known; ``following``:
-        what follows each of its tokens, where the scores of these are asked for."""
+        """Send a chunk; ``first``: the token to choose after it, if known; ``following``: the token
+        after each of its tokens, if their scores are requested."""
         one, count, allowed = ints(row), len(tokens), self.every(1)
         padded: Any = np.zeros((1, self.width(max(count, width))), np.int32)
         padded[0, :count] = tokens

@@ -45,8 +45,8 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
 
 
 def strong(params: Any) -> Any:
-    """Parameters of which none is weakly typed, as ``jnp.full(shape, 0.5)`` is: an optimizer gives
-    back strongly typed ones, and programs would be compiled again for those."""
+    """Parameters without weak types, such as that of ``jnp.full(shape, 0.5)``: an optimizer returns
+    strongly typed ones, which would compile every program again."""
     return jax.tree.map(_strong, params)
 
 

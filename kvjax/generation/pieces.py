@@ -11,8 +11,8 @@ from kvjax.generation.session import Session
 
 
 class Pieces(Iterator[Piece]):
-    """Pieces of a session's text, and behind the last one the ``result``; see ``stream``. Threads
-    that ask for one, or for the end, wait for each other."""
+    """Pieces of a session's text, and after the last one the ``result``; see ``stream``. Threads
+    that take a piece, or close it, wait for each other."""
 
     def __init__(self, session: Session, given: bool) -> None:
         self._running, self._given = session, given

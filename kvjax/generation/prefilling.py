@@ -51,7 +51,7 @@ def prefill(
     request = prepare(lm, prompts, options)
     full = request.capacity == request.need != position_limit(lm.config)
     if max_len is None and request.cache is None and full:
-        # Whoever goes on needs room for a token.
+        # Room for the token that the caller appends next.
         request = prepare(lm, prompts, replace(options, max_new_tokens=2))
     session = Session(lm, request)
     session.start()

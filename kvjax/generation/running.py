@@ -35,8 +35,8 @@ def running(
 def ran(
     lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
 ) -> GenerationResult:
-    """The result of a generation that nobody watches, in its turn among those of other threads
-    that begin from the same tree."""
+    """The result of a generation that is not streamed. Threads that use the same prefix tree run
+    one after the other."""
     found, prefixes = running(lm, request, watched=False, chunks=chunks), request.prefixes
     with nullcontext() if prefixes is None else prefixes.tree.turns.taken():
         for _ in found:

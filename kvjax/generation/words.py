@@ -77,7 +77,7 @@ def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[
 def told_scores(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
-    """How many of the likeliest tokens are told with each one; None for no log-probability."""
+    """How many of the likeliest tokens to report with each token; None for no log-probability."""
     logprobs = plain(logprobs)
     if logprobs is None or logprobs is False:
         return None

@@ -56,8 +56,10 @@ def grow(cache: KVCache, to: int) -> KVCache:
     with (
         beside(cache.length),
         naming_no_memory(
-            f"there is no memory to grow the cache to {to:,} tokens a row; the layers that have "
-            "grown have used the cache up"
+            lambda: (
+                f"there is no memory to grow the cache to {to:,} tokens a row; the layers that have "
+                "grown have used the cache up"
+            )
         ),
     ):
         for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):

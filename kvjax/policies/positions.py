@@ -27,14 +27,13 @@ def position_limit(config: Any) -> int | None:
 
 
 def positions_needed(prompt: int, new: int) -> int:
-    """Positions of a model, and places in its cache, for a prompt and so many new tokens: the last
-    new one needs none, for the model never reads it."""
+    """Positions of a model, and places in its cache, for ``prompt`` tokens and ``new`` ones. The
+    last new token needs none, because the model never reads it."""
     return prompt + max(new - 1, 0)
 
 
 def new_tokens_for(positions: int, prompt: int) -> int:
-    """The most new tokens that positions are enough for behind a prompt: see
-    ``positions_needed``."""
+    """The most new tokens after a prompt for which positions suffice: see ``positions_needed``."""
     return positions - prompt + 1 if prompt <= positions else 0
 
 

@@ -20,8 +20,8 @@ class Texts:
     is elsewhere.
 
     ``limits``: bytes of the host and of the disk, and the folder of files there, or None; ``lock``:
-    of whoever looks at them, or changes them, where threads do. The pool has no arrays before
-    ``clear`` makes them, or rows bring theirs.
+    held while a thread reads or changes them. The pool has no arrays until ``clear`` makes them, or
+    an engine's rows bring theirs.
     """
 
     def __init__(self, terms: Terms, limits: tuple[int, int, str | Path | None]) -> None:
@@ -38,8 +38,10 @@ class Texts:
         """
         self._forget()  # first: the old pool and the new one may not fit together
         with naming_no_memory(
-            "there is no memory for the pool's pages; give fewer (pages, memory), fewer tokens "
-            "(max_seq_len, max_len), fewer rows, or a policy that takes less"
+            lambda: (
+                "there is no memory for the pool's pages; give fewer (pages, memory), fewer tokens "
+                "(max_seq_len, max_len), fewer rows, or a policy that takes less"
+            )
         ):
             for number, held in enumerate(self.terms.shapes(1).layers):
                 if held.policy.paging is not None:

@@ -20,11 +20,11 @@ class Turns:
         """Keep other threads out of the pages: they wait for the end of this.
 
         Raises:
-          ValueError: if a stream has them, of which nobody knows when it goes on.
+          ValueError: if a stream that has not ended holds them.
         """
         with self._lock:
             if self._lent:
-                gc.collect()  # a stream that nobody has any more is part of a circle
+                gc.collect()  # a stream that was dropped is part of a reference cycle
             if self._lent:
                 raise ValueError(
                     "the prefix tree's pages are with a stream that has not ended: iterate it to "

@@ -79,8 +79,8 @@ class Answer:
         return echo.text, [] if scores is None else echo.scored(scores)
 
     def _scored(self, handle: Handle, each: Handle | Found | Piece, scores: Any) -> Scored:
-        """What is known of new tokens. Behind a prompt there is one for each that was chosen, for
-        who scores prompts cuts as many off the end."""
+        """Scores of new tokens. After an echoed prompt the token that ends the text is among them,
+        because clients that score prompts cut off as many entries as there are new tokens."""
         if not self._asked.told:
             return []
         echo = self._echo(handle)

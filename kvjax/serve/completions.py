@@ -90,7 +90,7 @@ class Completions:
 
     def _likeliest(self, token: int, score: TokenScore) -> dict[str, float | None]:
         """The likeliest tokens by their texts, and the chosen one among them. Of tokens that read
-        alike the likeliest is told: whether the chosen one is that shows in the numbers."""
+        alike the likeliest is reported: the numbers show whether the chosen one is that."""
         assert self._texts is not None
         every = [(token, score.logprob), *reversed(score.likeliest)]
         return {self._texts.of(each)[0]: in_json(logprob) for each, logprob in every}
