@@ -57,8 +57,8 @@ def grow(cache: KVCache, to: int) -> KVCache:
         beside(cache.length),
         naming_no_memory(
             lambda: (
-                f"there is no memory to grow the cache to {to:,} tokens a row; the layers that have "
-                "grown have used the cache up"
+                f"there is no memory to grow the cache to {to:,} tokens a row; the layers that "
+                "have grown have used the cache up"
             )
         ),
     ):
