@@ -18,10 +18,12 @@ from kvjax.attention import buckets
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.places import arguments, places
 from kvjax.cache.sizes import share_of
+from kvjax.codecs import Float8, Int4, Rotated
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.core.compat import jax_0_8_options, jax_0_8_text
 from kvjax.core.target import target_of
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Growing, Ring
 from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
 from kvjax.memory.sizes import bytes_ahead
@@ -305,19 +307,19 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
     STEP: _step, LOOP: _loop, CHUNK: _step, SCAN: _scan,
 }  # fmt: skip
 
-_SINKS = kvjax.Ring(1024, sinks=4, slack=511)
+_SINKS = Ring(1024, sinks=4, slack=511)
 POLICIES: dict[str, Any] = {
     "raw": kvjax.policy("static"),
-    "growing": kvjax.CachePolicy(kvjax.Growing(8192)),
+    "growing": kvjax.CachePolicy(Growing(8192)),
     "sinks": kvjax.CachePolicy(_SINKS),
     "hybrid": kvjax.policy("hybrid", slack=511),
     "8 bits": kvjax.policy(bits=8),
     "4 bits": kvjax.policy(bits=4),
     "4 and 2 bits": kvjax.policy(key_bits=4, value_bits=2),
     "2 bits": kvjax.policy(bits=2),
-    "float8": kvjax.CachePolicy(keys=kvjax.Float8(), values=kvjax.Float8()),
+    "float8": kvjax.CachePolicy(keys=Float8(), values=Float8()),
     "rotated": kvjax.CachePolicy(
-        keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
+        keys=Rotated(Int4()), values=Rotated(Int4())
     ),
     "pages": kvjax.policy("paged"),
     "pages of 8 bits": kvjax.policy("paged", bits=8),

@@ -25,14 +25,15 @@ from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
 from benchmarks.engine_kvjax import KvjaxEngine
+from kvjax.codecs import Float8, Integer, Rotated
 
 LIMIT = 1.05
 
 
 def policies(window: int) -> dict[str, Any]:
     """Every kind of cache, by the name it has in the tables; `window`: of rings."""
-    policy, float8 = kvjax.policy, kvjax.Float8()
-    rotated = kvjax.Rotated(kvjax.Integer(4, "token", zero_point=True))
+    policy, float8 = kvjax.policy, Float8()
+    rotated = Rotated(Integer(4, "token", zero_point=True))
     return {
         "raw": policy(),
         "8 bits": policy(bits=8),

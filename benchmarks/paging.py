@@ -82,7 +82,7 @@ def shared(given: argparse.Namespace) -> list[dict[str, Any]]:
             cache = kvjax.repeat(_fed(cache, given.prompt), samples)
             cache = _fed(cache, given.new)
             kvjax.check(cache)
-            used.append(kvjax.page_map(cache).pools[0].used)
+            used.append(kvjax.memory.page_map(cache).pools[0].used)
         found.append({"page": size, "pages": used, "ratio": used[1] / used[0]})
     return found
 

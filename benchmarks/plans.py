@@ -79,7 +79,7 @@ def _rooms(shapes: Mapping[str, ModelShape]) -> str:
     ]
     for name, shape in shapes.items():
         memory, devices = MEMORIES[name]
-        rooms = kvjax.what_fits(
+        rooms = kvjax.memory.what_fits(
             shape, max_len=shape.context or 1, memory=memory, devices=devices, fraction=FRACTION,
             choices={bits: kvjax.policy(**it) for bits, it in BITS.items()},
         )  # fmt: skip

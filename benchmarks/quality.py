@@ -22,6 +22,7 @@ from scipy.special import log_softmax
 
 import kvjax
 from kvjax import models
+from kvjax.codecs import HalfQuadratic, Int8, Integer, Rotated, Unrotated
 from kvjax.models.tiny.data import part_tokens
 from kvjax.policies.words import parse_policy
 from kvjax.quality import reports
@@ -57,8 +58,8 @@ FIRST = 64
 def candidates() -> dict[str, Any]:
     """The policies that are compared, by name."""
     policies: dict[str, Any] = {name: parse_policy(name) for name in reports.DEFAULT_POLICIES}
-    textbook = kvjax.Int8(per="tensor")
-    rotated = kvjax.Rotated(textbook)
+    textbook = Int8(per="tensor")
+    rotated = Rotated(textbook)
     return {
         **policies,
         "absmax int8 per tensor": kvjax.CachePolicy(keys=textbook, values=textbook),
@@ -69,9 +70,13 @@ def candidates() -> dict[str, Any]:
 def settings() -> dict[str, Any]:
     """The settings that presets were chosen among: bits, what keys and values share scales along,
     and what searches, rotates or keeps keys unrotated."""
-    integer, search, rotated = kvjax.Integer, kvjax.HalfQuadratic, kvjax.Rotated
+    integer, search, rotated = (
+        Integer,
+        HalfQuadratic,
+        Rotated,
+    )
 
-    def with_zero(bits: int, per: str) -> kvjax.Integer:
+    def with_zero(bits: int, per: str) -> Integer:
         return integer(bits, per, zero_point=True)
 
     keys_4, keys_2 = with_zero(4, "channel"), with_zero(2, "channel")
@@ -91,7 +96,7 @@ def settings() -> dict[str, Any]:
         "2: channel, token": (keys_2, values_2),
         "2: channel, rotated searched token": (keys_2, rotated(search(values_2))),
         "2: unrotated searched channel, the same values": (
-            kvjax.Unrotated(search(keys_2)), rotated(search(values_2))
+            Unrotated(search(keys_2)), rotated(search(values_2))
         ),
     }  # fmt: skip
     return {name: kvjax.CachePolicy(keys=k, values=v) for name, (k, v) in pairs.items()}

@@ -13,6 +13,7 @@ import numpy as np
 
 import kvjax
 from benchmarks.checkpoint import Sizes
+from kvjax.memory import InferenceLimits
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def engine_of(
     lm: Any, work: Work, given: argparse.Namespace, *, ahead: int = 1, **changes: Any
 ) -> kvjax.Engine:
     """One with as many slots, in pages; ``ahead``: steps that it sends before others are done."""
-    limits = kvjax.InferenceLimits(
+    limits = InferenceLimits(
         max_batch_size=given.rows, max_seq_len=work.tokens // given.batch, prefetch_steps=ahead
     )
     settings = {

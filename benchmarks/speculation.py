@@ -26,6 +26,7 @@ from benchmarks.bandwidth import cpu_name
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
 from kvjax import models
+from kvjax.memory import InferenceLimits
 from kvjax.models.config import LlamaConfig, RopeConfig
 
 AGREED, RANDOM, REPEATED = 1.5, 1 / 1.15, 2.0
@@ -156,9 +157,7 @@ def _engine_cell(
 ) -> dict[str, Any]:  # fmt: skip
     """The same, of as many requests to an engine as it has rows."""
     prompts = _prompts(given, rows, circle)
-    limits = kvjax.InferenceLimits(
-        max_batch_size=rows, max_seq_len=len(prompts[0]) + given.tokens + 1
-    )
+    limits = InferenceLimits(max_batch_size=rows, max_seq_len=len(prompts[0]) + given.tokens + 1)
     engine = kvjax.Engine(lm, limits=limits, prefill_chunk=64, draft=draft)
     engine.compile()
     seconds: dict[str | None, list[float]] = {"engine": [], None: []}

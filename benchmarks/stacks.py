@@ -26,17 +26,18 @@ import kvjax
 from benchmarks.bandwidth import cpu_name
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
+from kvjax.memory import ModelShape
 
 CODECS: dict[str, dict[str, Any]] = {"raw": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}}
 LIMIT, COMPILED = 1.05, 1.5
 FORMS = {"unrolled": False, "stacked": True}
 
 
-def config(layers: int, given: argparse.Namespace) -> kvjax.ModelShape:
+def config(layers: int, given: argparse.Namespace) -> ModelShape:
     """A model of so many layers."""
     heads, kv, dim = given.heads
     width = heads * dim
-    return kvjax.ModelShape(layers, width, 4 * width, heads, kv, dim, 256, dtype="float32")
+    return ModelShape(layers, width, 4 * width, heads, kv, dim, 256, dtype="float32")
 
 
 def weights(layers: int, given: argparse.Namespace, stacked: bool) -> Any:

@@ -94,9 +94,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normal = (centred * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+        normal = (centered * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
         return along(self.weight, x) * normal + along(self.bias, x)
 
 

@@ -18,6 +18,20 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.codecs import (
+    Centered,
+    Float8,
+    HalfQuadratic,
+    Int1,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    Raw,
+    Rotated,
+    Unrotated,
+)
+from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import LlamaConfig, RopeConfig
 from tests import covering, naive
@@ -28,37 +42,37 @@ SHARD = os.environ.get("KVJAX_SHARD")
 """``k/n``: one share alone of the cells that are not in the covering sets."""
 
 CODECS: dict[str, Any] = {
-    "int8": kvjax.Int8(),
-    "int4": kvjax.Int4("channel", zero_point=True),
-    "int3": kvjax.Int3("token", 4),
-    "int2": kvjax.Int2("channel", zero_point=True),
-    "int1": kvjax.Int1(zero_point=True),
-    "int8-head": kvjax.Int8("head", zero_point=True),
-    "int4-tensor": kvjax.Int4("tensor"),
-    "float8": kvjax.Float8(),
-    "float8-wide": kvjax.Float8("e5m2", "channel"),
-    "half-quadratic": kvjax.HalfQuadratic(kvjax.Int4(zero_point=True)),
-    "rotated": kvjax.Rotated(kvjax.Int4()),
-    "unrotated": kvjax.Unrotated(kvjax.Int8("channel")),
-    "centred": kvjax.Centred(kvjax.Rotated(kvjax.Int4())),
-    "unrotated-centred": kvjax.Unrotated(kvjax.Centred(kvjax.Int4())),
+    "int8": Int8(),
+    "int4": Int4("channel", zero_point=True),
+    "int3": Int3("token", 4),
+    "int2": Int2("channel", zero_point=True),
+    "int1": Int1(zero_point=True),
+    "int8-head": Int8("head", zero_point=True),
+    "int4-tensor": Int4("tensor"),
+    "float8": Float8(),
+    "float8-wide": Float8("e5m2", "channel"),
+    "half-quadratic": HalfQuadratic(Int4(zero_point=True)),
+    "rotated": Rotated(Int4()),
+    "unrotated": Unrotated(Int8("channel")),
+    "centered": Centered(Rotated(Int4())),
+    "unrotated-centered": Unrotated(Centered(Int4())),
 }
 """Every codec of blocks, and wrappings of wrappings."""
 
-RAW: dict[str, Any] = {name: kvjax.Raw(name) for name in ("float32", "bfloat16", "float16")}
+RAW: dict[str, Any] = {name: Raw(name) for name in ("float32", "bfloat16", "float16")}
 """Numbers that stand alone."""
 
 BLOCK = 8
 """Tokens of a block, in the cells: small, so that short texts have many."""
 
 LAYOUTS: dict[str, tuple[Any, Any]] = {
-    "dense": (kvjax.Dense(), (None, 0)),
-    "growing": (kvjax.Growing(), (None, 0)),
-    "ring": (kvjax.Ring(20, slack=15), (20, 0)),
-    "narrow": (kvjax.Ring(5, slack=15), (5, 0)),
-    "sinks": (kvjax.Ring(19, sinks=3, slack=17), (19, 3)),
-    "paged": (kvjax.Paged(16), (None, 0)),
-    "paged-sinks": (kvjax.Paged(24, kvjax.Ring(19, sinks=3, slack=17)), (19, 3)),
+    "dense": (Dense(), (None, 0)),
+    "growing": (Growing(), (None, 0)),
+    "ring": (Ring(20, slack=15), (20, 0)),
+    "narrow": (Ring(5, slack=15), (5, 0)),
+    "sinks": (Ring(19, sinks=3, slack=17), (19, 3)),
+    "paged": (Paged(16), (None, 0)),
+    "paged-sinks": (Paged(24, Ring(19, sinks=3, slack=17)), (19, 3)),
 }
 """Layouts, and the window and the sinks that they leave to be seen."""
 
@@ -121,7 +135,7 @@ def _converted(cache: Any) -> Any:
     """To the policies that it has."""
     count = len(cache.stacks or cache.layers)
     policies = [cache.layer(number).policy for number in range(count)]
-    most = None if cache.max_len >= kvjax.layouts.UNLIMITED else cache.max_len
+    most = None if cache.max_len >= UNLIMITED else cache.max_len
     return kvjax.convert(cache, policies, max_len=most)
 
 

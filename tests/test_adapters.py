@@ -17,6 +17,7 @@ import tokenizers
 from jax.sharding import PartitionSpec
 
 import kvjax
+from kvjax.layouts import Ring
 from tests.matrix import some
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(1, 97, (2, 40)).astype(np.int32)
 POLICIES = {
     "raw": kvjax.CachePolicy(),
     "int4": kvjax.policy(bits=4, block=8),
-    "ring and sinks": kvjax.CachePolicy(kvjax.Ring(16, sinks=4, slack=15)),
+    "ring and sinks": kvjax.CachePolicy(Ring(16, sinks=4, slack=15)),
     "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
 }
 

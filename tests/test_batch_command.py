@@ -19,6 +19,7 @@ from kvjax.cli import batch_results, waiting
 from kvjax.cli.batch_lines import key_of, numbered
 from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import TOLD, Batch
+from kvjax.memory import InferenceLimits
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 SETTINGS = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3}
@@ -363,7 +364,7 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
         else:
             assert words in errors.pop(number)["error"]
     assert not errors
-    limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=128)
+    limits = InferenceLimits(max_batch_size=2, max_seq_len=128)
     engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16)
     for number, (line, found) in enumerate(zip(LINES, results, strict=False), 1):
         settings = {

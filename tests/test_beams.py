@@ -20,6 +20,7 @@ from kvjax.generation.contexts import Cached
 from kvjax.generation.request import prepare
 from kvjax.generation.settings import Options
 from kvjax.generation.statistics import Meter
+from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.operations.branching import branched
 from kvjax.sampling.settings import make_settings
 from tests import laws, matrix, naive
@@ -173,8 +174,8 @@ def test_beams_keep_to_guides(lm, name):
 
 GUIDED = {
     "static": "static", "paged": kvjax.policy("paged", page_size=16),
-    "8 bits": kvjax.policy(bits=8, block=8), "dynamic": kvjax.CachePolicy(kvjax.Growing(start=8)),
-    "ring": kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=15)),
+    "8 bits": kvjax.policy(bits=8, block=8), "dynamic": kvjax.CachePolicy(Growing(start=8)),
+    "ring": kvjax.CachePolicy(Ring(8, sinks=2, slack=15)),
     "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8), "none": None, "mesh": "static",
 }  # fmt: skip
 
@@ -242,7 +243,7 @@ def test_one_beam_is_greedy(lm):
 def test_texts_go_on_from_the_result(lm, policy):
     """From the cache, and the tokens that each text lacks in it; padded the same."""
     choice = {"static": "static", "int8": kvjax.policy(bits=8, block=8), "none": "static",
-              "ring": kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=15))}[policy]  # fmt: skip
+              "ring": kvjax.CachePolicy(Ring(8, sinks=2, slack=15))}[policy]  # fmt: skip
     more = {"use_cache": False} if policy == "none" else {"cache": choice}
     found = kvjax.generate(lm, PROMPTS, n=3, logprobs=2, **more, **GIVEN)
     arrays = kvjax.generate(lm, PROMPTS, n=3, padded=True, logprobs=2, **more, **GIVEN)
@@ -288,12 +289,12 @@ def test_beams_share_the_prefill_and_the_pages_of_their_prompt(lm, enough):
     full, most = len(prompt) // page, -(-(len(prompt) + new) // page)
     least = full + 4 * (most - full)
     assert least == 14 < 4 * most // 2
-    options = Options(cache=kvjax.CachePolicy(kvjax.Paged(page)), **given)
+    options = Options(cache=kvjax.CachePolicy(Paged(page)), **given)
     made: Any = prepare(lm, [prompt], options).policy
     assert made[0].layout.pages == least
     seen = []
     counted = dataclasses.replace(lm, architecture=Counting(lm.architecture, seen))
-    policy = kvjax.CachePolicy(kvjax.Paged(page, pages=least if enough else least - 4))
+    policy = kvjax.CachePolicy(Paged(page, pages=least if enough else least - 4))
     if not enough:
         with pytest.raises(kvjax.CacheOverflowError, match="pages"):
             kvjax.generate(lm, [prompt], cache=policy, **given)
@@ -373,8 +374,8 @@ def test_what_rows_have_in_common_is_not_copied(lm):
 
 
 POLICIES = {
-    "dense": kvjax.CachePolicy(), "pages": kvjax.CachePolicy(kvjax.Paged(256)),
-    "codes": kvjax.policy(bits=8), "ring": kvjax.CachePolicy(kvjax.Ring(8192, sinks=1)),
+    "dense": kvjax.CachePolicy(), "pages": kvjax.CachePolicy(Paged(256)),
+    "codes": kvjax.policy(bits=8), "ring": kvjax.CachePolicy(Ring(8192, sinks=1)),
     "pages of codes": kvjax.policy("paged", bits=4),
 }  # fmt: skip
 
@@ -425,7 +426,7 @@ def test_other_numbers_compile_nothing(lm):
 @pytest.mark.rare
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_search_is_compiled_ahead(lm, growing):
-    policy = kvjax.CachePolicy(kvjax.Growing(start=16) if growing else kvjax.Dense())
+    policy = kvjax.CachePolicy(Growing(start=16) if growing else Dense())
     given = {name: GIVEN[name] for name in ("num_beams", "prefill_chunk", "eos_token_ids")}
     given |= {"max_len": 64, "num_beam_groups": 2}
     made = kvjax.compile(lm, policy, batch=2, **given)
@@ -525,7 +526,7 @@ def test_the_best_of_samples(lm):
 
 @pytest.mark.rare
 def test_a_tree_of_prefixes_keeps_what_beams_read(lm):
-    policy = kvjax.CachePolicy(kvjax.Paged(16))
+    policy = kvjax.CachePolicy(Paged(16))
     tree = kvjax.PrefixTree(lm, policy, max_len=64, pages=40, prefill_chunk=16)
     prompt = [[(5 * n) % 61 for n in range(37)]]
     given = {**GIVEN, "eos_token_ids": (), "n": 2}
@@ -555,7 +556,7 @@ def test_on_a_mesh(lm, name):
     shape, policy = name.split()
     data, tensor, sequence = map(int, shape.split("-"))
     choice = {
-        "paged": kvjax.CachePolicy(kvjax.Paged(16, pages=64)),
+        "paged": kvjax.CachePolicy(Paged(16, pages=64)),
         "codes": kvjax.policy(bits=8, block=8),
         "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from kvjax import bench, cli, models
 from kvjax.bench import measuring, timing
 from kvjax.bench.tables import decode_rows, part_rows
 from kvjax.cli import bench_command
+from kvjax.layouts import Growing
 from kvjax.memory import shapes as model_shape
 from kvjax.memory.weights import weight_bytes
 from tests.checkpoints import write_llama
@@ -36,7 +37,7 @@ def found(shallow):
         "static": "static",
         "ring": kvjax.policy("sliding_window", window=16, slack=2),
         "8 bits": kvjax.policy(bits=8, block=16, group=16),
-        "dynamic": kvjax.CachePolicy(kvjax.Growing(start=16)),
+        "dynamic": kvjax.CachePolicy(Growing(start=16)),
     }
     return bench.measure(shallow, policies, prompts=(5, 90), batches=(2,), **QUICK)
 

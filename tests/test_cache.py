@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import kvjax
 from kvjax.cache.status import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.core.rotary import rotary_table
+from kvjax.layouts import Dense, Growing, Ring
 from tests import naive
 from tests.matrix import BLOCK, CODECS, FULL, LAYOUTS, RAW, codes, held, teams, tiny_config
 
@@ -231,7 +232,7 @@ class SinksMachine(CacheMachine):
 class GrowingMachine(CacheMachine):
     """Grown before every call that would overflow, up to its limit."""
 
-    policy = kvjax.CachePolicy(kvjax.Growing(start=3))
+    policy = kvjax.CachePolicy(Growing(start=3))
     sizes = widths(4, full=(1, 9, 24))
 
     @rule()
@@ -254,7 +255,7 @@ class ConvertingMachine(CacheMachine):
     first position behind the sinks that each layer still holds."""
 
     sights = ((6, 0), (4, 2))
-    policy = [kvjax.CachePolicy(kvjax.Ring(w, s, k)) for (w, s), k in zip(sights, (3, 5))]  # noqa: B905, RUF012
+    policy = [kvjax.CachePolicy(Ring(w, s, k)) for (w, s), k in zip(sights, (3, 5))]  # noqa: B905, RUF012
     sizes, limit, window, sinks = widths(3, full=(1,)), None, 4, 2
     known = (*CacheMachine.known, "low")
 
@@ -286,7 +287,7 @@ class ConvertingMachine(CacheMachine):
 
     @rule(slacks=st.sampled_from([(2, 7), (7, 2), (3, 5), (9, 12)][: None if FULL else 3]))
     def convert(self, slacks):
-        rings = [kvjax.Ring(w, s, k) for (w, s), k in zip(self.sights, slacks, strict=True)]
+        rings = [Ring(w, s, k) for (w, s), k in zip(self.sights, slacks, strict=True)]
         self.cache = CONVERT(self.cache, tuple(kvjax.CachePolicy(ring) for ring in rings))
         self.slacks, self.most = slacks, [len(row) for row in self.rows]
         self.forget()
@@ -305,7 +306,7 @@ class CodedMachine(CacheMachine):
 
     codecs = CODECS["int4"], CODECS["int2"]
     recent = 1
-    policy = kvjax.CachePolicy(kvjax.Dense(), *codecs, block=BLOCK, recent=recent)
+    policy = kvjax.CachePolicy(Dense(), *codecs, block=BLOCK, recent=recent)
     sizes, limit, near = widths(1, 20, full=(5, 8)), 70, None
 
     def __init__(self):
@@ -346,7 +347,7 @@ class CodedMachine(CacheMachine):
 
 class CodedRingMachine(CodedMachine):
     policy = kvjax.CachePolicy(
-        kvjax.Ring(20, sinks=3, slack=15), *CodedMachine.codecs, block=BLOCK, recent=0
+        Ring(20, sinks=3, slack=15), *CodedMachine.codecs, block=BLOCK, recent=0
     )
     sizes, limit, recent = widths(16, full=(1, 5)), None, 0
     window, sinks, slack = 20, 3, 15
@@ -385,8 +386,8 @@ def test_bytes_are_those_of_the_arrays(dtype):
     [
         kvjax.policy("static", dtype="bfloat16"),
         kvjax.policy("sliding_window", window=6, sinks=2, slack=4),
-        kvjax.CachePolicy(kvjax.Dense(), CODECS["int8"], CODECS["float8"], block=BLOCK),
-        kvjax.CachePolicy(kvjax.Ring(16, slack=15), CODECS["int4"], block=BLOCK, recent=0),
+        kvjax.CachePolicy(Dense(), CODECS["int8"], CODECS["float8"], block=BLOCK),
+        kvjax.CachePolicy(Ring(16, slack=15), CODECS["int4"], block=BLOCK, recent=0),
     ],
     ids=str,
 )
@@ -491,7 +492,7 @@ def test_a_fork_survives_the_donation_of_the_first():
         ({"max_len": 4, "batch": 0}, "batch must be a whole number, at least 1, got 0"),
         ({"max_len": 4, "policy": [kvjax.policy()]}, "1 policies for a model of 2 layers"),
         (
-            {"max_len": 4, "policy": kvjax.CachePolicy(kvjax.Dense(8))},
+            {"max_len": 4, "policy": kvjax.CachePolicy(Dense(8))},
             "the layout holds 8 positions, max_len asks 4",
         ),
     ],

@@ -19,6 +19,7 @@ from kvjax import cli, models
 from kvjax.cli import waiting
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.guiding import given_form
+from kvjax.codecs import Raw
 from kvjax.core import compat
 from kvjax.core.progress import heard_by
 from kvjax.core.target import Target
@@ -504,7 +505,7 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
     weights = []
 
     def plan_on(model, choice, *, device, batch, max_len):
-        cache = {"device": int(1.05e9 if choice.keys == kvjax.Raw() else 1e8)}
+        cache = {"device": int(1.05e9 if choice.keys == Raw() else 1e8)}
         numbers = dict(temporaries=10**7, code=0, moved=10**9, ideal=10**9, layers=2)
         return DevicePlan("TPU v5 lite", 16 * 10**9, 8e11, weights[-1], cache, **numbers)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
+from kvjax.codecs import Float8, HalfQuadratic, Int1, Int2, Int3, Int4, Int8, Integer, Raw, Rotated
 from kvjax.codecs._scales import rounded
 from kvjax.codecs.integer import pack, unpack
 from kvjax.core.trees import tree_bytes
@@ -104,16 +105,16 @@ def test_bytes_are_those_of_the_store(name, dtype):
 @pytest.mark.parametrize(
     ("codec", "percent"),
     [
-        (kvjax.Int8(), 51.6), (kvjax.Int4(), 26.6), (kvjax.Int2(), 14.1),
-        (kvjax.Int8("channel"), 51.6), (kvjax.Int4("channel"), 26.6),
-        (kvjax.Int2("channel"), 14.1), (kvjax.Int4(zero_point=True), 28.1),
-        (kvjax.Int2("channel", zero_point=True), 15.6), (kvjax.Int3(), 20.3),
-        (kvjax.Int1(), 7.8), (kvjax.Float8(), 51.6),
+        (Int8(), 51.6), (Int4(), 26.6), (Int2(), 14.1),
+        (Int8("channel"), 51.6), (Int4("channel"), 26.6),
+        (Int2("channel"), 14.1), (Int4(zero_point=True), 28.1),
+        (Int2("channel", zero_point=True), 15.6), (Int3(), 20.3),
+        (Int1(), 7.8), (Float8(), 51.6),
     ],
 )  # fmt: skip
 def test_a_group_of_64_takes_its_bits_and_its_scale(codec, percent):
     shape = (1, 2, 16, BLOCK, DIM)
-    raw = kvjax.Raw("bfloat16").nbytes(shape)
+    raw = Raw("bfloat16").nbytes(shape)
     assert round(100 * resolved(codec, "bfloat16").nbytes(shape) / raw, 1) == percent
 
 
@@ -153,7 +154,7 @@ def numbers(kind, seed):
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
 @example(("channel", None), "outliers", 49)  # the furthest of 303 draws, at 8 bits
 def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, seed):
-    codec = resolved(kvjax.Integer(bits, *group, zero_point=zero_point))
+    codec = resolved(Integer(bits, *group, zero_point=zero_point))
     x = numbers(kind, seed)
     store, found = stored_and_back(codec)(x)
     found, scale = np.asarray(found), scale_of(codec, store)
@@ -181,7 +182,7 @@ def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, s
 )
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
 def test_float8_keeps_small_numbers_precision(kind, relative, least, group, shape, seed):
-    codec = resolved(kvjax.Float8(kind, *group))
+    codec = resolved(Float8(kind, *group))
     x = numbers(shape, seed)
     store, found = stored_and_back(codec)(x)
     found, scale = np.asarray(found), scale_of(codec, store)
@@ -229,8 +230,8 @@ def test_a_block_is_stored_alike_in_any_company(name):
 def test_the_half_quadratic_search_lowers_the_error_it_is_for():
     x = jnp.asarray(blocks())
     for per in ("token", "channel"):
-        codec = resolved(kvjax.Int2(per, zero_point=True))
-        searched = kvjax.HalfQuadratic(codec)
+        codec = resolved(Int2(per, zero_point=True))
+        searched = HalfQuadratic(codec)
         errors = [np.abs(back(c, x) - np.asarray(x)) ** 0.7 for c in (codec, searched)]
         axis = -1 if per == "token" else -2
         plain, better = (error.mean(axis) for error in errors)
@@ -240,8 +241,8 @@ def test_the_half_quadratic_search_lowers_the_error_it_is_for():
 def test_a_rotation_spreads_outliers():
     x = np.random.default_rng(0).normal(size=(1, 2, 4, BLOCK, DIM)).astype(np.float32)
     x[..., 7] *= 50
-    plain = resolved(kvjax.Int4())
-    rotated = kvjax.Rotated(plain)
+    plain = resolved(Int4())
+    rotated = Rotated(plain)
     errors = [float(np.mean((back(c, x) - x) ** 2)) for c in (plain, rotated)]
     assert errors[1] < errors[0] / 3
 
@@ -249,7 +250,7 @@ def test_a_rotation_spreads_outliers():
 @pytest.mark.slow(but=("6", "12", "8"))
 @pytest.mark.parametrize("dim", [6, 8, 12, 80, 128])
 def test_a_rotation_keeps_products(dim):
-    codec = resolved(kvjax.Rotated(kvjax.Float8(), seed=3))
+    codec = resolved(Rotated(Float8(), seed=3))
     x = np.random.default_rng(0).normal(size=(1, 1, 1, 8, dim)).astype(np.float32)
     mixed = np.asarray(codec._mixed(jnp.asarray(x)))
     back = np.asarray(codec._unmixed(jnp.asarray(mixed)))
@@ -264,27 +265,33 @@ def test_a_rotation_keeps_products(dim):
 @pytest.mark.slow
 def test_plain_functions_on_any_array():
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
-    for codec in (kvjax.Int8(), kvjax.Int4("channel", zero_point=True), kvjax.Raw()):
-        keys, values = kvjax.quantize_kv(x, 2 * x, codec)
-        k, v = kvjax.dequantize_kv(keys, values)
+    for codec in (
+        Int8(),
+        Int4("channel", zero_point=True),
+        Raw(),
+    ):
+        keys, values = kvjax.codecs.quantize_kv(x, 2 * x, codec)
+        k, v = kvjax.codecs.dequantize_kv(keys, values)
         assert k.shape == v.shape == x.shape and k.dtype == jnp.float32
         assert np.abs(np.asarray(k) - x).max() < 0.3
         np.testing.assert_allclose(np.asarray(v), 2 * np.asarray(k), atol=1e-5)
-    pair = kvjax.quantize_kv(x, x, kvjax.Int8(), kvjax.Int2())
+    pair = kvjax.codecs.quantize_kv(x, x, Int8(), Int2())
     assert pair[0].nbytes > 3 * pair[1].nbytes
-    jitted = jax.jit(lambda x: kvjax.dequantize_kv(*kvjax.quantize_kv(x, x, kvjax.Int8())))(x)
+    jitted = jax.jit(lambda x: kvjax.codecs.dequantize_kv(*kvjax.codecs.quantize_kv(x, x, Int8())))(
+        x
+    )
     assert jitted[0].shape == x.shape
 
 
 def test_the_textbooks_absmax():
     """One scale for all of a row's numbers, 127 its largest code."""
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
-    codec = kvjax.Int8(per="tensor", scales=kvjax.Raw("float16"))
-    keys, _ = kvjax.quantize_kv(x, x, codec, block=None)
+    codec = Int8(per="tensor", scales=Raw("float16"))
+    keys, _ = kvjax.codecs.quantize_kv(x, x, codec, block=None)
     assert keys.store.scale.size == 2 and keys.store.codes.shape[2] == 1
     scale = np.abs(x).max((1, 2, 3), keepdims=True) / 127
     wanted = np.round(x / scale) * scale
-    found = np.asarray(kvjax.dequantize_kv(keys, keys)[0])
+    found = np.asarray(kvjax.codecs.dequantize_kv(keys, keys)[0])
     assert np.abs(found - wanted).max() <= 1.01 * scale.max()
     assert np.mean(np.abs(found - wanted) > 0.2 * scale) < 0.05
 
@@ -292,25 +299,25 @@ def test_the_textbooks_absmax():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: kvjax.Integer(5), "bits=5: there are codes of 1, 2, 3, 4, 8"),
-        (lambda: kvjax.Int4("row"), "per='row': scales are per token, channel, head, tensor"),
-        (lambda: kvjax.Int4("head", 8), "a scale per head has no groups"),
-        (lambda: kvjax.Int4(group=0), "group must be a whole number, at least 1, got 0"),
-        (lambda: kvjax.Int4(scales=kvjax.Raw("float32")), "scales have 16 bits, not those of"),
-        (lambda: kvjax.Float8("e3m4"), "kind='e3m4': there are e4m3, e5m2"),
-        (lambda: kvjax.HalfQuadratic(kvjax.Int4()), "has none: give it an integer codec with"),
-        (lambda: kvjax.Rotated(kvjax.Int4), "Rotated wraps a codec, not <function Int4"),
-        (lambda: empty(kvjax.Int4(group=48)), "does not divide head_dim, 64"),
-        (lambda: empty(kvjax.Int4(group=128)), "does not divide head_dim, 64"),
-        (lambda: empty(kvjax.Int4("channel", 128)), "the block's tokens, 64"),
-        (lambda: empty(kvjax.Int4(), (1, 1, 1, 12, 64)), "12 tokens: packed codes need"),
-        (lambda: empty(kvjax.Rotated(kvjax.Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd"),
-        (lambda: kvjax.Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
-        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), block=12), "block=12: packed codes need"),
-        (lambda: kvjax.CachePolicy(keys=kvjax.Int4(), recent=-1), "recent must be a"),
+        (lambda: Integer(5), "bits=5: there are codes of 1, 2, 3, 4, 8"),
+        (lambda: Int4("row"), "per='row': scales are per token, channel, head, tensor"),
+        (lambda: Int4("head", 8), "a scale per head has no groups"),
+        (lambda: Int4(group=0), "group must be a whole number, at least 1, got 0"),
+        (lambda: Int4(scales=Raw("float32")), "scales have 16 bits, not those of"),
+        (lambda: Float8("e3m4"), "kind='e3m4': there are e4m3, e5m2"),
+        (lambda: HalfQuadratic(Int4()), "has none: give it an integer codec with"),
+        (lambda: Rotated(Int4), "Rotated wraps a codec, not <function Int4"),
+        (lambda: empty(Int4(group=48)), "does not divide head_dim, 64"),
+        (lambda: empty(Int4(group=128)), "does not divide head_dim, 64"),
+        (lambda: empty(Int4("channel", 128)), "the block's tokens, 64"),
+        (lambda: empty(Int4(), (1, 1, 1, 12, 64)), "12 tokens: packed codes need"),
+        (lambda: empty(Rotated(Int4()), (1, 1, 1, 8, 5)), "head_dim is 5: an odd"),
+        (lambda: Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
+        (lambda: kvjax.CachePolicy(keys=Int4(), block=12), "block=12: packed codes need"),
+        (lambda: kvjax.CachePolicy(keys=Int4(), recent=-1), "recent must be a"),
         (lambda: kvjax.CachePolicy(prefill="raw"), "prefill='raw': there are 'sight' and 'exact'"),
-        (lambda: kvjax.CachePolicy(keys=kvjax.Int4), "keys of a CachePolicy is <function Int4"),
-        (lambda: kvjax.quantize_kv(*[np.zeros((2, 3, 0, 8), np.float32)] * 2, kvjax.Int8()),
+        (lambda: kvjax.CachePolicy(keys=Int4), "keys of a CachePolicy is <function Int4"),
+        (lambda: kvjax.codecs.quantize_kv(*[np.zeros((2, 3, 0, 8), np.float32)] * 2, Int8()),
          r"are \[batch, kv_heads, tokens, head_dim\], got \[2, 3, 0, 8\]"),
     ],
 )  # fmt: skip
@@ -321,10 +328,14 @@ def test_wrong_settings_are_refused(make, message):
 
 def test_no_gradient_is_silently_zero():
     def loss(x, codec):
-        return kvjax.dequantize_kv(*kvjax.quantize_kv(x, x, codec))[0].sum()
+        return kvjax.codecs.dequantize_kv(*kvjax.codecs.quantize_kv(x, x, codec))[0].sum()
 
     x = jnp.ones((1, 1, 8, 8))
-    for codec in (kvjax.Int8(), kvjax.Float8(), kvjax.HalfQuadratic(kvjax.Int4(zero_point=True))):
+    for codec in (
+        Int8(),
+        Float8(),
+        HalfQuadratic(Int4(zero_point=True)),
+    ):
         with pytest.raises(ValueError, match="no gradient passes through a quantized cache"):
             jax.grad(loss)(x, codec)
 
@@ -343,8 +354,8 @@ def test_the_largest_numbers_stay_finite(name, dtype):
 @pytest.mark.parametrize("tokens", [3, 11, 64])
 def test_a_block_that_is_not_full_keeps_its_means(tokens):
     x = np.random.default_rng(0).normal(size=(1, 2, tokens, 16)).astype(np.float32)
-    codec = kvjax.Int1("channel", zero_point=True)
-    found = kvjax.dequantize_kv(*kvjax.quantize_kv(x, x, codec))[0]
+    codec = Int1("channel", zero_point=True)
+    found = kvjax.codecs.dequantize_kv(*kvjax.codecs.quantize_kv(x, x, codec))[0]
     mean = x.mean(axis=2, keepdims=True)
     spread = np.abs(x - mean).mean(axis=2, keepdims=True)
     wanted = np.where(x > mean, mean + spread, mean - spread)

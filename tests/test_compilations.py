@@ -11,6 +11,7 @@ import kvjax
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.statistics import Meter
+from kvjax.layouts import Growing
 
 SAMPLED: dict[str, Any] = {
     "temperature": 1.0,
@@ -161,7 +162,7 @@ def test_weakly_typed_parameters_share_the_programs(tiny_llama):
 
 @pytest.mark.slow
 def test_growing_compiles_once_a_capacity(tiny_llama):
-    policy = kvjax.CachePolicy(kvjax.Growing(start=16))
+    policy = kvjax.CachePolicy(Growing(start=16))
     cache = kvjax.init_cache(tiny_llama.config, policy)
     step = jax.jit(tiny_llama.apply, donate_argnums=2)
     for n in range(200):

@@ -9,6 +9,7 @@ import kvjax
 from kvjax import models
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
+from kvjax.layouts import Growing
 from tests.checkpoints import write_llama
 from tests.matrix import some
 from tests.test_guided import Anything
@@ -16,7 +17,7 @@ from tests.test_guided import Anything
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),
     "quantized": (kvjax.policy("quantized", group=16, block=16), 90),
-    "dynamic": (kvjax.CachePolicy(kvjax.Growing(start=16)), 150),
+    "dynamic": (kvjax.CachePolicy(Growing(start=16)), 150),
     "sliding_window": (kvjax.policy("sliding_window", window=20, sinks=2), 90),
     "offloaded_static": (kvjax.policy("offloaded_static", block=16), 90),
 }
@@ -105,7 +106,7 @@ def test_the_programs_are_those_that_can_come(lm):
     assert kvjax.compile(lm, max_len=50).programs == 3 + 1 + 1
     assert kvjax.compile(lm, max_len=10).programs == 1 + 1 + 1
     assert kvjax.compile(lm, max_len=50, prefill_chunk=20).programs == 2 + 1 + 1
-    growing = kvjax.CachePolicy(kvjax.Growing(start=16))
+    growing = kvjax.CachePolicy(Growing(start=16))
     # Up to 16 tokens one width; up to 64 those of 32 and 64; up to 80 the rest of one that is cut.
     assert kvjax.compile(lm, growing, max_len=80, prefill_chunk=64).programs == (
         1 + (1 + 1) + (2 + 1) + (1 + 1)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.codecs import Codec
-from kvjax.layouts import Layout
+from kvjax.codecs import Codec, Int4
+from kvjax.layouts import Layout, Ring
 from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +51,8 @@ def telling_cells() -> list[int]:
 
 
 PARTS: dict[str, tuple[dict[str, Any], Any]] = {
-    "codec": (matrix.CODECS, kvjax.Int4("head")),
-    "layout": (matrix.LAYOUTS, (kvjax.Ring(23, slack=15), (23, 0))),
+    "codec": (matrix.CODECS, Int4("head")),
+    "layout": (matrix.LAYOUTS, (Ring(23, slack=15), (23, 0))),
     "placement": (matrix.PLACEMENTS, kvjax.Host(3)),
     "mesh": (matrix.MESHES, (4, 2, 1)),
 }

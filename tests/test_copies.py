@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Dense, Ring
 from kvjax.models.architecture import Architecture
 from tests.copies import assert_no_copy, copies
 from tests.matrix import (
@@ -141,7 +143,7 @@ def test_a_model_copies_nothing(form):
     temporary = []
     for size in (8192, 32768):
         policy = [
-            kvjax.CachePolicy(kvjax.Ring(size // 2, sinks=1)), kvjax.CachePolicy(kvjax.Dense()),
+            kvjax.CachePolicy(Ring(size // 2, sinks=1)), kvjax.CachePolicy(Dense()),
         ]  # fmt: skip
         cache = jax.eval_shape(
             lambda size=size, policy=policy: kvjax.init_cache(CONFIG, policy, batch=2, max_len=size)
@@ -175,7 +177,7 @@ SINGLE = [
 def test_a_single_row_is_not_copied_in_a_loop(form, name):
     # Its axis of length 1 lets a compiler order a body in another way in the loop than outside.
     layout, *names = name.split("-")
-    codecs = [CODECS[each] for each in names] or [kvjax.Raw()]
+    codecs = [CODECS[each] for each in names] or [Raw()]
     policy = kvjax.CachePolicy(large(layout, 131072), codecs[0], codecs[-1])
     program, cache = compiled(form, policy, 1, 131072)
     smallest = min(tree_bytes(layer) for layer in cache.layers)

@@ -49,6 +49,7 @@ from kvjax.engine.checking import Drafted, check
 from kvjax.engine.proposing import Wanted, propose
 from kvjax.generation.choosing import Progress
 from kvjax.generation.drafts.proposals import Second
+from kvjax.layouts import Growing
 from kvjax.memory.devices import plan_on
 from kvjax.memory.links import collectives
 from kvjax.memory.shapes import SHAPES
@@ -403,9 +404,9 @@ def test_the_programs_of_a_generation(device, lm):
     place."""
     given = {"max_len": 80, "batch": 2, "temperature": 0.5, "repetition_penalty": 1.1}
     given |= {"logit_bias": {5: 1.0}, "logprobs": 2}
-    here = kvjax.compile(lm, kvjax.CachePolicy(kvjax.Growing(64)), **given)
+    here = kvjax.compile(lm, kvjax.CachePolicy(Growing(64)), **given)
     for model in (lm, lm.architecture):
-        made = kvjax.compile(model, kvjax.CachePolicy(kvjax.Growing(64)), device=device, **given)
+        made = kvjax.compile(model, kvjax.CachePolicy(Growing(64)), device=device, **given)
         assert made.executables.keys() == {*here.executables, "first token"}
         assert made.programs == here.programs
         # Of so small a model the old compiler has them all in the fast memory.

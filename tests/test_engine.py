@@ -20,6 +20,7 @@ from kvjax.core.trees import tree_bytes
 from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
 from kvjax.generation.statistics import Meter
+from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import memory_left
 from tests.alive import alive
 from tests.copies import assert_no_copy
@@ -62,7 +63,7 @@ def lettered():
 
 def engine_of(policy="raw", *, lm=None, rows=ROWS, ahead=1, **more):
     given = {"pages": FEWER.get(policy, PAGES), "prefill_chunk": CHUNK, "decode_rounds": WIDE}
-    limits = kvjax.InferenceLimits(max_batch_size=rows, max_seq_len=MOST, prefetch_steps=ahead)
+    limits = InferenceLimits(max_batch_size=rows, max_seq_len=MOST, prefetch_steps=ahead)
     return kvjax.Engine(lettered() if lm is None else lm, POLICIES[policy], limits, **given | more)
 
 
@@ -180,7 +181,10 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
 def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
     """Bit for bit, beside rows of several blocks, in whatever group and place they bring it to."""
-    rng, limits = np.random.default_rng(0), kvjax.InferenceLimits(max_batch_size=6, max_seq_len=800)
+    rng, limits = (
+        np.random.default_rng(0),
+        InferenceLimits(max_batch_size=6, max_seq_len=800),
+    )
     prompts = [rng.integers(0, 61, count).tolist() for count in (700, 150, 40, 300, 90, 20)]
     settings: Any = {"max_new_tokens": 16, "logprobs": 3, "eos_token_ids": ()}
 
@@ -372,7 +376,7 @@ def test_requests_that_need_all_pages(policy):
 @pytest.mark.slow
 def test_texts_of_a_page_run_in_all_rows():
     """The pool has a page for each, and nobody wants another."""
-    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=16)
+    limits = InferenceLimits(max_batch_size=3, max_seq_len=16)
     engine = kvjax.Engine(lettered(), POLICIES["raw"], limits, prefill_chunk=16)
     handles = [engine.submit([n, n], max_new_tokens=14) for n in range(3)]
     assert engine.stats().pages == (3,)
@@ -791,7 +795,7 @@ def test_log_probabilities_of_prompts():
 def test_scores_of_a_prompt_stay_while_it_is_read_again():
     """Of a request that gave its pages away, and is computed again."""
     few: dict[str, Any] = {"pages": 5, "decode_rounds": 2, "host_memory": 0, "prefill_chunk": 16}
-    limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=64)
+    limits = InferenceLimits(max_batch_size=2, max_seq_len=64)
     engine = kvjax.Engine(lettered(), kvjax.policy("paged", page_size=16), limits, **few)
     engine.submit([5] * 8, max_new_tokens=56, eos_token_ids=())
     asked = {"max_new_tokens": 20, "eos_token_ids": (), "prompt_logprobs": 0}
@@ -810,7 +814,7 @@ def test_pools_take_what_there_is(monkeypatch):
     def default():
         return kvjax.Engine(lettered(), POLICIES["raw"], limits)
 
-    limits = kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=MOST)
+    limits = InferenceLimits(max_batch_size=ROWS, max_seq_len=MOST)
     whole = default()
     needed = sum(x.nbytes for x in jax.tree.leaves(whole._texts.pool.bodies))
     other = 10**12 - memory_left(lettered(), batch=ROWS, capacity=MOST, memory=10**12)
@@ -834,7 +838,7 @@ def test_engines_that_can_not_be():
         with pytest.raises(ValueError, match=words):
             engine_of(**given)
     with pytest.raises(ValueError, match="layers in pages"):
-        kvjax.Engine(lm, "static", kvjax.InferenceLimits(max_seq_len=64))
+        kvjax.Engine(lm, "static", InferenceLimits(max_seq_len=64))
     with pytest.raises(ValueError, match="max_seq_len of limits"):
         kvjax.Engine(lm)
     with pytest.raises(ValueError, match=r"need 12 pages of pool 0, which has 3"):

@@ -15,6 +15,7 @@ from kvjax.engine import second
 from kvjax.engine.drafts import Drafting, Drafts
 from kvjax.generation.drafts.acceptance import beside_others, price_of
 from kvjax.generation.statistics import Meter
+from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import memory_left
 from tests.copies import assert_no_copy
 from tests.test_beams import one_layer
@@ -328,7 +329,7 @@ def test_a_draft_takes_its_part_of_the_device():
     found = []
     for draft, pages in ((None, 10), (lm(), 10 + cache // page)):
         free = 2**30 - memory_left(lm(), batch=ROWS, capacity=MOST, memory=2**30)
-        limits = kvjax.InferenceLimits(
+        limits = InferenceLimits(
             max_batch_size=ROWS, max_seq_len=MOST, cache_memory_ratio=1.0,
             device_memory=free + pages * page + 12,  # a few numbers of each row
         )  # fmt: skip

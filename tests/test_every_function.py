@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.layouts import Dense, Growing
 from tests.matrix import CODECS, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2, windows=(None, None))
@@ -61,9 +62,9 @@ def used_up() -> Any:
 
 CACHES = {
     "static": filled,
-    "growing": lambda: filled(kvjax.CachePolicy(kvjax.Growing(start=16))),
+    "growing": lambda: filled(kvjax.CachePolicy(Growing(start=16))),
     "ring": lambda: filled(kvjax.policy("sliding_window", window=12, sinks=2)),
-    "quantized": lambda: filled(kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, block=8, recent=0)),
+    "quantized": lambda: filled(kvjax.CachePolicy(Dense(), CODEC, CODEC, block=8, recent=0)),
     "host": lambda: filled(kvjax.CachePolicy(placement=kvjax.Host(), block=8)),
     "paged": lambda: filled(kvjax.policy("paged", page_size=16)),
     "bfloat16": lambda: filled(kvjax.policy(dtype="bfloat16")),
@@ -101,7 +102,7 @@ FUNCTIONS: dict[str, Any] = {
     "fork": kvjax.fork,
     "grow": lambda c: kvjax.grow(c, 2 * MAX_LEN),
     "make_room": lambda c: kvjax.make_room(c, 2 * MAX_LEN)[0],
-    "memory_report": lambda c: len(kvjax.memory_report(c)),
+    "memory_report": lambda c: len(kvjax.memory.memory_report(c)),
     "migrate": lambda c: kvjax.migrate(c, kvjax.Device()),
     "nbytes": kvjax.nbytes,
     "read": lambda c: kvjax.read(c, 1),

@@ -10,6 +10,7 @@ from jax import export
 
 import kvjax
 from kvjax.core.settings import from_bytes, to_bytes
+from kvjax.layouts import Ring
 from tests import laws
 from tests.matrix import CODECS, LAYOUTS, RAW, held, tiny_model
 
@@ -52,7 +53,7 @@ def test_a_program_is_kept_for_every_policy(codec, layout, place):
 
 
 @pytest.mark.slow(but=("float32-sinks",))
-@pytest.mark.parametrize(("codec", "layout"), [("float32", "sinks"), ("centred", "ring")])
+@pytest.mark.parametrize(("codec", "layout"), [("float32", "sinks"), ("centered", "ring")])
 def test_what_a_kept_program_computes(codec, layout):
     args = cell(codec, layout)
     (found, cache), (wanted, other) = kept(laws.call, *args).call(*args), laws.call(*args)
@@ -107,8 +108,8 @@ def test_what_can_not_be_written_down():
     program = export.export(jax.jit(lambda c: c.length))(cache)
     with pytest.raises(ValueError, match=r"a Mesh can't be written down.* a cache is on no mesh"):
         program.serialize()
-    written = to_bytes((kvjax.Ring(4),))
-    assert from_bytes(written) == (kvjax.Ring(4),)
+    written = to_bytes((Ring(4),))
+    assert from_bytes(written) == (Ring(4),)
     with pytest.raises(ValueError, match=r"exported with Rong of kvjax\.layouts\.ring: import"):
         from_bytes(written.replace(b'"Ring"', b'"Rong"'))
     with pytest.raises(ValueError, match=r"in the version that exported it"):

@@ -12,10 +12,13 @@ import pytest
 import tokenizers
 
 import kvjax
+from kvjax.codecs import Integer
 from kvjax.generation import choosing, programs, settings
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.request import chunk_bucket
+from kvjax.layouts import Growing
+from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
 from kvjax.sampling.settings import make_settings
 from tests.copies import assert_no_copy
@@ -398,8 +401,8 @@ def test_numbers_of_other_libraries(tiny_llama, of):
         lambda f: kvjax.policy("sliding_window", window=f(8), sinks=f(1), slack=f(4)),
         lambda f: kvjax.policy("paged", page_size=f(16), pages=f(8)),
         lambda f: kvjax.policy("offloaded", prefetch=f(1)),
-        lambda f: kvjax.CachePolicy(kvjax.Growing(f(16)), kvjax.Integer(f(8), "token", f(16))),
-        lambda f: kvjax.InferenceLimits(max_batch_size=f(2), max_seq_len=f(64)),
+        lambda f: kvjax.CachePolicy(Growing(f(16)), Integer(f(8), "token", f(16))),
+        lambda f: InferenceLimits(max_batch_size=f(2), max_seq_len=f(64)),
     ]
     for each in make:
         assert each(of) == each(int) and hash(each(of)) == hash(each(int))

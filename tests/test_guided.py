@@ -17,6 +17,8 @@ import tokenizers
 import kvjax
 from kvjax import models
 from kvjax.generation.guides.masks import words_for
+from kvjax.layouts import Growing
+from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
 from kvjax.sampling.filters import EVERY
 from tests.checkpoints import write_llama
@@ -70,7 +72,7 @@ class Text(Anything):
 POLICIES: dict[str, Any] = {
     "static": "static",
     "4 bits": kvjax.policy(bits=4, group=8, block=8),
-    "dynamic": kvjax.CachePolicy(kvjax.Growing(start=16)),
+    "dynamic": kvjax.CachePolicy(Growing(start=16)),
     "sliding_window": kvjax.policy("sliding_window", window=20, sinks=2, slack=20),
     "offloaded": kvjax.policy("offloaded_static", block=8),
     "paged": kvjax.policy("paged", page_size=16),
@@ -247,7 +249,7 @@ def tiny_llama(tmp_path_factory):
 
 @functools.cache
 def engine_of(lm):
-    limits = kvjax.InferenceLimits(max_batch_size=4, max_seq_len=96)
+    limits = InferenceLimits(max_batch_size=4, max_seq_len=96)
     return kvjax.Engine(lm, limits=limits, prefill_chunk=16, decode_rounds=4)
 
 

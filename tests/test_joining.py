@@ -156,10 +156,10 @@ FORMS: tuple[Codec, ...] = (
 @pytest.mark.parametrize("codec", FORMS, ids=lambda codec: type(codec).__name__)
 def test_a_codec_has_one_of_many_forms(codec):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 11, 4)), jnp.float32)
-    keys, values = kvjax.quantize_kv(x, x, codec, block=16)
+    keys, values = kvjax.codecs.quantize_kv(x, x, codec, block=16)
     assert keys.nbytes == codec.nbytes((1, 2, 1, 16, 4)) == 128
     assert type(keys.codec) is type(codec)
-    for found in kvjax.dequantize_kv(keys, values):
+    for found in kvjax.codecs.dequantize_kv(keys, values):
         assert float(abs(found - x).max()) <= 1 / 32
 
 

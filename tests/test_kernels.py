@@ -14,9 +14,11 @@ import pytest
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.paths import by_table
+from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
 from kvjax.core.target import Target
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Dense
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 
@@ -200,7 +202,7 @@ by_triton = pytest.mark.skipif(
 @pytest.mark.parametrize("case", KERNELS)
 def test_kernel(case):
     layout, name = KERNELS[case]
-    codec = CODECS.get(name, kvjax.Raw())
+    codec = CODECS.get(name, Raw())
     agree("pallas", filled(kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)))
 
 
@@ -216,7 +218,7 @@ def test_kernel_and_settings(settings):
 @pytest.mark.parametrize(("layout", "name"), [("dense", "raw"), ("dense", "int4"), ("ring", "raw")])
 def test_kernel_and_many_queries(layout, name):
     """More rows than a program takes: blocks of them, the last one not full."""
-    codec = CODECS.get(name, kvjax.Raw())
+    codec = CODECS.get(name, Raw())
     policy = kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)
     room = 40 if layout == "dense" else 12
     agree("pallas", filled(policy, max_len=120), new=room, heads=8 * HEADS // 4)
@@ -233,14 +235,14 @@ def test_kernel_and_groups_in_16_bits(heads):
     [
         ("pallas", {}, {"bias": lambda q, k: jnp.zeros(())}, "'pallas' adds no bias"),
         pytest.param(
-            "pallas", {"keys": CODECS["centred"]}, {}, "'pallas' can't decode", marks=by_triton
+            "pallas", {"keys": CODECS["centered"]}, {}, "'pallas' can't decode", marks=by_triton
         ),
         ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' reads nothing on the host"),
         ("fast", {}, {}, "unknown attention path 'fast': there are blocks, reference, buckets"),
     ],
 )
 def test_refused(path, policy, settings, reason):
-    cache = filled(kvjax.CachePolicy(kvjax.Dense(), block=BLOCK, **policy), (0, 0))
+    cache = filled(kvjax.CachePolicy(Dense(), block=BLOCK, **policy), (0, 0))
     with pytest.raises(ValueError, match=reason):
         both(path, cache, **settings)
 
@@ -275,9 +277,9 @@ def a_gpu():
 
 def lowered(path, name, platform, new=1, dim=64, dtype="bfloat16", **settings):
     """The program of a call for another platform, as text; its compiler is not needed for that."""
-    codec = CODECS.get(name, kvjax.Raw())
+    codec = CODECS.get(name, Raw())
     codec = codec.resolve(dtype, platform)
-    policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec)
+    policy = kvjax.CachePolicy(Dense(), codec, codec)
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=dim, dtype=dtype)
     queries = jax.ShapeDtypeStruct((2, 8, new, dim), dtype)
 

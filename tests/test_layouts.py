@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache.status import LOST, OVERFLOW
-from kvjax.layouts import UNLIMITED
+from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
 from kvjax.operations import growth
 from tests import laws
 from tests.alive import alive
@@ -33,7 +33,7 @@ def held_by(layout, length, written):
 )
 def test_a_ring_holds_its_window_and_its_sinks(window, sinks, slack, length, more):
     """Slot by slot, against a list that is written token by token."""
-    layout = kvjax.Ring(window, sinks, slack).resolve(None, None)
+    layout = Ring(window, sinks, slack).resolve(None, None)
     assert layout.slots == window + sinks + slack
     written = length + more
     plain = [-1] * layout.slots
@@ -48,7 +48,7 @@ def test_a_ring_holds_its_window_and_its_sinks(window, sinks, slack, length, mor
 def test_a_ring_writes_each_token_once_and_where_it_belongs(data):
     window, sinks = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 4))
     slack, length = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 40))
-    layout = kvjax.Ring(window, sinks, slack).resolve(None, None)
+    layout = Ring(window, sinks, slack).resolve(None, None)
     new = data.draw(st.integers(1, layout.chunk))
     for token in range(new):
         found = [
@@ -63,7 +63,7 @@ def test_a_ring_writes_each_token_once_and_where_it_belongs(data):
 @pytest.mark.parametrize("length", [0, 3, 11, 12, 13, 40])
 @pytest.mark.parametrize("size", [1, 4, 12])
 def test_bounds_are_never_narrower_than_the_truth(length, size):
-    layout = kvjax.Ring(7, 2, 3).resolve(None, None)
+    layout = Ring(7, 2, 3).resolve(None, None)
     held = held_by(layout, length, length)
     for start in range(0, layout.slots, size):
         inside = [p for p in held[start : start + size] if p >= 0]
@@ -76,11 +76,11 @@ def test_bounds_are_never_narrower_than_the_truth(length, size):
 
 
 def test_slack_and_capacity_by_default():
-    assert kvjax.Ring(4096).resolve(None, None).slack == 512
-    assert kvjax.Ring(40).resolve(None, None).slack == 16
-    shorter = kvjax.Ring(4096).resolve(1000, None)
+    assert Ring(4096).resolve(None, None).slack == 512
+    assert Ring(40).resolve(None, None).slack == 16
+    shorter = Ring(4096).resolve(1000, None)
     assert (shorter.slots, shorter.limit, shorter.chunk) == (1000, 1000, None)
-    assert kvjax.Ring().resolve(None, 9).window == 9
+    assert Ring().resolve(None, 9).window == 9
     cache = kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=8), batch=1)
     assert cache.max_len == UNLIMITED
 
@@ -130,7 +130,7 @@ def content(cache, layer, row=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", [lambda ring: ring, lambda ring: kvjax.Paged(32, ring)])
+@pytest.mark.parametrize("inner", [lambda ring: ring, lambda ring: Paged(32, ring)])
 def test_sinks_open_no_window_that_forgets_nothing(inner):
     """A layer keeps its own window as it was trained, where the ring's is not narrower."""
     model, params = tiny_model(num_hidden_layers=2, windows=(None, 24))
@@ -138,7 +138,7 @@ def test_sinks_open_no_window_that_forgets_nothing(inner):
     wanted = model.apply(params, ids)
 
     def logits(window, max_len=128):
-        policy = kvjax.CachePolicy(inner(kvjax.Ring(window, sinks=4, slack=16)))
+        policy = kvjax.CachePolicy(inner(Ring(window, sinks=4, slack=16)))
         cache = kvjax.init_cache(model.config, policy, batch=1, max_len=max_len)
         kept = [layer.policy.layout.sinks for layer in cache.layers]
         found = []
@@ -153,7 +153,7 @@ def test_sinks_open_no_window_that_forgets_nothing(inner):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert logits(24)[0] == [4, 0]
     assert logits(23)[0] == [4, 4]  # it forgets what the second layer sees
-    assert kvjax.Ring(sinks=4).resolve(None, 24).sinks == 4  # asked for by name
+    assert Ring(sinks=4).resolve(None, 24).sinks == 4  # asked for by name
 
 
 @pytest.mark.rare
@@ -189,7 +189,7 @@ def test_growing_holds_one_layer_twice_at_most(monkeypatch):
 
 
 def test_a_full_growing_cache_says_so():
-    cache = fill(kvjax.init_cache(CONFIG, kvjax.CachePolicy(kvjax.Growing(4))), 4)
+    cache = fill(kvjax.init_cache(CONFIG, kvjax.CachePolicy(Growing(4))), 4)
     with pytest.raises(kvjax.CacheOverflowError, match=r"holds 4 tokens .* kvjax\.grow it before"):
         kvjax.check(fill(cache, 1))
 
@@ -197,7 +197,7 @@ def test_a_full_growing_cache_says_so():
 @pytest.mark.rare
 def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
     dense = fill(kvjax.init_cache(CONFIG, batch=2, max_len=40), 30)
-    ring = kvjax.convert(dense, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=3)))
+    ring = kvjax.convert(dense, kvjax.CachePolicy(Ring(8, sinks=2, slack=3)))
     whole = content(dense, 1)
     assert content(ring, 1) == {p: whole[p] for p in [0, 1, *range(19, 30)]}
     assert np.asarray(kvjax.rewindable(ring)).tolist() == [3, 3]
@@ -207,15 +207,15 @@ def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
     assert traced.status.tolist() == [LOST, LOST]
     # A ring that was rewound, or has less slack, lacks its oldest slots only: these count as empty.
     back = kvjax.rewind(ring, 2)
-    same = kvjax.convert(back, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=3)))
+    same = kvjax.convert(back, kvjax.CachePolicy(Ring(8, sinks=2, slack=3)))
     assert content(same, 1) == content(back, 1) == {p: whole[p] for p in [0, 1, *range(19, 28)]}
     assert np.asarray(kvjax.rewindable(same)).tolist() == [1, 1]
-    wider = kvjax.convert(ring, kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=9)))
+    wider = kvjax.convert(ring, kvjax.CachePolicy(Ring(8, sinks=2, slack=9)))
     assert content(wider, 1) == content(ring, 1)
     assert np.asarray(kvjax.rewindable(wider)).tolist() == [3, 3]
     with pytest.raises(ValueError, match="does not hold all tokens of row 0"):
-        kvjax.convert(ring, kvjax.CachePolicy(kvjax.Ring(12, sinks=2)))
-    grown = kvjax.convert(dense, kvjax.CachePolicy(kvjax.Growing(start=12)))
+        kvjax.convert(ring, kvjax.CachePolicy(Ring(12, sinks=2)))
+    grown = kvjax.convert(dense, kvjax.CachePolicy(Growing(start=12)))
     assert grown.max_len == 48 and grown.grows_to == UNLIMITED and content(grown, 1) == whole
     assert kvjax.convert(dense, "dynamic").max_len == 256
     assert kvjax.convert(dense, "hybrid").max_len == 40
@@ -259,7 +259,7 @@ def test_rows_of_different_capacities_are_joined():
         (lambda c: kvjax.init_cache(CONFIG, "sliding_window"), "a ring needs a window"),
         (lambda c: kvjax.policy("static", window=3), "'static' has no setting 'window'"),
         (lambda c: kvjax.policy("vast"), "unknown cache policy 'vast': this version has 'static'"),
-        (lambda c: kvjax.Ring(0), "window must be a whole number, at least 1, got 0"),
+        (lambda c: Ring(0), "window must be a whole number, at least 1, got 0"),
     ],
 )
 def test_what_is_refused(call, message):
@@ -338,7 +338,7 @@ def test_generation_under_every_layout(tiny_llama, policy):
 
 @pytest.mark.slow
 def test_generation_grows_with_the_text(tiny_llama):
-    policy = kvjax.CachePolicy(kvjax.Growing(start=16))
+    policy = kvjax.CachePolicy(Growing(start=16))
     whole = kvjax.generate(tiny_llama, ["abcdef" * 5], max_new_tokens=200, eos_token_ids=())
     grown = kvjax.generate(
         tiny_llama, ["abcdef" * 5], max_new_tokens=200, eos_token_ids=(), cache=policy
@@ -358,7 +358,10 @@ def test_generation_grows_with_the_text(tiny_llama):
         pytest.param(kvjax.policy("sliding_window", window=64), marks=pytest.mark.rare),
         pytest.param(kvjax.policy("sliding_window", window=200, sinks=3), marks=pytest.mark.rare),
         pytest.param(
-            [kvjax.CachePolicy(kvjax.Growing(16)), kvjax.CachePolicy(kvjax.Ring(300))],
+            [
+                kvjax.CachePolicy(Growing(16)),
+                kvjax.CachePolicy(Ring(300)),
+            ],
             marks=pytest.mark.rare,
         ),
     ],
@@ -386,8 +389,8 @@ def test_a_conversation_goes_on_in_what_generation_made(tiny_llama, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [
-    (kvjax.Growing(), kvjax.Dense()), (kvjax.Growing(), kvjax.Ring(1024)),
-    (kvjax.Growing(16), kvjax.Growing(128)),
+    (Growing(), Dense()), (Growing(), Ring(1024)),
+    (Growing(16), Growing(128)),
 ], ids=str)  # fmt: skip
 def test_generation_with_a_growing_layer_beside_others(tiny_llama, layouts):
     prompts = [list(range(1, 50))]

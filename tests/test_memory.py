@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from benchmarks import plans
+from kvjax.codecs import Float8
 from kvjax.core.sizes import parse_bytes
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.fitting import CHOICES, largest, what_fits
@@ -33,7 +34,7 @@ POLICIES = {
     "4 bits": kvjax.policy(bits=4),
     "4 and 2 bits": kvjax.policy("dynamic", key_bits=4, value_bits=2),
     "2 bits, window": kvjax.policy("sliding_window", window=130, bits=2),
-    "float8": kvjax.CachePolicy(keys=kvjax.Float8(), values=kvjax.Float8(), recent=2),
+    "float8": kvjax.CachePolicy(keys=Float8(), values=Float8(), recent=2),
 }
 """Ten configurations whose bytes are compared with what is allocated."""
 
@@ -424,15 +425,15 @@ def test_the_plan_of_a_config_of_another_family(tmp_path):
 def test_layers_fetched_ahead_are_planned_for(tiny_llama):
     """By the plan, by what fits, and by the limits."""
     plain, ahead = (kvjax.policy("offloaded_static", prefetch=k) for k in (0, 1))
-    body = kvjax.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["host"]
+    body = kvjax.memory.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["host"]
     model = tiny_llama.architecture
     few, more = (kvjax.plan(model, each, batch=2, max_len=512) for each in (plain, ahead))
     assert more.device - few.device == body  # both layers of two
-    rooms = kvjax.what_fits(
+    rooms = kvjax.memory.what_fits(
         model, max_len=512, memory=10**8, choices={"plain": plain, "ahead": ahead}
     )
     assert rooms[1].cache - rooms[0].cache == body // 2
-    tails = kvjax.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["device"]
+    tails = kvjax.memory.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["device"]
     left = memory_left(tiny_llama, batch=2, capacity=512, memory=10**8)
     limits = InferenceLimits(cache_memory_ratio=(tails + 1000) / left, device_memory=10**8)
     request = {"batch": 2, "need": 512, "capacity": 512}
@@ -445,10 +446,13 @@ def test_what_fits_of_an_automatic_cache():
     """As many rows as it has room for with all layers on the host, not multiples of one row."""
     model = Architecture(tiny_config())
     policy = kvjax.Auto(kvjax.policy("dynamic"), 500_000)
-    (room,) = kvjax.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})
+    (room,) = kvjax.memory.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})
     batch = room.largest_batch
-    assert batch and room.cache == kvjax.cache_nbytes(model.config, policy, max_len=2048)["device"]
-    held = kvjax.cache_nbytes(model.config, policy, batch=batch, max_len=2048)
+    assert (
+        batch
+        and room.cache == kvjax.memory.cache_nbytes(model.config, policy, max_len=2048)["device"]
+    )
+    held = kvjax.memory.cache_nbytes(model.config, policy, batch=batch, max_len=2048)
     assert held["device"] <= 500_000 < (batch + 1) * held["device"] // batch
     with pytest.raises(ValueError, match="the cache may take 500,000 bytes"):
-        kvjax.cache_nbytes(model.config, policy, batch=batch + 1, max_len=2048)
+        kvjax.memory.cache_nbytes(model.config, policy, batch=batch + 1, max_len=2048)

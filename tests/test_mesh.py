@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax.codecs import Raw
+from kvjax.layouts import Dense, Ring
 from tests import laws
 from tests.matrix import BLOCK, CODECS, HEADS, MESH_PAIRS, cells, held, mesh_cells, some
 from tests.meshes import MAX_LEN, ROWS, SHAPES, close, mesh, model_of
@@ -115,8 +117,8 @@ def logits_of(model, params, cache):
 
 
 HYBRID = kvjax.Hybrid(
-    kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), CODECS["int8"], block=BLOCK),
-    kvjax.CachePolicy(kvjax.Ring(slack=15), CODECS["int8"], kvjax.Raw(), block=BLOCK),
+    kvjax.CachePolicy(Dense(), Raw(), CODECS["int8"], block=BLOCK),
+    kvjax.CachePolicy(Ring(slack=15), CODECS["int8"], Raw(), block=BLOCK),
 )
 MODELS = {
     "8-1-1": ("multi-query", "static", 1e-5),

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 import kvjax
 from kvjax import models
+from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.models.architecture import Architecture
@@ -239,11 +240,11 @@ def test_a_cache_elsewhere_is_refused(tiny_llama):
 
 def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
     lm = tiny_llama.on(kvjax.make_mesh(data=4))
-    one = kvjax.InferenceLimits(max_batch_size=3)
+    one = InferenceLimits(max_batch_size=3)
     settings = dict(max_new_tokens=2, **SHARED)
     made = kvjax.generate(lm, PROMPTS, limits=one, **settings)
     with pytest.raises(ValueError, match="3 prompts, but max_batch_size is 2"):
-        kvjax.generate(lm, PROMPTS, limits=kvjax.InferenceLimits(max_batch_size=2))
+        kvjax.generate(lm, PROMPTS, limits=InferenceLimits(max_batch_size=2))
     # A text must not be taken for such a row.
     with pytest.raises(ValueError, match="the cache has texts in 3 rows, but there are 2 prompts"):
         kvjax.generate(lm, made.unfed[:2], cache=made.cache, **settings)
@@ -546,10 +547,10 @@ def test_memory_on_a_mesh(tmp_path):
     found = kvjax.generate(lm, PROMPTS, cache=auto, **settings)
     assert found.tokens == wanted.tokens
     assert kvjax.nbytes(found.cache, found.cache.spread)["device"] <= tails
-    limits = kvjax.InferenceLimits(cache_memory_ratio=0.5, device_memory=10**7)
+    limits = InferenceLimits(cache_memory_ratio=0.5, device_memory=10**7)
     few = kvjax.generate(lm, PROMPTS, limits=limits, max_new_tokens=3, **SHARED)
     assert few.stats.new_tokens == 9
-    tight = kvjax.InferenceLimits(cache_memory_ratio=0.001, device_memory=10**7)
+    tight = InferenceLimits(cache_memory_ratio=0.001, device_memory=10**7)
     with pytest.raises(ValueError, match="the cache would take"):
         kvjax.generate(lm, PROMPTS, limits=tight, max_new_tokens=3)
 

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
+from kvjax.layouts import Dense, Growing, Ring
 from kvjax.placement.mesh import parse_mesh
 from kvjax.placement.spread import spread_over
 from tests import laws
@@ -217,11 +219,14 @@ def seen(cache):
 
 SOME = {
     "dense": kvjax.policy("static"),
-    "growing": kvjax.CachePolicy(kvjax.Growing(start=24)),
+    "growing": kvjax.CachePolicy(Growing(start=24)),
     "ring-sinks": kvjax.policy("sliding_window", window=11, sinks=3, slack=9),
-    "int4": kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int8"], block=8),
+    "int4": kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int8"], block=8),
     "ring-host": kvjax.CachePolicy(
-        kvjax.Ring(11, sinks=3, slack=17), CODECS["int4-tensor"], placement=kvjax.Host(), block=8
+        Ring(11, sinks=3, slack=17),
+        CODECS["int4-tensor"],
+        placement=kvjax.Host(),
+        block=8,
     ),
 }
 CHANGES = {
@@ -231,7 +236,8 @@ CHANGES = {
     "concatenate": lambda c: kvjax.select(kvjax.concatenate([c, c]), np.arange(4, 12)),
     "reset": lambda c: kvjax.reset(c, np.arange(ROWS) % 2 == 0),
     "convert": lambda c: kvjax.convert(
-        c, [kvjax.CachePolicy(kvjax.Ring(7), kvjax.Raw("float32"), kvjax.Raw("float32"))] * 2
+        c,
+        [kvjax.CachePolicy(Ring(7), Raw("float32"), Raw("float32"))] * 2,
     ),
 }
 """Each in one program; eager ones do the same: see below."""
@@ -278,7 +284,8 @@ INSIDE = {
     "reset": kvjax.reset,
     "clear_status": kvjax.clear_status,
     "convert": lambda c: kvjax.convert(
-        c, kvjax.CachePolicy(kvjax.Ring(7), kvjax.Raw("float32"), kvjax.Raw("float32"))
+        c,
+        kvjax.CachePolicy(Ring(7), Raw("float32"), Raw("float32")),
     ),
     "init_cache": lambda c: kvjax.init_cache(
         model_of("grouped")[0].config, "static", batch=8, max_len=32, mesh=mesh("2-2-2")

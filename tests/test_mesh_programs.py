@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 import kvjax
 from benchmarks.programs import collectives, counted, operations
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Dense, Ring
 from kvjax.memory.planning import plan
 from kvjax.placement.spread import spread_over
 from tests.copies import assert_no_copy
@@ -54,7 +55,7 @@ def compiled(shape, heads="multi-head", **changes):
 
 
 def block_policy(codec, layout=None, **more):
-    return kvjax.CachePolicy(layout or kvjax.Dense(), codec, codec, **more)
+    return kvjax.CachePolicy(layout or Dense(), codec, codec, **more)
 
 
 COPIED = {
@@ -62,7 +63,7 @@ COPIED = {
     "ring-sinks": lambda size: kvjax.policy("sliding_window", window=size // 2, sinks=4),
     "int4": lambda size: block_policy(CODECS["int4"]),
     "int4-tensor": lambda size: block_policy(CODECS["int4-tensor"]),
-    "ring-int8": lambda size: block_policy(CODECS["int8"], kvjax.Ring(size // 2, sinks=4)),
+    "ring-int8": lambda size: block_policy(CODECS["int8"], Ring(size // 2, sinks=4)),
 }
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Dense, Growing
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
@@ -52,7 +54,7 @@ def memories(cache):
 def test_there_and_back(layout, codec):
     """A hundred times, at last with half of the layers: nothing drifts, nothing is left behind, and
     the text goes on as it would have."""
-    codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
+    codec = Raw() if codec == "raw" else CODECS[codec]
     cache = filled(LAYOUTS[layout][0], codec)
     wanted, held = APPLY(TEXT[:, 48:52], cache)
     held = jax.tree.map(np.asarray, held)
@@ -82,14 +84,14 @@ def test_there_and_back(layout, codec):
 )
 @pytest.mark.rare
 def test_a_text_goes_on_from_the_host(layers, codec):
-    codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
-    cache = filled(kvjax.Dense(), codec)
+    codec = Raw() if codec == "raw" else CODECS[codec]
+    cache = filled(Dense(), codec)
     wanted, _ = APPLY(TEXT[:, 48:52], cache)
     parked = kvjax.migrate(kvjax.fork(cache), kvjax.Host(1), layers)
     found, parked = APPLY(TEXT[:, 48:52], parked)
     kvjax.check(parked)
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    if codec != kvjax.Raw():
+    if codec != Raw():
         assert np.array_equal(found, wanted)
 
 
@@ -97,14 +99,14 @@ def test_a_text_goes_on_from_the_host(layers, codec):
 @pytest.mark.parametrize("codec", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
 def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
     """And what has moved is deleted; a fork of it is not."""
-    codec = kvjax.Raw() if codec == "raw" else CODECS[codec]
-    cache = filled(kvjax.Dense(), codec)
+    codec = Raw() if codec == "raw" else CODECS[codec]
+    cache = filled(Dense(), codec)
     kept = kvjax.fork(cache)
     jax.block_until_ready((cache, kept))
     before = sum(x.nbytes for x in alive())
     # A raw layer has a tail on the host.
     there = kvjax.init_cache(MODEL.config, kvjax.CachePolicy(
-        kvjax.Dense(), codec, codec, kvjax.Host(), block=BLOCK), batch=2, max_len=128)  # fmt: skip
+        Dense(), codec, codec, kvjax.Host(), block=BLOCK), batch=2, max_len=128)  # fmt: skip
     largest = max(tree_bytes(layer) for layer in there.layers)
     del there
     seen = []
@@ -128,7 +130,7 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
 
 def test_layers_stay_beside_their_cache():
     """On its device, whatever the default is; one CPU has only one, so the context tells."""
-    cache = filled(kvjax.Growing(start=64), kvjax.Raw())
+    cache = filled(Growing(start=64), Raw())
     seen = []
     store = kvjax.Host.store
 
@@ -143,7 +145,7 @@ def test_layers_stay_beside_their_cache():
 
 @pytest.mark.slow
 def test_what_is_there_already_stays():
-    cache = filled(kvjax.Dense(), CODECS["int4"])
+    cache = filled(Dense(), CODECS["int4"])
     again = kvjax.migrate(cache, kvjax.Device())
     leaves = jax.tree.leaves(cache.layers), jax.tree.leaves(again.layers)
     assert all(a is b for a, b in zip(*leaves, strict=True))
@@ -154,7 +156,7 @@ def test_what_is_there_already_stays():
 
 
 def test_wrong_moves_are_refused():
-    cache = filled(kvjax.Dense(), CODECS["int4"], 16)
+    cache = filled(Dense(), CODECS["int4"], 16)
     with pytest.raises(ValueError, match="layer 2: the cache has 2"):
         kvjax.migrate(cache, kvjax.Host(), layers=[2])
     for wrong in (kvjax.Host, "host", None):
@@ -208,18 +210,18 @@ def test_what_is_fetched_ahead_counts():
 
 def stored(bits, layout, place=None):
     """Small blocks: of short texts, tails would be most of what there is."""
-    codec = kvjax.Raw() if bits == 16 else CODECS["int4"]
+    codec = Raw() if bits == 16 else CODECS["int4"]
     return kvjax.CachePolicy(layout, codec, codec, place or kvjax.Device(), block=16)
 
 
-GROWING = kvjax.Growing(start=64)
+GROWING = Growing(start=64)
 
 
 def sizes_of(lm, bits, tokens, batch=2):
     """Bytes of the device: of a layer there, and of one on the host."""
     each = [
-        kvjax.cache_nbytes(
-            lm.config, stored(bits, kvjax.Dense(), place), batch=batch, max_len=tokens
+        kvjax.memory.cache_nbytes(
+            lm.config, stored(bits, Dense(), place), batch=batch, max_len=tokens
         )["device"]
         for place in (kvjax.Device(), kvjax.Host())
     ]
@@ -286,7 +288,7 @@ def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("layout", [GROWING, pytest.param(kvjax.Dense(), marks=pytest.mark.rare)])
+@pytest.mark.parametrize("layout", [GROWING, pytest.param(Dense(), marks=pytest.mark.rare)])
 def test_more_rows_send_layers_away(tiny_llama, layout):
     """When they go on, though nothing grows."""
     policy, short = auto(tiny_llama, 16, layout), {**AT, "max_new_tokens": 3}
@@ -322,8 +324,8 @@ def test_a_layer_that_can_not_leave(tiny_llama):
     """A ring smaller than a tail stays on the device, and is no reason to give up midway."""
     ring = kvjax.policy("sliding_window", window=8)
     choice, prompt = [stored(16, GROWING), ring], ["abc" * 78]
-    away = [stored(16, kvjax.Dense(), kvjax.Host()), ring]
-    least = kvjax.cache_nbytes(tiny_llama.config, away, batch=1, max_len=512)["device"]
+    away = [stored(16, Dense(), kvjax.Host()), ring]
+    least = kvjax.memory.cache_nbytes(tiny_llama.config, away, batch=1, max_len=512)["device"]
     found = kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least), **AT)
     assert places(found.cache) == ["host", "device"]
     assert found.tokens == kvjax.generate(tiny_llama, prompt, cache=choice, **AT).tokens
@@ -337,7 +339,7 @@ def test_limits_give_auto_its_memory(tiny_llama):
     weights, total = tree_bytes(tiny_llama.params), 100_000_000
     names, at = ("static", "offloaded_static"), {**AT, "max_len": 512}
     whole, least = (
-        kvjax.cache_nbytes(tiny_llama.config, name, batch=2, max_len=512)["device"]
+        kvjax.memory.cache_nbytes(tiny_llama.config, name, batch=2, max_len=512)["device"]
         for name in names
     )
     left = memory_left(tiny_llama, batch=2, capacity=512, memory=weights + total)
@@ -372,7 +374,7 @@ def test_auto_without_a_memory(tiny_llama):
 @pytest.mark.rare
 def test_auto_chooses_when_a_cache_is_made():
     config = tiny_config(num_hidden_layers=4, windows=(None,) * 4)
-    inner = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int8"], block=BLOCK)
+    inner = kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int8"], block=BLOCK)
     static = kvjax.init_cache(config, inner, batch=2, max_len=1024)
     layer = kvjax.nbytes(static)["device"] // 4
     policy = kvjax.Auto(inner, 3 * layer)
@@ -391,7 +393,7 @@ def test_auto_chooses_when_a_cache_is_made():
 @pytest.mark.slow
 def test_make_room_grows_and_moves():
     config = tiny_config(num_hidden_layers=3, windows=(None,) * 3)
-    inner = kvjax.CachePolicy(kvjax.Growing(start=64), kvjax.Raw(), kvjax.Raw())
+    inner = kvjax.CachePolicy(Growing(start=64), Raw(), Raw())
     small = kvjax.init_cache(config, inner, batch=1)
     whole = kvjax.nbytes(small)["device"]
     cache = kvjax.init_cache(config, kvjax.Auto(inner, 20 * whole), batch=1)

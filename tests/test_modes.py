@@ -18,6 +18,8 @@ import pytest
 
 import kvjax
 from kvjax.core.compat import JAX
+from kvjax.layouts import Dense, Growing, Paged
+from kvjax.memory import InferenceLimits
 from kvjax.models.text import read_tokenizer
 from tests.checkpoints import write_tokenizer
 from tests.matrix import CODECS, tiny_config, tiny_model
@@ -38,18 +40,18 @@ PROMPTS = [[5, 3, 8, 1, 9, 9, 2], [7, 4, 4]]
 CODEC = CODECS["int4"]
 POLICIES: dict[str, Any] = {
     "static": "static",
-    "dynamic": kvjax.CachePolicy(kvjax.Growing(start=16)),
+    "dynamic": kvjax.CachePolicy(Growing(start=16)),
     "hybrid": kvjax.policy("hybrid", slack=15),
     "sinks": kvjax.policy("sliding_window", window=12, sinks=3, slack=15),
-    "quantized": kvjax.CachePolicy(kvjax.Dense(), CODEC, CODECS["int2"], block=8),
-    "offloaded": kvjax.CachePolicy(kvjax.Dense(), placement=kvjax.Host(), block=8),
-    "offloaded bits": kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, kvjax.Host(1), block=8),
-    "paged": kvjax.CachePolicy(kvjax.Paged(16)),
-    "paged bits": kvjax.CachePolicy(kvjax.Paged(16), CODEC, CODEC, block=8),
-    "float8": kvjax.CachePolicy(kvjax.Dense(), CODECS["float8"], CODECS["float8"], block=8),
-    "centred": kvjax.CachePolicy(kvjax.Dense(), CODECS["centred"], CODECS["int8"], block=8),
+    "quantized": kvjax.CachePolicy(Dense(), CODEC, CODECS["int2"], block=8),
+    "offloaded": kvjax.CachePolicy(Dense(), placement=kvjax.Host(), block=8),
+    "offloaded bits": kvjax.CachePolicy(Dense(), CODEC, CODEC, kvjax.Host(1), block=8),
+    "paged": kvjax.CachePolicy(Paged(16)),
+    "paged bits": kvjax.CachePolicy(Paged(16), CODEC, CODEC, block=8),
+    "float8": kvjax.CachePolicy(Dense(), CODECS["float8"], CODECS["float8"], block=8),
+    "centered": kvjax.CachePolicy(Dense(), CODECS["centered"], CODECS["int8"], block=8),
     "half-quadratic": kvjax.CachePolicy(
-        kvjax.Dense(), CODECS["half-quadratic"], CODECS["unrotated"], block=8
+        Dense(), CODECS["half-quadratic"], CODECS["unrotated"], block=8
     ),
 }
 
@@ -197,7 +199,7 @@ def from_tree() -> Any:
 
 def engine(asked: Any = None, **more: Any) -> Any:
     """Requests beside each other: drawn, by beams, with stop strings; pages are few."""
-    limits = kvjax.InferenceLimits(max_batch_size=3, max_seq_len=MAX_LEN)
+    limits = InferenceLimits(max_batch_size=3, max_seq_len=MAX_LEN)
     given: Any = {"pages": 11, "prefill_chunk": 16, "decode_rounds": 4, **more}
     mine = kvjax.Engine(lm(), POLICIES["paged"], limits, **given)
     asked = asked or [{"logprobs": 2}, CONTROLS, {"num_beams": 2}, {"stop": ["BA"]}]

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.status import NO_SUCH_ROW, OVERFLOW
+from kvjax.codecs import Raw
 from kvjax.core.device import committed
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.models.architecture import Architecture
@@ -349,7 +350,7 @@ def test_conversion_goes_by_the_layers_of_the_model():
 
 
 def test_conversion_keeps_the_dtypes_of_keys_and_of_values():
-    raw = kvjax.CachePolicy(Dense(), kvjax.Raw("bfloat16"), kvjax.Raw("float32"))
+    raw = kvjax.CachePolicy(Dense(), Raw("bfloat16"), Raw("float32"))
     found = kvjax.convert(kvjax.init_cache(CONFIG, raw, max_len=8), "static").layers[0].policy
     assert (found.keys.dtype, found.values.dtype) == ("bfloat16", "float32")
 

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from benchmarks.programs import collectives
 from kvjax import models
+from kvjax.codecs import Int8
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Paged, Ring
 from tests import laws
 from tests.checkpoints import write_llama
 from tests.copies import assert_no_copy
@@ -36,9 +38,9 @@ STEPS, MAX_LEN = 6, 64
 POLICIES: dict[str, Any] = {
     "raw": kvjax.CachePolicy(),
     "8 bits": kvjax.policy(bits=8, block=8),
-    "ring": kvjax.CachePolicy(kvjax.Ring(13, slack=11)),
-    "paged": kvjax.CachePolicy(kvjax.Paged(16)),
-    "paged, 8 bits": kvjax.CachePolicy(kvjax.Paged(16), kvjax.Int8(), kvjax.Int8(), block=8),
+    "ring": kvjax.CachePolicy(Ring(13, slack=11)),
+    "paged": kvjax.CachePolicy(Paged(16)),
+    "paged, 8 bits": kvjax.CachePolicy(Paged(16), Int8(), Int8(), block=8),
     "bfloat16": kvjax.policy(dtype="bfloat16"),
 }
 TOLERANCE = {"bfloat16": 1e-3}
@@ -231,8 +233,8 @@ def test_refs(lm, wanted, policy):
 COPIED = {
     "raw": lambda size: kvjax.CachePolicy(),
     "8 bits": lambda size: kvjax.policy(bits=8),
-    "ring": lambda size: kvjax.CachePolicy(kvjax.Ring(size // 2, slack=128)),
-    "paged": lambda size: kvjax.CachePolicy(kvjax.Paged(256)),
+    "ring": lambda size: kvjax.CachePolicy(Ring(size // 2, slack=128)),
+    "paged": lambda size: kvjax.CachePolicy(Paged(256)),
 }
 
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import kvjax
 from kvjax.cache.status import BAD_PAGE, OUT_OF_PAGES
 from kvjax.core.errors import CacheOverflowError
+from kvjax.layouts import Dense, Paged, Ring
 from tests import laws
 from tests.matrix import CODECS, FULL, tiny_config
 
@@ -22,7 +23,7 @@ PAGES, ROWS, COLUMNS = 11, 4, 5
 
 
 def _jit(name):
-    method = getattr(kvjax.PageAllocator, name)
+    method = getattr(kvjax.paging.PageAllocator, name)
     return jax.jit(lambda pool, *args: jax.tree.map(lambda x: x, method(pool, *args)))
 
 
@@ -50,7 +51,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = jax.tree.map(jnp.asarray, kvjax.PageAllocator.create(PAGES, ROWS, COLUMNS))
+        self.pool = jax.tree.map(
+            jnp.asarray, kvjax.paging.PageAllocator.create(PAGES, ROWS, COLUMNS)
+        )
         self.table = np.full((ROWS, COLUMNS), -1)
         self.pins = Counter()
 
@@ -191,7 +194,7 @@ def test_the_allocator_inside_a_loop():
 
         return jax.lax.while_loop(lambda c: c[2] & (c[1] < 8), more, (pool, 0, jnp.bool_(True)))
 
-    pool = jax.tree.map(jnp.asarray, kvjax.PageAllocator.create(10, 3, 8))
+    pool = jax.tree.map(jnp.asarray, kvjax.paging.PageAllocator.create(10, 3, 8))
     pool, turns, had = filled(pool)
     assert (int(turns), bool(had), int(pool.left[0])) == (4, False, 0)
     assert (np.asarray(pool.table) >= 0).sum(1).tolist() == [
@@ -204,7 +207,7 @@ def test_the_allocator_inside_a_loop():
 
 def test_any_free_page_serves_so_nothing_is_moved_to_make_room():
     """Whatever was taken and given back before, a row can have all pages that are free."""
-    rng, pool = np.random.default_rng(0), kvjax.PageAllocator.create(12, 4, 12)
+    rng, pool = np.random.default_rng(0), kvjax.paging.PageAllocator.create(12, 4, 12)
     pool = jax.tree.map(jnp.asarray, pool)
     for _ in range(20):
         row, pages = int(rng.integers(0, 3)), int(rng.integers(0, 5))
@@ -221,9 +224,9 @@ def test_any_free_page_serves_so_nothing_is_moved_to_make_room():
 )
 def test_what_an_allocator_refuses(pages, rows, columns, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.PageAllocator.create(pages, rows, columns)
+        kvjax.paging.PageAllocator.create(pages, rows, columns)
     with pytest.raises(ValueError, match="2 shares divide neither 3 pages nor 2 rows"):
-        kvjax.PageAllocator.create(3, 2, 1, shares=2)
+        kvjax.paging.PageAllocator.create(3, 2, 1, shares=2)
 
 
 # Caches in pages.
@@ -237,7 +240,7 @@ def cache_of(policy, max_len=64, rows=3, **more):
 
 
 def paged(size=16, inner=None, codecs=(), pages=None, **more):
-    layout = kvjax.Paged(size, inner or kvjax.Dense(), pages)
+    layout = Paged(size, inner or Dense(), pages)
     return kvjax.CachePolicy(layout, *(CODECS[name] for name in codecs), **more)
 
 
@@ -260,7 +263,7 @@ def fed(cache, tokens, begins=(0, 0, 0), width=16):
 
 
 def used(cache):
-    return kvjax.page_map(cache).pools[0].used
+    return kvjax.memory.page_map(cache).pools[0].used
 
 
 SIZES = [
@@ -273,7 +276,7 @@ SIZES = [
 @pytest.mark.parametrize(("size", "codecs"), SIZES, ids=str)
 def test_pages_of_any_size_in_any_order_are_a_dense_cache(size, codecs):
     """Bit by bit what is stored; what queries get within the order of sums."""
-    dense = kvjax.CachePolicy(kvjax.Dense(), *(CODECS[name] for name in codecs), block=8)
+    dense = kvjax.CachePolicy(Dense(), *(CODECS[name] for name in codecs), block=8)
     tokens = (44, 31, 1)
     wanted, plain = fed(cache_of(dense), tokens)
     found, cache = fed(
@@ -324,7 +327,7 @@ def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
     assert used(cache) == 5
     chosen = jax.jit(kvjax.select)(cache, jnp.array([0, 0, 1, 1, 2]))
     table = np.asarray(chosen.pools[0].table)
-    assert used(chosen) == 6 and kvjax.page_map(chosen).pools[0].shared == 4
+    assert used(chosen) == 6 and kvjax.memory.page_map(chosen).pools[0].shared == 4
     assert (table[0, :2] == table[1, :2]).all() and table[0, 2] != table[1, 2]
     assert (table[2] == table[3]).all()
     many = jax.jit(functools.partial(kvjax.repeat, times=3))(cache)
@@ -423,7 +426,7 @@ REWIND, REWINDABLE = jax.jit(kvjax.rewind), jax.jit(kvjax.rewindable)
 @pytest.mark.parametrize(("sinks", "codecs"), [(0, ()), (3, ()), (0, ("int8",))], ids=str)
 def test_a_window_gives_its_pages_back(sinks, codecs):
     """As it moves, and none that is seen after as many tokens are taken back as can be."""
-    ring, codes = kvjax.Ring(20, sinks, slack=15), [CODECS[name] for name in codecs]
+    ring, codes = Ring(20, sinks, slack=15), [CODECS[name] for name in codecs]
     policies = paged(16, ring, codecs, block=8), kvjax.CachePolicy(ring, *codes, block=8)
     caches, most = [cache_of(policy, max_len=None) for policy in policies], []
     text, rng = [x[:, :, :16] for x in TEXT], np.random.default_rng(0)
@@ -447,7 +450,7 @@ def test_a_window_gives_its_pages_back(sinks, codecs):
 def test_kinds_of_layers_have_pools_of_their_own():
     config = tiny_config(num_hidden_layers=3, windows=(None, 20, 20))
     hybrid = kvjax.init_cache(config, kvjax.policy("paged", page_size=16), batch=2, max_len=640)
-    full, sliding = kvjax.page_map(hybrid).pools
+    full, sliding = kvjax.memory.page_map(hybrid).pools
     assert (full.layers, sliding.layers) == ((0,), (1, 2))
     assert (full.pages, sliding.pages) == (80, 8) and sliding.page_bytes == 2 * full.page_bytes
 
@@ -465,7 +468,7 @@ def test_slots_that_hold_nothing_are_few():
         cache = kvjax.append(cache, 0, numbers, numbers, lengths=jnp.asarray(lengths))
         return kvjax.advance(cache, 8000)
 
-    (pool,) = kvjax.page_map(held(cache)).pools
+    (pool,) = kvjax.memory.page_map(held(cache)).pools
     assert pool.used == np.sum(-(-lengths // 256))
     assert pool.wasted == pytest.approx(1 - lengths.sum() / (256 * pool.used))
     assert pool.wasted < 0.04
@@ -477,17 +480,17 @@ def test_a_map_of_pages(tmp_path):
     cache = kvjax.select(cache, [0, 0, 1])
     pool = cache.pools[0].retain(cache.pools[0].stack[:1])
     cache = dataclasses.replace(cache, pools=(pool,))
-    lines = str(kvjax.page_map(cache)).splitlines()
+    lines = str(kvjax.memory.page_map(cache)).splitlines()
     assert lines[0].startswith(
         "layers 0: 70 pages of 16 tokens, 2.05 kB each; 7 used, 2 shared, 63"
     )
     assert lines[1] == "+" * 2 + "0221" + "." * 58 or len(lines[1]) == 64
     assert sorted((lines[1] + lines[2]).replace(".", "")) == sorted("++0221=")
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
-    kvjax.page_map(cache).plot(tmp_path / "pages.png", "Pages")
+    kvjax.memory.page_map(cache).plot(tmp_path / "pages.png", "Pages")
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="the cache has no pages"):
-        kvjax.page_map(cache_of(kvjax.CachePolicy()))
+        kvjax.memory.page_map(cache_of(kvjax.CachePolicy()))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.core.target import Target
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Dense, Growing, Ring
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
 from tests import laws, transfers
@@ -63,7 +65,7 @@ def test_the_order_of_accelerators():
 
     config, found = tiny_config(num_hidden_layers=3, windows=(None,) * 3), []
     for place in (Accelerator(0), Accelerator(1)):  # as it is traced for one, both times
-        policy = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int4"], place, BLOCK)
+        policy = kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int4"], place, BLOCK)
         cache = kvjax.init_cache(config, policy, batch=2, max_len=128)
         _, cache = APPLY(TEXT[:, :40], cache)
         program = jax.make_jaxpr(APPLY.__wrapped__)(TEXT[:, 40:41], cache)
@@ -93,7 +95,7 @@ def test_shared_layers_stay_until_the_last_has_read_them():
     codec, fetched = CODECS["int4"], []
 
     def run(placement):
-        policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, placement, block=BLOCK, recent=0)
+        policy = kvjax.CachePolicy(Dense(), codec, codec, placement, block=BLOCK, recent=0)
         cache, mixed = kvjax.init_cache(Sharing(), policy, max_len=64), []
         for call in range(4):
             numbers = np.random.default_rng(call).normal(size=(2, 6, 1, 4, 11, 8))
@@ -131,7 +133,7 @@ def test_outside_jit_layers_that_were_read_are_let_go():
 @pytest.mark.rare
 def test_operations_leave_bodies_on_the_host():
     codec = CODECS["int4"]
-    far = kvjax.CachePolicy(kvjax.Growing(start=64), codec, codec, kvjax.Host(), block=BLOCK)
+    far = kvjax.CachePolicy(Growing(start=64), codec, codec, kvjax.Host(), block=BLOCK)
     _, cache = fed(far, (0, 16, 32, 48))
     caches = {
         "as it is": (kvjax.fork(cache), [0, 1]),
@@ -157,7 +159,7 @@ def test_operations_leave_bodies_on_the_host():
 @pytest.mark.rare
 def test_there_and_back():
     """To the other place and back, a hundred times: nothing drifts, and nothing is left behind."""
-    near, far = policies(kvjax.Dense(), CODECS["int4"], CODECS["int8"])
+    near, far = policies(Dense(), CODECS["int4"], CODECS["int8"])
     _, cache = fed(near, (0, 16, 32, 48))
     wanted, _ = APPLY(TEXT[:, 48:52], cache)
     convert = jax.jit(lambda c, to: kvjax.convert(c, list(to)), static_argnums=1)
@@ -196,9 +198,9 @@ def test_generation_with_a_cache_on_the_host(tiny_llama, caplog, name, bits):
 
 
 COPIED = {
-    "dense-raw": (kvjax.Dense(), kvjax.Raw(), kvjax.Raw()),
-    "dense-int4": (kvjax.Dense(), CODECS["int4"], CODECS["int8"]),
-    "ring-int4": (kvjax.Ring(sinks=4), CODECS["int4"], CODECS["int8"]),
+    "dense-raw": (Dense(), Raw(), Raw()),
+    "dense-int4": (Dense(), CODECS["int4"], CODECS["int8"]),
+    "ring-int4": (Ring(sinks=4), CODECS["int4"], CODECS["int8"]),
 }
 
 
@@ -254,12 +256,12 @@ MOVES = pytest.mark.skipif(
 
 @MOVES
 @pytest.mark.rare
-@pytest.mark.parametrize("codec", [CODECS["int4"], kvjax.Raw()])
+@pytest.mark.parametrize("codec", [CODECS["int4"], Raw()])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_every_block_comes_in_once(prefetch, codec):
     """Of a step behind 3,450 of 4,096 tokens: blocks fetched while they are walked, filled ones
     alone; a layer fetched ahead, whole, once. Nothing goes out."""
-    policy = kvjax.CachePolicy(kvjax.Dense(), codec, codec, kvjax.Host(prefetch))
+    policy = kvjax.CachePolicy(Dense(), codec, codec, kvjax.Host(prefetch))
     moved, cache = step_at(3450, policy)
     bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]
     assert moved["Host"] == []
@@ -278,7 +280,7 @@ def test_every_block_comes_in_once(prefetch, codec):
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_block_goes_out_when_it_is_left_behind(prefetch):
     """Of 65 steps one sends a block of each row, keys and values, and reads what it replaces."""
-    policy = kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw(), kvjax.Raw(), kvjax.Host(prefetch))
+    policy = kvjax.CachePolicy(Dense(), Raw(), Raw(), kvjax.Host(prefetch))
     block = policy.block * STEPPED.num_key_value_heads * STEPPED.head_dim * 4
     sent = [step_at(length, policy)[0]["Host"] for length in (1023, 1024, 1025, 1087, 1088)]
     every = [block] * 2 * 2 * STEPPED.num_hidden_layers
@@ -308,7 +310,7 @@ def test_layers_fetched_ahead_are_few(name, prefetch, form):
 
 @pytest.mark.rare
 def test_layers_in_different_places():
-    near, far = policies(kvjax.Dense(), CODECS["int4"], CODECS["int8"])
+    near, far = policies(Dense(), CODECS["int4"], CODECS["int8"])
     wanted, _ = fed(near)
     found, cache = fed([far, near])
     assert np.array_equal(found, wanted)

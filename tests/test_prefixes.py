@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, computing_on
 from kvjax.generation.loaded import LanguageModel
@@ -23,6 +24,7 @@ from kvjax.generation.prompts import prompt_chunks
 from kvjax.generation.request import prepare
 from kvjax.generation.session import Session
 from kvjax.generation.settings import Options
+from kvjax.layouts import Paged, Ring
 from kvjax.models.generation import GenerationDefaults
 from kvjax.prefixes import texts as kept_texts
 from kvjax.prefixes.nodes import TIERS
@@ -43,12 +45,12 @@ def small(**changes):
 
 
 def ring(size, window, sinks, slack, *codecs, **more):
-    layout = kvjax.Paged(size, kvjax.Ring(window, sinks=sinks, slack=slack))
+    layout = Paged(size, Ring(window, sinks=sinks, slack=slack))
     return kvjax.CachePolicy(layout, *codecs, block=8, **more)
 
 
 def whole(*codecs, size=16, **more):
-    return kvjax.CachePolicy(kvjax.Paged(size), *codecs, block=8, **more)
+    return kvjax.CachePolicy(Paged(size), *codecs, block=8, **more)
 
 
 INT8 = CODECS["int8"]
@@ -59,7 +61,7 @@ POLICIES = {
     "sinks": ring(16, 40, 4, 15),
     "sinks of 8 bits": ring(16, 40, 4, 23, INT8, INT8),
     "hybrid": kvjax.Hybrid(whole(size=32), ring(16, None, 0, 15)),
-    "hybrid of slots": kvjax.Hybrid(whole(), kvjax.CachePolicy(kvjax.Ring(slack=15))),
+    "hybrid of slots": kvjax.Hybrid(whole(), kvjax.CachePolicy(Ring(slack=15))),
     "host": whole(placement=kvjax.Host()),
 }
 COVERED = ("int8", "hybrid")
@@ -326,7 +328,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(window=st.booleans(), every=st.integers(1, 3))
     def begin(self, window, every):
-        windows, layout = ((None,), kvjax.Paged(16)) if not window else ((None, 20), None)
+        windows, layout = ((None,), Paged(16)) if not window else ((None, 20), None)
         policy = "paged" if window else kvjax.CachePolicy(layout)
         if window:
             policy = kvjax.policy("paged", page_size=16, slack=15)
@@ -445,7 +447,10 @@ def test_a_text_that_is_gone_on_from_stays():
 def test_pages_of_other_sizes_and_prompts_that_end_anywhere():
     """Pages of 16 tokens and of 48 in one model: what is found ends where both do."""
     lm = bare((None, 20))
-    policies = [whole(size=48), kvjax.CachePolicy(kvjax.Paged(16, kvjax.Ring(20, slack=15)))]
+    policies = [
+        whole(size=48),
+        kvjax.CachePolicy(Paged(16, Ring(20, slack=15))),
+    ]
     tree = tree_of(lm, policies, pages=40)
     text = tuple(np.random.default_rng(2).integers(0, 9, 150).tolist())
     assert tree.terms.unit == 48 and [kind.page for kind in tree.terms.kinds] == [48, 16]
@@ -476,7 +481,7 @@ def test_samples_of_one_prompt_are_rows_of_their_own(name):
     assert found.tokens == alone.tokens and len({*map(tuple, found.tokens[:3])}) == 3
     assert found.stats.prompt_tokens == 2 * 37 and found.cache.batch == 6
     if name == "raw":
-        shared, _ = (kvjax.page_map(each.cache).pools[0] for each in (found, alone))
+        shared, _ = (kvjax.memory.page_map(each.cache).pools[0] for each in (found, alone))
         assert shared.shared == 2 * 2  # 32 of 37 tokens
         tree = tree_of(lm, policy, pages=40)
         more = {key: more[key] for key in more.keys() - {"max_len", "prefill_chunk"}}
@@ -495,7 +500,7 @@ def test_samples_find_pages_for_what_their_tails_held():
     policy = whole(INT8, INT8, size=32)
     found = kvjax.generate(small(), [list(range(60)) + [1] * 4], cache=policy, **settings)
     assert [len(row) for row in found.tokens] == [18] * 3
-    pool = kvjax.page_map(found.cache).pools[0]
+    pool = kvjax.memory.page_map(found.cache).pools[0]
     assert len(pool.owners) == 1 + 3 * 2
 
 
@@ -579,14 +584,17 @@ def test_batch_after_batch_finds_what_went_before():
     [
         ({"policy": "static"}, "give it a policy with layers in pages"),
         (
-            {"policy": [kvjax.CachePolicy(kvjax.Paged(16)), "static"]},
+            {"policy": [kvjax.CachePolicy(Paged(16)), "static"]},
             "layer 1 keeps whole texts out",
         ),
         ({"policy": kvjax.Auto("paged", 2**20)}, "moves layers as it runs"),
         ({"pages": None}, "give pages=, or memory="),
         ({"memory": "1MB"}, "give pages=, or memory="),
         ({"pages": None, "memory": 8}, "memory is 8 bytes, and a page of all layers takes 4096"),
-        ({"policy": kvjax.CachePolicy(kvjax.Paged(16, pages=5))}, "policy names the pages of its"),
+        (
+            {"policy": kvjax.CachePolicy(Paged(16, pages=5))},
+            "policy names the pages of its",
+        ),
         ({"max_len": 10**7}, "max_len is 10000000, but the model has 512 positions"),
         ({"exact_prefix": "no"}, "exact_prefix is 'no', and must be True or False"),
         ({"weights": 1.0}, "weights is 1.0: name it by a text, a whole number, or a tuple"),
@@ -710,7 +718,7 @@ def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
         length = np.array([min(90, start + 16)], np.int32)
         cache = lease.reached(feed(cache, numbers, length - start), length)
     lease.settle(cache, [text[:49]])
-    text, look = (*text[:49], 1, 2, 3), policy.keys == kvjax.Raw()
+    text, look = (*text[:49], 1, 2, 3), policy.keys == Raw()
     assert [asked(tree, lm, [text], look=look) for _ in range(2)] == [[0], [48]]
     accounted(tree)
 

@@ -27,6 +27,8 @@ import pytest
 import kvjax
 from kvjax.attention import attending
 from kvjax.cache import appending
+from kvjax.codecs import Centered, HalfQuadratic, Int4, Int8, Rotated, Unrotated
+from kvjax.layouts import Dense, Paged, Ring
 from tests.matrix import tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,17 +69,19 @@ AROUND = {("cache", "explicit.py"), ("core", "context.py"), ("core", "control.py
 """Files whose functions call others that they are given: decorators, loops and branches."""
 WALKED = {
     "raw": kvjax.CachePolicy(),
-    "int8": kvjax.CachePolicy(kvjax.Dense(), kvjax.Int8(), kvjax.Int8()),
+    "int8": kvjax.CachePolicy(Dense(), Int8(), Int8()),
     "codecs around codecs": kvjax.CachePolicy(
-        kvjax.Dense(),
-        kvjax.Centred(kvjax.Rotated(kvjax.Int4())),
-        kvjax.HalfQuadratic(kvjax.Int4(zero_point=True)),
+        Dense(),
+        Centered(Rotated(Int4())),
+        HalfQuadratic(Int4(zero_point=True)),
     ),
     "ring of unrotated keys": kvjax.CachePolicy(
-        kvjax.Ring(16, sinks=2, slack=TOKENS), kvjax.Unrotated(kvjax.Int4()), kvjax.Int4()
+        Ring(16, sinks=2, slack=TOKENS),
+        Unrotated(Int4()),
+        Int4(),
     ),
     "host": kvjax.CachePolicy(placement=kvjax.Host()),
-    "pages": kvjax.CachePolicy(kvjax.Paged(64), kvjax.Int8(), kvjax.Int8()),
+    "pages": kvjax.CachePolicy(Paged(64), Int8(), Int8()),
 }
 """Policies whose calls are followed."""
 MODELS = "models" if (ROOT / "models").is_dir() else "kvjax/models"
@@ -351,8 +355,8 @@ def fenced(text: str, language: str) -> list[str]:
 
 def test_the_tests_see_a_shape_that_is_wrong():
     """Of arguments; functions that name no shape are as they are."""
-    layout = kvjax.Dense(8)
-    assert not hasattr(kvjax.Dense.resolve, "__wrapped__")
+    layout = Dense(8)
+    assert not hasattr(Dense.resolve, "__wrapped__")
     slots, row = np.zeros(8, np.int32), np.zeros(2, np.int32)
     with pytest.raises(jaxtyping.TypeCheckError, match="written"):
         layout.positions(row, np.zeros(3, np.int32), slots)

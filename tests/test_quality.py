@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.codecs import Centered, Int4, Unrotated
 from kvjax.models.hub import EMBEDDED
 from kvjax.quality.evaluation import evaluate
 from tests.checkpoints import write_biased_keys
@@ -45,15 +46,16 @@ def biased(embedded, tokens, tmp_path_factory):
 
 @pytest.mark.rare
 def test_large_key_biases_do_not_collapse(biased, tokens):
-    naive = kvjax.CachePolicy(keys=kvjax.Int4("token"), values=kvjax.Int4("token"))
-    centred = kvjax.CachePolicy(
-        keys=kvjax.Unrotated(kvjax.Centred(kvjax.Int4("token"))), values=kvjax.Int4("token")
+    naive = kvjax.CachePolicy(keys=Int4("token"), values=Int4("token"))
+    centered = kvjax.CachePolicy(
+        keys=Unrotated(Centered(Int4("token"))),
+        values=Int4("token"),
     )
     found = evaluate(
-        biased, tokens, {"4": kvjax.policy(bits=4), "naive": naive, "centred": centred}
+        biased, tokens, {"4": kvjax.policy(bits=4), "naive": naive, "centered": centered}
     )
     top1 = {name: quality.overall.top1 for name, quality in found.items()}
-    assert top1["4"] >= 0.95 and top1["centred"] >= 0.95
+    assert top1["4"] >= 0.95 and top1["centered"] >= 0.95
     assert top1["naive"] < 0.85
     assert found["naive"].overall.mean_kl > 30 * found["4"].overall.mean_kl
     assert (

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.codecs import Raw
 from kvjax.generation import long_calls
+from kvjax.layouts import Dense, Ring
 from tests import laws, naive
 from tests.laws import LENGTHS, WIDTH, close, texts
 from tests.matrix import (
@@ -133,7 +135,7 @@ TEXTS = [
     for row, n in enumerate(LENGTHS)
 ]
 APPLY = jax.jit(MODEL.apply, donate_argnums=2)
-BOTH = [(kvjax.Raw(), CODECS["int4"]), (CODECS["int4"], kvjax.Raw())]
+BOTH = [(Raw(), CODECS["int4"]), (CODECS["int4"], Raw())]
 
 
 def coded(keys, values):
@@ -147,13 +149,13 @@ MODELS = {
         kvjax.policy("sliding_window", window=5, slack=0), [Held(None, sight=(5, 0))] * 2,
     ),
     "listed": (
-        [kvjax.CachePolicy(kvjax.Ring(6, sinks=2)), kvjax.CachePolicy(kvjax.Dense())],
+        [kvjax.CachePolicy(Ring(6, sinks=2)), kvjax.CachePolicy(Dense())],
         [Held(None, sight=(6, 2)), Held(None)],
     ),
     "hybrid-raw-and-int4": (
         kvjax.Hybrid(
-            kvjax.CachePolicy(kvjax.Dense(), *BOTH[0], block=BLOCK),
-            kvjax.CachePolicy(kvjax.Ring(slack=15), *BOTH[1], block=BLOCK),
+            kvjax.CachePolicy(Dense(), *BOTH[0], block=BLOCK),
+            kvjax.CachePolicy(Ring(slack=15), *BOTH[1], block=BLOCK),
         ),
         [
             Held(None, tolerance=1e-3, coded=coded(*BOTH[0])),

@@ -9,6 +9,7 @@ SCRIPT = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp, numpy as np
 import kvjax
+from kvjax.layouts import Dense, Ring
 from kvjax import models
 
 lm = models.load(sys.argv[1], dtype="float32")
@@ -91,18 +92,18 @@ wrong("select nothing", lambda: kvjax.select(plain(), None))
 wrong("select a name", lambda: kvjax.select(plain(), "a"))
 wrong("concatenate one", lambda: kvjax.concatenate(plain()))
 wrong("a window of 8.0", lambda: kvjax.policy("sliding_window", window=8.0))
-wrong("a window in words", lambda: kvjax.Ring("8"))
-wrong("a true window", lambda: kvjax.Ring(window=True))
-wrong("slots in parts", lambda: kvjax.Dense(8.0))
-wrong("growing down", lambda: kvjax.Dense(8, grows_to=4))
-wrong("a layout alone", lambda: kvjax.init_cache(lm.config, kvjax.Ring(8), max_len=8))
+wrong("a window in words", lambda: kvjax.layouts.Ring("8"))
+wrong("a true window", lambda: kvjax.layouts.Ring(window=True))
+wrong("slots in parts", lambda: kvjax.layouts.Dense(8.0))
+wrong("growing down", lambda: kvjax.layouts.Dense(8, grows_to=4))
+wrong("a layout alone", lambda: kvjax.init_cache(lm.config, kvjax.layouts.Ring(8), max_len=8))
 wrong("layouts in a list", lambda: kvjax.init_cache(
-    lm.config, [kvjax.Ring(8), kvjax.Dense()], max_len=8))
+    lm.config, [kvjax.layouts.Ring(8), kvjax.layouts.Dense()], max_len=8))
 wrong("names in a list are fine", lambda: kvjax.init_cache(
     lm.config, ["static", "dynamic"], max_len=8))
 wrong("a hybrid in a list", lambda: kvjax.init_cache(lm.config, ["static", "hybrid"], max_len=8))
 wrong("a name for a layout", lambda: kvjax.CachePolicy("static"))
-wrong("a name for a codec", lambda: kvjax.CachePolicy(kvjax.Dense(), "bfloat16"))
+wrong("a name for a codec", lambda: kvjax.CachePolicy(kvjax.layouts.Dense(), "bfloat16"))
 wrong("no policy", lambda: kvjax.convert(plain(), None))
 wrong("a window in parts", lambda: kvjax.attend(numbers(2, 4, 1, 16), called(), 0, window=2.5))
 wrong("other rows", lambda: kvjax.attend(numbers(3, 4, 1, 16), plain(), 0))
@@ -112,9 +113,9 @@ wrong("lists", lambda: kvjax.append(plain(), 0, [[1.0]], [[1.0]]))
 wrong("layer 1.0", lambda: kvjax.read(plain(), 1.0))
 wrong("last_only traced", lambda: jax.jit(lm.apply)(lm.params, tokens, plain(), last_only=True))
 wrong("a fixed policy that is too small", lambda: kvjax.generate(
-    lm, [[1] * 5], max_new_tokens=7, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+    lm, [[1] * 5], max_new_tokens=7, cache=kvjax.CachePolicy(kvjax.layouts.Dense(10))))
 wrong("a fixed policy is fine", lambda: kvjax.generate(
-    lm, [[1] * 5], max_new_tokens=6, cache=kvjax.CachePolicy(kvjax.Dense(10))))
+    lm, [[1] * 5], max_new_tokens=6, cache=kvjax.CachePolicy(kvjax.layouts.Dense(10))))
 grown = kvjax.init_cache(lm.config, "dynamic")
 kvjax.grow(grown, 512)
 wrong("used up by grow", lambda: kvjax.generate(lm, [[1]], max_new_tokens=1, cache=grown))

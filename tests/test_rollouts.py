@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.generation.statistics import Meter
+from kvjax.layouts import Paged, Ring
 from kvjax.models.config import RopeConfig
 from kvjax.rollouts import rolling
 from tests.alive import alive
@@ -23,9 +24,9 @@ PROMPTS = [[5, 3, 8, 1], [2, 9, 4, 4, 7, 1, 6]]
 TOKENS = np.array([[5, 3, 8, 1, 0, 0, 0, 0], [2, 9, 4, 4, 7, 1, 6, 0]], np.int32)
 LENGTHS = np.array([4, 7], np.int32)
 POLICIES = {
-    "static": "static", "dynamic": "dynamic", "paged": kvjax.CachePolicy(kvjax.Paged(16)),
+    "static": "static", "dynamic": "dynamic", "paged": kvjax.CachePolicy(Paged(16)),
     "int8": kvjax.policy(bits=8, block=8),
-    "ring and sinks": kvjax.CachePolicy(kvjax.Ring(8, sinks=2, slack=15)),
+    "ring and sinks": kvjax.CachePolicy(Ring(8, sinks=2, slack=15)),
     "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
 }  # fmt: skip
 
@@ -252,7 +253,7 @@ def test_pages_are_enough_for_prompts_of_any_length(lm, real):
     found = kvjax.rollout(lm, lm.params, (tokens, np.array([real])), cache=paged, **given).check()
     wanted = kvjax.rollout(lm, lm.params, (tokens, np.array([real])), **given)
     assert lists(found) == lists(wanted)
-    few = kvjax.CachePolicy(kvjax.Paged(16, pages=3))
+    few = kvjax.CachePolicy(Paged(16, pages=3))
     with pytest.raises(kvjax.CacheOverflowError):
         kvjax.rollout(lm, lm.params, (tokens, np.array([real])), cache=few, **given).check()
 

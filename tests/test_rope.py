@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.layouts import Ring
+from kvjax.memory import InferenceLimits
 from kvjax.models import LlamaConfig, RopeConfig, model_rotary
 from kvjax.models.rope import inverse_frequencies
 from tests.test_prefixes import small
@@ -251,7 +253,7 @@ def test_texts_end_where_frequencies_would_change(kind: str) -> None:
         kvjax.concatenate([cache, kvjax.init_cache(lm.config, batch=2, max_len=64)])
     # Who has no longer texts keeps all of the room.
     assert kvjax.init_cache(lm.config, max_len=64, rotary_len=64).max_len == 64
-    ring = kvjax.CachePolicy(kvjax.Ring(8))
+    ring = kvjax.CachePolicy(Ring(8))
     assert kvjax.init_cache(lm.config, ring, rotary_len=SHORT).max_len > 1000
     assert kvjax.init_cache(small().config, max_len=64, rotary_len=SHORT).max_len == 64
     with pytest.raises(ValueError, match="rotary_len must be"):
@@ -290,7 +292,11 @@ def test_engines_and_programs_go_by_the_length_that_was_chosen(tmp_path: Path) -
     assert cache.turned_for == SHORT
     paged = kvjax.policy("paged", page_size=16)
     engine = kvjax.Engine(
-        lm, paged, kvjax.InferenceLimits(2, max_seq_len=64), prefill_chunk=16, rotary_len=SHORT
+        lm,
+        paged,
+        InferenceLimits(2, max_seq_len=64),
+        prefill_chunk=16,
+        rotary_len=SHORT,
     )
     assert [each.tokens for each in engine.run(TEXTS, **given)] == short
     with pytest.raises(ValueError, match="need 27 positions, but the engine's rotary_len is 16"):

@@ -16,9 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import models
+from kvjax.codecs import Raw
 from kvjax.core import files
 from kvjax.core.errors import CacheOverflowError, CheckpointError
 from kvjax.core.target import Target, computing_on
+from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.operations.fingerprints import fingerprint
 from tests.matrix import CODECS, tiny_config
 from tests.test_prefixes import POLICIES, small
@@ -26,11 +28,11 @@ from tests.test_prefixes import POLICIES, small
 INT8 = CODECS["int8"]
 CELLS = {
     "static": kvjax.CachePolicy(),
-    "dynamic": kvjax.CachePolicy(kvjax.Growing(16)),
-    "4 and 2 bits": kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int2"], block=8),
-    "sinks of 8 bits": kvjax.CachePolicy(kvjax.Ring(20, sinks=4, slack=23), INT8, INT8, block=8),
-    "bits of 16": kvjax.CachePolicy(kvjax.Dense(), kvjax.Raw("bfloat16"), kvjax.Raw("float16")),
-    "host": kvjax.CachePolicy(kvjax.Growing(16), placement=kvjax.Host(), block=8),
+    "dynamic": kvjax.CachePolicy(Growing(16)),
+    "4 and 2 bits": kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int2"], block=8),
+    "sinks of 8 bits": kvjax.CachePolicy(Ring(20, sinks=4, slack=23), INT8, INT8, block=8),
+    "bits of 16": kvjax.CachePolicy(Dense(), Raw("bfloat16"), Raw("float16")),
+    "host": kvjax.CachePolicy(Growing(16), placement=kvjax.Host(), block=8),
     "hybrid": kvjax.policy("hybrid", slack=15),
     **{f"pages, {name}": POLICIES[name] for name in ("raw", "int8", "sinks", "hybrid")},
 }
@@ -105,7 +107,7 @@ def test_a_cache_comes_back_bit_for_bit(name, tmp_path):
     assert [x.policy for x in found.layers] == [x.policy for x in cache.layers]
     wanted = goes_on(cache)
     assert np.array_equal(goes_on(found), wanted)
-    if cache.max_len < kvjax.layouts.UNLIMITED:
+    if cache.max_len < UNLIMITED:
         twice, _ = kvjax.load_cache(tmp_path / "a", max_len=128)
         assert 128 in (twice.max_len, twice.grows_to)
         np.testing.assert_allclose(goes_on(twice), wanted, rtol=1e-4, atol=1e-4)

@@ -26,6 +26,7 @@ import kvjax
 from kvjax import cli
 from kvjax.cli.batch_lines import asked_for, object_of
 from kvjax.generation.guides.grammars import Guides
+from kvjax.memory import InferenceLimits
 from kvjax.models.chat import ChatTemplates
 from kvjax.serve.needed import check_installed
 from kvjax.serve.server import Server, address_of, bound
@@ -53,7 +54,7 @@ class Running:
         self.lm, self.steps, self.buffer = lm, None, buffer
         self.engine = kvjax.Engine(
             lm, kvjax.policy("paged", page_size=16),
-            kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
+            InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
             draft=draft,
         )  # fmt: skip
         self._step, self.engine.step = self.engine.step, self._counted
@@ -147,7 +148,7 @@ def alone(running, prompt, **settings):
     """What an engine gives that nobody else asks."""
     engine = kvjax.Engine(
         running.lm, kvjax.policy("paged", page_size=16),
-        kvjax.InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
+        InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
     )  # fmt: skip
     return engine.run([prompt], **settings)[0]
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.codecs import Int8
 from kvjax.core.trees import tree_bytes
 from kvjax.engine.lookups import Lookups
 from kvjax.generation.drafts.acceptance import Acceptance, price_of
+from kvjax.layouts import Dense
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
 from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
@@ -94,7 +96,7 @@ def test_the_text_is_what_it_is_without_them(cell, kind):
 @pytest.mark.slow
 def test_rows_go_on_alone():
     """Other rows, other dispatches, streams and samples change no text; what is counted adds up."""
-    lm, policy = small(), kvjax.CachePolicy(kvjax.Dense(), block=8)
+    lm, policy = small(), kvjax.CachePolicy(Dense(), block=8)
     given = {
         "max_new_tokens": NEW, "cache": policy, "max_len": 128, "prefill_chunk": 8,
         "temperature": 0.8, "top_p": 0.9,
@@ -200,7 +202,7 @@ def test_a_round_is_priced():
     ("draft", "words"),
     [
         ("prompt", "draft is 'prompt'"),
-        (kvjax.Int8(), "draft is Integer"),
+        (Int8(), "draft is Integer"),
         (lambda: kvjax.PromptLookup(99), "length is 99"),
         (lambda: kvjax.PromptLookup(shortest=3, longest=2), "longest"),
         (lambda: small(vocab_size=62), "the draft's vocabulary has 62 tokens, and the model's 61"),

@@ -14,6 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.core.trees import tree_bytes
+from kvjax.layouts import Paged, Ring
 from tests import laws
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, some, tiny_config
@@ -29,11 +30,11 @@ POLICIES = {
     "raw": kvjax.CachePolicy(),
     "int8": INT8,
     "sinks": kvjax.CachePolicy(
-        kvjax.Ring(20, sinks=3, slack=15), CODECS["int4"], CODECS["int4"], block=BLOCK
+        Ring(20, sinks=3, slack=15), CODECS["int4"], CODECS["int4"], block=BLOCK
     ),
     "host": replace(INT8, placement=kvjax.Host(1)),
-    "pages": kvjax.CachePolicy(kvjax.Paged(16)),
-    "pages of 8 bits": replace(INT8, layout=kvjax.Paged(16)),
+    "pages": kvjax.CachePolicy(Paged(16)),
+    "pages of 8 bits": replace(INT8, layout=Paged(16)),
 }
 
 
@@ -427,5 +428,7 @@ def test_the_page_of_one_s_own_model_runs(capsys):
 
 
 def test_pages_of_stacks_are_told():
-    found, wanted = (kvjax.page_map(x) for x in (filled("pages"), kvjax.unstack(filled("pages"))))
+    found, wanted = (
+        kvjax.memory.page_map(x) for x in (filled("pages"), kvjax.unstack(filled("pages")))
+    )
     assert str(found) == str(wanted)

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax import models
 from kvjax.core.target import Target, computing_on
+from kvjax.layouts import Ring
 from kvjax.models.config_json import read_config
 from kvjax.models.loading import compute_dtype
 from tests.checkpoints import write_llama
@@ -102,7 +103,7 @@ def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
     """There is NaN in it, which products of few queries leave out by its weight of 0."""
     chosen = {
         "static": kvjax.policy("static"),
-        "ring": kvjax.CachePolicy(kvjax.Ring(32, sinks=4, slack=44)),
+        "ring": kvjax.CachePolicy(Ring(32, sinks=4, slack=44)),
         "paged": kvjax.policy("paged", pages=32, page_size=16),
     }[policy]
     with computing_on(T4):

@@ -10,14 +10,15 @@ import pytest
 
 import kvjax
 from kvjax.cache.status import BAD_NUMBERS
-from kvjax.layouts import Split
+from kvjax.codecs import Int2, Int8, Raw, Unrotated
+from kvjax.layouts import Dense, Growing, Ring, Split
 from tests import laws
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 
 CONFIG = tiny_config(windows=(None, None))
 BATCH, KV, DIM, MAX_LEN = 2, 2, 8, 80
 TEXT = np.random.default_rng(0).integers(0, 61, (BATCH, MAX_LEN))
-INT4 = kvjax.CachePolicy(kvjax.Dense(), CODECS["int4"], CODECS["int2"], block=BLOCK)
+INT4 = kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int2"], block=BLOCK)
 APPLY = laws.mixtures
 CONVERT = jax.jit(kvjax.convert, static_argnums=1)
 READ = jax.jit(kvjax.read, static_argnums=1)
@@ -37,7 +38,7 @@ def close(a, b, tolerance=1e-5):
 @pytest.mark.parametrize("recent", [0, 1, 3])
 @pytest.mark.parametrize("block", [8, 64])
 def test_the_rule_of_sight_in_numbers(block, recent):
-    split = Split(kvjax.Dense(1000), block, recent)
+    split = Split(Dense(1000), block, recent)
     for position in range(0, 999, 7):
         raw_from = int(split.raw_from(jnp.int32(position)))
         assert raw_from == max(position // block - recent, 0) * block
@@ -86,7 +87,7 @@ def test_a_block_can_always_be_taken_back(layout):
 @pytest.mark.rare
 def test_grown_selected_repeated_and_joined_caches_go_on_alike():
     codecs = CODECS["int4"], CODECS["int2"]
-    growing = kvjax.CachePolicy(kvjax.Growing(start=24), *codecs, block=BLOCK)
+    growing = kvjax.CachePolicy(Growing(start=24), *codecs, block=BLOCK)
     cache = kvjax.init_cache(CONFIG, growing, batch=BATCH, max_len=MAX_LEN)
     _, cache = fed(None, 20, cache=cache)
     cache = kvjax.grow(cache, 60)
@@ -161,7 +162,7 @@ def test_converted_to_another_policy():
 
 @pytest.mark.rare
 def test_converted_between_rings_a_row_keeps_its_window():
-    ring = functools.partial(kvjax.Ring, 20)
+    ring = functools.partial(Ring, 20)
     small = kvjax.CachePolicy(ring(slack=10))
     cache = kvjax.init_cache(CONFIG, small, batch=BATCH)
     for start in range(0, 60, 10):
@@ -177,7 +178,7 @@ def test_converted_between_rings_a_row_keeps_its_window():
 
 @pytest.mark.slow
 def test_keys_without_positions_are_not_converted():
-    unrotated = kvjax.CachePolicy(kvjax.Dense(), kvjax.Unrotated(kvjax.Int8()), block=BLOCK)
+    unrotated = kvjax.CachePolicy(Dense(), Unrotated(Int8()), block=BLOCK)
     _, cache = fed(unrotated, 30)
     with pytest.raises(ValueError, match="layer 0: keys that are stored with their positions"):
         kvjax.convert(cache, "static")
@@ -199,16 +200,14 @@ def test_what_is_no_number_sets_the_status(bad):
 
 @pytest.mark.rare
 def test_exact_prefill_sees_its_own_call_raw():
-    exact = kvjax.CachePolicy(
-        kvjax.Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK, prefill="exact"
-    )
+    exact = kvjax.CachePolicy(Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK, prefill="exact")
     found, cache = fed(exact, 60)
     wanted, _ = fed("static", 60)
     close(found, wanted)
     rule, _ = fed(INT4, 60)
     assert np.abs(np.asarray(rule) - np.asarray(wanted)).max() > 0.01
     # What it leaves behind is the same as otherwise, and what the next call sees.
-    same = kvjax.CachePolicy(kvjax.Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK)
+    same = kvjax.CachePolicy(Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK)
     _, other = fed(same, 60)
     for a, b in zip(*map(jax.tree.leaves, (cache.layers[0], other.layers[0])), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -220,7 +219,7 @@ def test_policies_by_name_and_by_layer():
     quantized = kvjax.policy("quantized")
     assert quantized == kvjax.policy("static", bits=4) == kvjax.policy(key_bits=4, value_bits=4)
     mixed = kvjax.policy("sliding_window", window=64, key_bits=8, value_bits=16, recent=2, block=16)
-    assert mixed.keys.bits == 8 and mixed.values == kvjax.Raw() and mixed.recent == 2
+    assert mixed.keys.bits == 8 and mixed.values == Raw() and mixed.recent == 2
     hybrid = kvjax.policy("hybrid", bits=2, group=32)
     assert hybrid.full.keys.bits == hybrid.sliding.values.bits == 2
     assert hybrid.full.keys.group == 32
@@ -293,9 +292,13 @@ def appended(cache, part):
 def partly_converted():
     """A raw ring whose first block of the window is not whole, under a policy with a tail, and the
     same text that had that policy from the beginning."""
-    ring = kvjax.Ring(20, slack=3)
+    ring = Ring(20, slack=3)
     policy = kvjax.CachePolicy(
-        ring, kvjax.Raw(), kvjax.Int2("channel", zero_point=True), block=BLOCK, recent=0
+        ring,
+        Raw(),
+        Int2("channel", zero_point=True),
+        block=BLOCK,
+        recent=0,
     )
     caches = [kvjax.init_cache(CONFIG, each, batch=1) for each in (kvjax.CachePolicy(ring), policy)]
     values = 100 + np.random.default_rng(0).normal(size=(1, KV, 40, DIM)).astype(np.float32)

@@ -19,36 +19,42 @@ import kvjax
 from kvjax.attention import attending
 from kvjax.attention import call as calls
 from kvjax.attention.kernels import common, tiling
+from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.compat import JAX
 from kvjax.core.target import Target, computing_on
+from kvjax.layouts import Growing, Paged, Ring
 from kvjax.placement.spread import Spread
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
 
 HEADS, KV, TOKENS = 4, 2, 384
-INT4 = kvjax.Int4("channel", zero_point=True)
+INT4 = Int4("channel", zero_point=True)
 
 POLICIES = {
     "raw": kvjax.CachePolicy(),
-    "sinks": kvjax.CachePolicy(kvjax.Ring(160, sinks=4, slack=159)),
-    "pages": kvjax.CachePolicy(kvjax.Paged(128)),
-    "pages-int4": replace(kvjax.policy(bits=4), layout=kvjax.Paged(128)),
-    "pages-sinks": kvjax.CachePolicy(kvjax.Paged(128, kvjax.Ring(160, sinks=4, slack=159))),
+    "sinks": kvjax.CachePolicy(Ring(160, sinks=4, slack=159)),
+    "pages": kvjax.CachePolicy(Paged(128)),
+    "pages-int4": replace(kvjax.policy(bits=4), layout=Paged(128)),
+    "pages-sinks": kvjax.CachePolicy(Paged(128, Ring(160, sinks=4, slack=159))),
     "int8": kvjax.policy(bits=8),
     "int4": kvjax.policy(bits=4),
     "int4-int2": kvjax.policy(key_bits=4, value_bits=2),
     "sinks-int2": kvjax.CachePolicy(
-        kvjax.Ring(160, sinks=4, slack=159), kvjax.Int2(group=32), kvjax.Int2(zero_point=True)
+        Ring(160, sinks=4, slack=159),
+        Int2(group=32),
+        Int2(zero_point=True),
     ),
-    "float8": kvjax.CachePolicy(keys=kvjax.Float8("e5m2", "channel"), values=kvjax.Float8()),
+    "float8": kvjax.CachePolicy(keys=Float8("e5m2", "channel"), values=Float8()),
     "rotated": kvjax.CachePolicy(
-        keys=kvjax.Rotated(kvjax.Int4()), values=kvjax.Rotated(kvjax.Int4())
+        keys=Rotated(Int4()),
+        values=Rotated(Int4()),
     ),
-    "centred": kvjax.CachePolicy(keys=kvjax.Centred(kvjax.Int4()), values=kvjax.Int8("channel")),
-    "raw-int4": kvjax.CachePolicy(values=kvjax.Int4(zero_point=True)),
+    "centered": kvjax.CachePolicy(keys=Centered(Int4()), values=Int8("channel")),
+    "raw-int4": kvjax.CachePolicy(values=Int4(zero_point=True)),
     "half-quadratic": kvjax.CachePolicy(
-        keys=kvjax.HalfQuadratic(kvjax.Int4(zero_point=True)), values=kvjax.Unrotated(INT4)
+        keys=HalfQuadratic(Int4(zero_point=True)),
+        values=Unrotated(INT4),
     ),
 }
 """The cells of the kernel: each codec that it reads, and each order, once."""
@@ -144,7 +150,7 @@ def by_position(cache):
         *(pytest.param(name, 128, dtype, marks=pytest.mark.rare) for name, dtype in (
             ("int8", "float32"), ("int4-int2", "float32"),
             ("sinks-int2", "float32"), ("int4", "float32"), ("float8", "float32"),
-            ("rotated", "float32"), ("centred", "float32"), ("raw-int4", "float32"),
+            ("rotated", "float32"), ("centered", "float32"), ("raw-int4", "float32"),
             ("half-quadratic", "float32"),
             ("int4", "bfloat16"), ("raw", "float32"),
         )),
@@ -171,7 +177,7 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict
 RECOMPUTED = [
     ("raw", "tpu"), ("int4", "gpu"),
     *(pytest.param(name, "tpu", marks=pytest.mark.rare)
-      for name in ("rotated", "int8", "int4-int2", "sinks-int2", "float8", "centred")),
+      for name in ("rotated", "int8", "int4-int2", "sinks-int2", "float8", "centered")),
     *(pytest.param(name, "gpu", marks=pytest.mark.rare)
       for name in ("raw", "int8", "float8", "pages-sinks")),
 ]  # fmt: skip
@@ -243,7 +249,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     """Fork, rows, growth, conversion, rewinding: what is kept in another order goes on alike."""
     found = []
     for platform in ("cpu", "tpu"):
-        policy = replace(POLICIES[name], layout=kvjax.Growing(start=256))
+        policy = replace(POLICIES[name], layout=Growing(start=256))
         _, cache = run(policy, platform, None, 64, (200,))
         with computing_on(TARGETS[platform]):
             cache = kvjax.grow(cache, 384)
@@ -262,7 +268,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
 @pytest.mark.parametrize(
     "head_dim", [64, 80, *(pytest.param(n, marks=pytest.mark.rare) for n in (128, 256))]
 )
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centred", "float8", "raw"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centered", "float8", "raw"])
 def test_orders_keep_every_number(name, head_dim):
     """What is kept is given back, units may be sliced from it, and no tile is left half empty."""
     policy = replace(POLICIES[name], block=64)
@@ -280,7 +286,7 @@ def test_orders_keep_every_number(name, head_dim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("codec", [kvjax.Int8(), kvjax.Int4("head"), INT4], ids=str)
+@pytest.mark.parametrize("codec", [Int8(), Int4("head"), INT4], ids=str)
 def test_units_on_a_host_are_whole(codec, apart):
     """In tiles of eight rows; apart, a device of a mesh has some heads' pieces."""
     codec = codec.resolve("bfloat16", "tpu")
@@ -448,10 +454,10 @@ class Flat:
     "codec",
     [
         Flat(),
-        kvjax.Int3(),
+        Int3(),
         *(
             pytest.param(codec, marks=pytest.mark.rare)
-            for codec in (kvjax.Int4("head"), kvjax.Centred(kvjax.Int3()))
+            for codec in (Int4("head"), Centered(Int3()))
         ),
     ],
     ids=str,
@@ -467,8 +473,8 @@ def test_what_kernels_do_not_read_goes_another_way(codec, platform):
 
 @pytest.mark.parametrize(
     ("codec", "platform"),
-    [(Flat(), "tpu"), (Flat(), "gpu"), (kvjax.Int3(), "tpu"), (kvjax.Int3(), "gpu"),
-     (kvjax.Int4(group=1), "tpu"), (kvjax.Int4("head"), "tpu")],
+    [(Flat(), "tpu"), (Flat(), "gpu"), (Int3(), "tpu"), (Int3(), "gpu"),
+     (Int4(group=1), "tpu"), (Int4("head"), "tpu")],
     ids=str,
 )  # fmt: skip
 def test_what_kernels_do_not_read_they_refuse(codec, platform):
@@ -480,7 +486,7 @@ def test_what_kernels_do_not_read_they_refuse(codec, platform):
 @pytest.mark.rare
 def test_small_weights_times_small_scales_in_float16():
     """Their products have more than 16 bits."""
-    codec = kvjax.Float8("e5m2")
+    codec = Float8("e5m2")
     policy, settings = kvjax.CachePolicy(keys=codec, values=codec), (("scale", 0.01),)
     found, _ = run(policy, "tpu", "pallas", 128, (300, 1), "float16", settings)
     wanted, _ = run(policy, "cpu", "reference", 128, (300, 1), "float16", settings)

@@ -18,6 +18,7 @@ import kvjax
 from kvjax import models
 from kvjax.generation.settings import Options
 from kvjax.generation.words import told_scores
+from kvjax.memory import InferenceLimits
 from tests import unusual
 from tests.checkpoints import write_llama
 from tests.test_guided import sentence_pieces
@@ -125,8 +126,8 @@ def test_truth_and_seconds_of_other_libraries(tiny_llama):
         assert told_scores(tiny_llama.config, yes) == 0
     draft = kvjax.PromptLookup(adaptive=np.False_)
     assert draft.adaptive is False
-    assert kvjax.InferenceLimits(cache_memory_ratio=np.float32(0.5)).cache_memory_ratio == 0.5
-    limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=64)
+    assert InferenceLimits(cache_memory_ratio=np.float32(0.5)).cache_memory_ratio == 0.5
+    limits = InferenceLimits(max_batch_size=2, max_seq_len=64)
     engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16, exact=np.True_)
     few: dict[str, Any] = {"max_new_tokens": 2}
     request = engine.check("ab", deadline=np.float32(9), priority=jnp.int32(-1), **few)
@@ -198,7 +199,7 @@ def test_texts_that_a_tokenizer_changes_are_spelled(tmp_path):
 def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
     """What no device counts names its limit; what no memory holds is a ``CacheMemoryError``."""
     config, static = tiny_llama.config, kvjax.policy("static")
-    few = kvjax.InferenceLimits(max_batch_size=1, max_seq_len=64)
+    few = InferenceLimits(max_batch_size=1, max_seq_len=64)
 
     def cache(**sizes):
         return kvjax.init_cache(config, static, **{"batch": 1, "max_len": 64} | sizes)
@@ -207,8 +208,8 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
         ("max_len", lambda size: cache(max_len=size)),
         ("batch", lambda size: cache(batch=size)),
         ("to", lambda size: kvjax.grow(cache(), size)),
-        ("max_seq_len", lambda size: kvjax.InferenceLimits(max_seq_len=size)),
-        ("max_batch_size", lambda size: kvjax.InferenceLimits(max_batch_size=size)),
+        ("max_seq_len", lambda size: InferenceLimits(max_seq_len=size)),
+        ("max_batch_size", lambda size: InferenceLimits(max_batch_size=size)),
         ("pages", lambda size: kvjax.Engine(tiny_llama, limits=few, pages=size)),
         ("prefill_chunk", lambda size: kvjax.Engine(tiny_llama, limits=few, prefill_chunk=size)),
         ("max_len", lambda size: kvjax.Chat(tiny_llama, max_len=size)),
@@ -218,7 +219,7 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
         for size in (2**41, 2**63, 10**30):
             with pytest.raises(ValueError, match=f"{name} must be at most [0-9,]+, got"):
                 call(size)
-    long = kvjax.InferenceLimits(max_batch_size=1, max_seq_len=2**30)
+    long = InferenceLimits(max_batch_size=1, max_seq_len=2**30)
     with pytest.raises(kvjax.CacheMemoryError, match="no memory for the cache: 1 row"):
         kvjax.Engine(tiny_llama, limits=long)
     with pytest.raises(kvjax.CacheMemoryError, match="no memory for the pool's pages; give fewer"):

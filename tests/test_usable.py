@@ -14,6 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.status import NO_SUCH_TOKEN, OUT_OF_STEP
+from kvjax.layouts import Dense, Growing, Ring
 from tests import laws
 from tests.matrix import CODECS, tiny_config, tiny_model
 
@@ -24,11 +25,11 @@ CODEC = CODECS["int4"]
 
 POLICIES = {
     "static": "static",
-    "dynamic": kvjax.CachePolicy(kvjax.Growing(start=48)),
+    "dynamic": kvjax.CachePolicy(Growing(start=48)),
     "ring": kvjax.policy("sliding_window", window=WINDOW),
     "sinks": kvjax.policy("sliding_window", window=WINDOW, sinks=3),
-    "quantized": kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, block=8),
-    "host": kvjax.CachePolicy(kvjax.Dense(), placement=kvjax.Host(), block=8),
+    "quantized": kvjax.CachePolicy(Dense(), CODEC, CODEC, block=8),
+    "host": kvjax.CachePolicy(Dense(), placement=kvjax.Host(), block=8),
     "hybrid": kvjax.policy("hybrid"),
 }
 """Of one model, whose second layer has a window of its own."""
@@ -130,11 +131,11 @@ HALF = np.array([20, 11], np.int32)
     [
         "static",
         kvjax.policy("sliding_window", window=18, sinks=2, slack=20),
-        kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, block=8),
-        kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, block=8, prefill="exact"),
-        kvjax.CachePolicy(kvjax.Dense(), placement=kvjax.Host(), block=8),
-        kvjax.CachePolicy(kvjax.Ring(18, sinks=2, slack=20), CODEC, CODEC, block=8),
-        kvjax.CachePolicy(kvjax.Ring(18, sinks=2, slack=20), placement=kvjax.Host(), block=8),
+        kvjax.CachePolicy(Dense(), CODEC, CODEC, block=8),
+        kvjax.CachePolicy(Dense(), CODEC, CODEC, block=8, prefill="exact"),
+        kvjax.CachePolicy(Dense(), placement=kvjax.Host(), block=8),
+        kvjax.CachePolicy(Ring(18, sinks=2, slack=20), CODEC, CODEC, block=8),
+        kvjax.CachePolicy(Ring(18, sinks=2, slack=20), placement=kvjax.Host(), block=8),
     ],
     ids=["static", "sinks", "quantized", "exact", "host", "quantized-sinks", "host-sinks"],
 )
@@ -156,7 +157,7 @@ def test_read_shows_what_the_newest_query_of_a_call_sees(policy, new):
         last = HALF.clip(0, new)[row] - 1
         there = np.asarray(at[row]) >= 0
         assert at[row].max() == held[row] - 1
-        if policy != "static" and isinstance(policy.layout, kvjax.Ring):
+        if policy != "static" and isinstance(policy.layout, Ring):
             there &= (at[row] > held[row] - 1 - 18) | (at[row] < 2)
         for head in range(4):
             scores = np.asarray(keys[row, head // 2]) @ QUERIES[row, head, last] / 8**0.5
@@ -190,7 +191,7 @@ def test_a_call_goes_by_the_lengths_of_its_first_append():
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_layers_may_come_in_any_order(prefetch):
-    codec = kvjax.CachePolicy(kvjax.Dense(), CODEC, CODEC, kvjax.Host(prefetch), block=8)
+    codec = kvjax.CachePolicy(Dense(), CODEC, CODEC, kvjax.Host(prefetch), block=8)
     config = tiny_config(num_hidden_layers=3, windows=(None,) * 3)
 
     @functools.partial(jax.jit, static_argnames="order")

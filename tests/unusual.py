@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import cli, models
+from kvjax.memory import InferenceLimits
 from kvjax.serve.app import make_app
 from kvjax.serve.settings import Settings
 from kvjax.serve.shared import Shared
@@ -278,7 +279,7 @@ class World:
 
     def __init__(self, lm: Any) -> None:
         self.lm, self.guides = lm, kvjax.Guides(lm)
-        limits = kvjax.InferenceLimits(max_batch_size=2, max_seq_len=LONGEST)
+        limits = InferenceLimits(max_batch_size=2, max_seq_len=LONGEST)
         paged = kvjax.policy("paged", page_size=16)
         self.engine, served = (
             kvjax.Engine(lm, paged, limits, prefill_chunk=CHUNK, decode_rounds=4) for _ in range(2)

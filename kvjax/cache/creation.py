@@ -106,7 +106,7 @@ def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
                 f"there is no memory for the cache: {cache.batch} row(s) of "
                 f"{named['max_len'] or named.get('room'):,} tokens take "
                 f"{readable_bytes(tree_bytes(cache))}; give fewer tokens (max_new_tokens, "
-                "max_len), fewer rows, or a policy that takes less (kvjax.what_fits shows some)"
+                "max_len), fewer rows, or a smaller policy (kvjax.memory.what_fits lists some)"
             )
 
         with naming_no_memory(sentence):

@@ -104,7 +104,7 @@ def plan(
             )
     shared = None if mesh is None else _abstract(mesh)
     fits = functools.partial(
-        kvjax.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
+        kvjax.memory.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
         memory=None if memory is None else parse_bytes(memory), devices=devices,
     )  # fmt: skip
     room = None

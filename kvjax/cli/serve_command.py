@@ -106,7 +106,7 @@ def serve(
 
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
-            limits = kvjax.InferenceLimits(
+            limits = kvjax.memory.InferenceLimits(
                 max_batch_size=max_batch_size, max_seq_len=max_seq_len or _positions(lm)
             )
             engine = kvjax.Engine(

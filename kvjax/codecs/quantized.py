@@ -5,7 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.codecs import MULTIPLE, Codec, Store, tokens_of
+from kvjax.codecs.codec import Codec, Store, tokens_of
+from kvjax.codecs.integer import BITS, MULTIPLE, Integer
+from kvjax.codecs.raw import Raw
 from kvjax.core.checks import whole_number
 from kvjax.core.target import default_device
 from kvjax.core.trees import state, static_field, tree_bytes
@@ -40,8 +42,7 @@ def quantize_kv(
 ) -> tuple[Quantized, Quantized]:
     """Encode keys and values that stand outside of a cache.
 
-    ``quantize_kv(k, v, kvjax.Int8(per="tensor"), block=None)`` is the textbook's absmax int8: one
-    scale for all of a row's numbers.
+    ``quantize_kv(k, v, Int8(per="tensor"), block=None)`` is absmax int8 with one scale per row.
 
     Args:
       keys, values: [batch, kv_heads, tokens, head_dim].
@@ -84,3 +85,26 @@ def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantize
     blocks = x.reshape(*x.shape[:2], -1, size, x.shape[3])
     codec.empty(blocks.shape)  # it raises where they do not fit
     return Quantized(codec.encode(blocks), codec, tokens)
+
+
+def quantized_codec(
+    bits: int | None, kind: str, *, group: int | None = None, dtype: str | None = None
+) -> Codec:
+    """The codec of presets: of the plain ones, among the best that were measured at so many bits
+    (docs/quantization.md, How good).
+
+    Args:
+      bits: 1, 2, 3, 4 or 8; None and 16 are not quantized.
+      kind: ``"keys"`` or ``"values"``.
+      group: numbers that share a scale.
+      dtype: what the codec decodes to; by default what the model computes in.
+    """
+    if bits in (None, 16):
+        return Raw(dtype)
+    if bits not in BITS:
+        known = ", ".join(map(str, BITS))
+        raise ValueError(f"{bits!r} bits for {kind}: there are {known}, and 16")
+    if bits == 8:
+        return Integer(8, "token", group, dtype=dtype)
+    per = "channel" if kind == "keys" else "token"
+    return Integer(bits, per, group, zero_point=True, dtype=dtype)

@@ -122,7 +122,7 @@ def check_here(mesh: Any) -> None:
         kind = mesh.devices.flat[0].device_kind
         raise ValueError(
             f"arrays can't be put on a {kind} that is not here: compile for it, or plan "
-            "(kvjax.compile, kvjax.plan_on)"
+            "(kvjax.compile, kvjax.memory.plan_on)"
         )
 
 

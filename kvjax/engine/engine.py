@@ -40,7 +40,7 @@ class Engine(Runs):
 
     ::
 
-        engine = kvjax.Engine(lm, limits=kvjax.InferenceLimits(max_batch_size=16))
+        engine = kvjax.Engine(lm, limits=kvjax.memory.InferenceLimits(max_batch_size=16))
         for handle in engine.run(["The json module", "An iterator"], max_new_tokens=32):
             print(handle.text, handle.reason)
 

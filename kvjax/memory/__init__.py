@@ -1,1 +1,22 @@
-"""Knowing beforehand what fits: bytes, operations, limits, shapes of models."""
+"""Memory before anything runs: the bytes of a cache, of weights and programs, and what fits."""
+
+from kvjax.memory.devices import DevicePlan, plan_on
+from kvjax.memory.fitting import what_fits
+from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.pages import PageMap, page_map
+from kvjax.memory.planning import Plan
+from kvjax.memory.shapes import ModelShape
+from kvjax.memory.sizes import cache_nbytes, memory_report
+
+__all__ = [
+    "DevicePlan",
+    "InferenceLimits",
+    "ModelShape",
+    "PageMap",
+    "Plan",
+    "cache_nbytes",
+    "memory_report",
+    "page_map",
+    "plan_on",
+    "what_fits",
+]

@@ -127,10 +127,12 @@ def page_map(cache: KVCache) -> PageMap:
     Raises:
       ValueError: if it is no cache, none of its layers is in pages, or it is traced.
     """
-    check_arrays("kvjax.page_map", cache)
-    refuse_traced("kvjax.page_map", cache.length)
+    check_arrays("kvjax.memory.page_map", cache)
+    refuse_traced("kvjax.memory.page_map", cache.length)
     if not cache.pools:
-        raise ValueError("kvjax.page_map: the cache has no pages: give it a policy of Paged layers")
+        raise ValueError(
+            "kvjax.memory.page_map: the cache has no pages: give it a policy of Paged layers"
+        )
     length, pools = fetch((cache.length, cache.pools))
     return PageMap(
         tuple(

@@ -93,7 +93,7 @@ def memory_report(cache: KVCache) -> list[dict[str, Any]]:
     Raises:
       ValueError: if it is no cache.
     """
-    check_cache("kvjax.memory_report", cache)
+    check_cache("kvjax.memory.memory_report", cache)
     rows = []
     for number, layer in enumerate(cache.layers):
         leaves = jax.tree.leaves((layer.keys, layer.values))

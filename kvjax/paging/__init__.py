@@ -1,1 +1,5 @@
 """Which pages of a pool rows have: taken, shared, given back."""
+
+from kvjax.paging.allocator import PageAllocator
+
+__all__ = ["PageAllocator"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvjax.codecs import BITS, Codec, Integer, Raw
+from kvjax.codecs import quantized_codec
 from kvjax.core.checks import keep_whole, plain
 from kvjax.core.sizes import parse_bytes
 from kvjax.layouts import Dense, Growing, Paged, Ring
@@ -115,29 +115,6 @@ def policy(
         sliding = replace(every, inner=ring, pages=None)
         return Hybrid(replace(whole, layout=every), replace(whole, layout=sliding))
     return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
-
-
-def quantized_codec(
-    bits: int | None, kind: str, *, group: int | None = None, dtype: str | None = None
-) -> Codec:
-    """The codec of presets: of the plain ones, among the best that were measured at so many bits
-    (docs/quantization.md, How good).
-
-    Args:
-      bits: 1, 2, 3, 4 or 8; None and 16 are not quantized.
-      kind: ``"keys"`` or ``"values"``.
-      group: numbers that share a scale.
-      dtype: what the codec decodes to; by default what the model computes in.
-    """
-    if bits in (None, 16):
-        return Raw(dtype)
-    if bits not in BITS:
-        known = ", ".join(map(str, BITS))
-        raise ValueError(f"{bits!r} bits for {kind}: there are {known}, and 16")
-    if bits == 8:
-        return Integer(8, "token", group, dtype=dtype)
-    per = "channel" if kind == "keys" else "token"
-    return Integer(bits, per, group, zero_point=True, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.layouts import Paged, Ring
 from tests.oracle.test_logits import SMALL
 
 LENGTHS = (7, 12, 3)
@@ -142,12 +143,12 @@ class Sums:
 
 LAYOUTS = {
     "dynamic": "dynamic",
-    "paged": kvjax.CachePolicy(kvjax.Paged(16)),
-    "ring": kvjax.CachePolicy(kvjax.Ring(40, sinks=2, slack=15)),
-    "paged ring": kvjax.CachePolicy(kvjax.Paged(16, kvjax.Ring(40, sinks=2, slack=15))),
+    "paged": kvjax.CachePolicy(Paged(16)),
+    "ring": kvjax.CachePolicy(Ring(40, sinks=2, slack=15)),
+    "paged ring": kvjax.CachePolicy(Paged(16, Ring(40, sinks=2, slack=15))),
     "tail": kvjax.policy(bits=8, block=32),
     "host": kvjax.CachePolicy(placement=kvjax.Host(), block=8),
-    "pages on the host": kvjax.CachePolicy(kvjax.Paged(16), placement=kvjax.Host(), block=8),
+    "pages on the host": kvjax.CachePolicy(Paged(16), placement=kvjax.Host(), block=8),
     "none": None,
 }
 """Of which every one shows all of a text as it was: the window is longer, and codes stand behind a

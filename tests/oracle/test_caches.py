@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 import kvjax
+from kvjax.codecs import Raw
 
 MAX_LEN = 16
 UNMADE = {"blt", "deepseek_v4", "gemma4_assistant", "gemma4_unified_assistant"}
@@ -63,7 +64,7 @@ def stored_by_the_model(config):
 
 
 def ours(config):
-    policies = kvjax.CachePolicy(keys=kvjax.Raw("bfloat16"), values=kvjax.Raw("bfloat16"))
+    policies = kvjax.CachePolicy(keys=Raw("bfloat16"), values=Raw("bfloat16"))
     make = lambda: kvjax.init_cache(config, policies, max_len=MAX_LEN)  # noqa: E731
     return jax.eval_shape(make)
 

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.codecs import Int8
 from kvjax.quality.evaluation import evaluate
 
 SHAPE = (1, 2, 128, 64)
@@ -101,7 +102,7 @@ def test_8_bits_on_a_trained_model(stories: Path) -> None:
         token for prompt, new in zip(prompts, made.tokens, strict=True) for token in prompt + new
     ]
     assert len(tokens) == 4 * 512
-    policy = kvjax.CachePolicy(keys=kvjax.Int8("channel"), values=kvjax.Int8("channel"))
+    policy = kvjax.CachePolicy(keys=Int8("channel"), values=Int8("channel"))
     quality = evaluate(lm, tokens, {"": policy}, context=512)[""]
     assert quality.bytes.of_bfloat16 <= 0.52
     assert quality.overall.perplexity_ratio <= 1.001

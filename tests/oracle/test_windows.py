@@ -14,6 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import models
+from kvjax.layouts import Growing
 from tests.oracle.conftest import AS_USERS_COMPILE, randomise
 
 TOLERANCE = 1e-5
@@ -204,7 +205,7 @@ def test_uncached(case: Case) -> None:
 
 def policy_of(preset: str, name: str) -> Any:
     if preset == "dynamic":  # small enough that it must grow
-        return kvjax.CachePolicy(kvjax.Growing(16))
+        return kvjax.CachePolicy(Growing(16))
     if preset == "sliding_window" and name != "mistral":  # some layers have no window of their own
         return kvjax.policy("sliding_window", window=max(PROMPTS) + MORE)
     return kvjax.policy(preset)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.codecs import in_tiles
-from kvjax.codecs.centred import Centred
+from kvjax.codecs.centered import Centered
 from kvjax.codecs.float8 import FIELDS, Float8
 from kvjax.codecs.integer import Integer
 from kvjax.codecs.raw import Raw
@@ -113,7 +113,7 @@ class Form:
 def form_of(codec: Any, block: int, head_dim: int) -> Form | None:
     """How the store of a codec is read, of units of ``block`` tokens; None where it can't be."""
     core = in_tiles(codec).core
-    if isinstance(core, Centred):
+    if isinstance(core, Centered):
         inner = form_of(core.codec, block, head_dim)
         return inner and replace(inner, arrays=(*inner.arrays, "mean"))
     if isinstance(core, Raw):
@@ -138,7 +138,7 @@ def arrays_of(codec: Any, store: Any) -> list[Array]:
     """The arrays of a store, [batch, kv_heads, units, ...], as its form names them: numbers as rows
     [batch, kv_heads, rows, head_dim]."""
     core, mean = in_tiles(codec).core, []
-    if isinstance(core, Centred):
+    if isinstance(core, Centered):
         core, store, mean = core.codec, store.rest, [store.mean]
     numbers, *rest = jax.tree.leaves(store)
     return [numbers.reshape(*numbers.shape[:2], -1, numbers.shape[-1]), *rest, *mean]

@@ -16,7 +16,7 @@ from kvjax.core.trees import store
 
 
 @store
-class CentredStore(NamedTuple):
+class CenteredStore(NamedTuple):
     """A store: the ``mean`` of each channel over a block's tokens, in 16 bits, and the rest."""
 
     mean: Array
@@ -24,7 +24,7 @@ class CentredStore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Centred(Wrapping):
+class Centered(Wrapping):
     """Store each channel's mean over a block in 16 bits, and what is left of the numbers as
     ``codec`` does: for keys with large biases (Qwen 2), which would take up all the codes of a
     group that spans channels. Their bias is part of the mean, whatever the model calls it.
@@ -34,35 +34,35 @@ class Centred(Wrapping):
 
     means: Raw | None = None
 
-    def resolve(self, model_dtype: str | None, platform: str) -> "Centred":
+    def resolve(self, model_dtype: str | None, platform: str) -> "Centered":
         codec = self.codec.resolve(model_dtype, platform)
-        return Centred(codec, with_dtypes(codec.dtype, self.means, None, platform)[1])
+        return Centered(codec, with_dtypes(codec.dtype, self.means, None, platform)[1])
 
-    def empty(self, shape: tuple[int, ...]) -> CentredStore:
+    def empty(self, shape: tuple[int, ...]) -> CenteredStore:
         means = self._means.empty((*shape[:-2], 1, shape[-1]))
-        return CentredStore(means, self.codec.empty(shape))
+        return CenteredStore(means, self.codec.empty(shape))
 
-    def encode(self, x: Array) -> CentredStore:
+    def encode(self, x: Array) -> CenteredStore:
         """Means, and the wrapped codec's store of what is left."""
         x = finite(x)
         largest = float(jnp.finfo(self._means.dtype).max)
         mean = self._means.encode(jnp.clip(mean_of(x, (x.ndim - 2,)), -largest, largest))
         rest = x - self._means.decode(mean).astype(jnp.float32)
-        return CentredStore(mean, self.codec.encode(rest))
+        return CenteredStore(mean, self.codec.encode(rest))
 
-    def decode(self, store: CentredStore) -> Array:
+    def decode(self, store: CenteredStore) -> Array:
         rest = self.codec.decode(store.rest)
         numbers = rest.astype(jnp.float32) + self._wide(store)
         return in_range(numbers, self.dtype).astype(rest.dtype)
 
-    def scores(self, queries: Array, store: CentredStore) -> Array:
+    def scores(self, queries: Array, store: CenteredStore) -> Array:
         """Scores with what is left, and with a block's mean for all of its tokens."""
         scores = self.codec.scores(queries, store.rest)
         mean = self._wide(store)[..., 0, :].astype(queries.dtype)
         shared = product("bhqd,bhnd->bhqn", queries, mean)
         return scores + jnp.repeat(shared, scores.shape[-1] // shared.shape[-1], axis=-1)
 
-    def mix(self, weights: Array, store: CentredStore) -> Array:
+    def mix(self, weights: Array, store: CenteredStore) -> Array:
         """What is left, mixed, and each block's mean times its weights."""
         mean = self._wide(store)[..., 0, :]
         blocks = weights.reshape(*weights.shape[:-1], mean.shape[2], -1).sum(-1)
@@ -77,7 +77,7 @@ class Centred(Wrapping):
         inner = in_tiles(self.codec)
         return inner.core is self.codec and inner.tiled(block, parts, head_dim)
 
-    def tiles(self, store: CentredStore, orders: Any, part: int, parts: int) -> list[Tile]:
+    def tiles(self, store: CenteredStore, orders: Any, part: int, parts: int) -> list[Tile]:
         """What is left, and each block's mean."""
         rest = self.codec.tiles(store.rest, orders.rest, part, parts)
         _, tokens, lanes = rest[0].numbers.shape
@@ -94,7 +94,7 @@ class Centred(Wrapping):
     def unturn(self, mixed: Array) -> Array:
         return mixed
 
-    def _wide(self, store: CentredStore) -> Array:
+    def _wide(self, store: CenteredStore) -> Array:
         return self._means.decode(store.mean).astype(jnp.float32)
 
     @property
