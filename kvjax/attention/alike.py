@@ -6,13 +6,13 @@ from jax import lax
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.call import Call
 from kvjax.core.target import on_cpu
-from kvjax.core.typing import Array, Mixed
+from kvjax.core.typing import Array, AttentionOutput
 
 TOGETHER = 4
 """Rows of a group."""
 
 
-def evenly(call: Call) -> Mixed:
+def evenly(call: Call) -> AttentionOutput:
     """Softmax by blocks of one size, on CPUs over a few rows at a time, the shortest first.
 
     What rows have of their own is copied for it, but for pages: other layers are left in one, so
@@ -22,7 +22,7 @@ def evenly(call: Call) -> Mixed:
     if batch <= TOGETHER or not on_cpu() or not paged or call.mask.bias:
         return blockwise(call, even=True)
 
-    def some(rows: Array) -> Mixed:
+    def some(rows: Array) -> AttentionOutput:
         return blockwise(call.taken(rows), even=True)
 
     order = jnp.argsort(call.length)

@@ -30,7 +30,7 @@ from kvjax.cache.view import View
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import Target, computing_on
-from kvjax.core.typing import Counts, LayerNumber, Mixed, Queries
+from kvjax.core.typing import AttentionOutput, Counts, LayerNumber, Queries
 from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
 
@@ -51,7 +51,7 @@ def attend(
     bias: Bias | None = None,
     causal: bool = True,
     path: str | None = None,
-) -> Mixed:
+) -> AttentionOutput:
     """Attention of a call's queries to all that their rows hold: after ``append``, before
     ``advance``.
 
@@ -136,7 +136,9 @@ def attend(
     return mixture(way, kinds, view, mask)
 
 
-def mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+def mixture(
+    way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+) -> AttentionOutput:
     """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias that is a function may hold traced arrays, of
     which derivatives are asked for: its trace is not kept, but that of a pytree of arrays is. No
@@ -155,10 +157,10 @@ def mixture(way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixe
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _by_kernel(
-    target: Target, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask
-) -> Mixed:
+    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+) -> AttentionOutput:
     """By a path that has no derivative; that of the walk is the same."""
-    mixed: Mixed = _traced_once(target, way, kinds, view, mask)
+    mixed: AttentionOutput = _traced_once(target, way, kinds, view, mask)
     return mixed
 
 
@@ -167,7 +169,9 @@ def _by_walk(target: Target, way: Path, primals: Any, tangents: Any) -> Any:
     return jax.jvp(functools.partial(_traced_once, target, blockwise), primals, tangents)
 
 
-def _traced(target: Target, way: Path, kinds: tuple[Mixed, ...], view: View, mask: Mask) -> Mixed:
+def _traced(
+    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+) -> AttentionOutput:
     """What queries see of a layer, by a path, as it is traced for a target. ``kinds``: at their
     positions, and capped where that is something else."""
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
@@ -182,7 +186,9 @@ def _traced(target: Target, way: Path, kinds: tuple[Mixed, ...], view: View, mas
     everywhere: Any = PartitionSpec()
     divided = spread.of_queries(heads, kv_heads)
 
-    def on_each(kinds: tuple[Mixed, ...], view: View, mask: Mask, arrays: list[Any]) -> Mixed:
+    def on_each(
+        kinds: tuple[AttentionOutput, ...], view: View, mask: Mask, arrays: list[Any]
+    ) -> AttentionOutput:
         here = [part if own is None else own for part, own in zip(parts, arrays, strict=True)]
         bias = form.unflatten(here)
         if bias is not None:
@@ -214,9 +220,14 @@ def _is_kept(arrays: list[Any], form: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("target", "way", "form"))
 def _biased(
-    target: Target, way: Path, form: Any, kinds: tuple[Mixed, ...], view: View, mask: Mask,
+    target: Target,
+    way: Path,
+    form: Any,
+    kinds: tuple[AttentionOutput, ...],
+    view: View,
+    mask: Mask,
     arrays: list[Any],
-) -> Mixed:  # fmt: skip
+) -> AttentionOutput:
     """``_traced_once`` with the bias of that form and those arrays."""
     return _traced(target, way, kinds, view, replace(mask, bias=form.unflatten(arrays)))
 

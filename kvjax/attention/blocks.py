@@ -13,7 +13,7 @@ from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control
 from kvjax.core.target import on_cpu
-from kvjax.core.typing import Array, Mixed
+from kvjax.core.typing import Array, AttentionOutput
 
 FINE = 128
 """Tokens of a block where the filled part ends."""
@@ -39,7 +39,7 @@ SCORES = 4
 scores, weights."""
 
 
-def blockwise(call: Call, *, even: bool = False) -> Mixed:
+def blockwise(call: Call, *, even: bool = False) -> AttentionOutput:
     """Softmax block by block, for some queries at a time. ``even``: by blocks of one size, so that
     what a row gets does not depend, to the last bit, on how long the others are."""
     # The same queries twice are carried once.
@@ -75,7 +75,7 @@ def blockwise(call: Call, *, even: bool = False) -> Mixed:
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2)
 
 
-def at_once(call: Call) -> Mixed:
+def at_once(call: Call) -> AttentionOutput:
     """The path ``reference``: softmax over every section in one piece."""
     found = [
         softmax_over(each, call.mask, call.rows(each), jnp.int32(each.first), each.size)

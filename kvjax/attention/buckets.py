@@ -15,7 +15,7 @@ from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control
-from kvjax.core.typing import Array, Mixed
+from kvjax.core.typing import Array, AttentionOutput
 
 BUCKETS = 8
 """Sizes of prefix, at most: each is a program of its own in every layer."""
@@ -29,7 +29,7 @@ SHORT = 32
 """Queries of a call, at most: more of them would make scores of queries times capacity."""
 
 
-def bucketed(call: Call) -> Mixed:
+def bucketed(call: Call) -> AttentionOutput:
     """Softmax over the smallest prefixes that hold all that is filled; long calls are walked."""
     if call.queries.shape[2] > SHORT:
         return blockwise(call)

@@ -9,7 +9,7 @@ from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section, sections
 from kvjax.cache.view import View
-from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.layouts import Share
 
 
@@ -26,8 +26,8 @@ class Call:
     for all.
     """
 
-    queries: Mixed
-    capped: Mixed
+    queries: AttentionOutput
+    capped: AttentionOutput
     kv_heads: int
     view: View
     mask: Mask
@@ -39,11 +39,11 @@ class Call:
         return sections(self.view, self.share)
 
     @property
-    def length(self) -> Rows:
+    def length(self) -> PerRow:
         """int32[batch], tokens that the rows hold."""
         return self.view.length
 
-    def taken(self, rows: Rows) -> "Call":
+    def taken(self, rows: PerRow) -> "Call":
         """That of some rows, int32[n]."""
         queries = self.queries[rows]
         capped = queries if self.capped is self.queries else self.capped[rows]
@@ -56,11 +56,11 @@ class Call:
         batch, heads, new, head_dim = queries.shape
         return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
 
-    def near(self) -> Rows:
+    def near(self) -> PerRow:
         """int32[batch]: tokens behind the last of the queries need not be looked at."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
-    def finish(self, *found: Partial) -> Mixed:
+    def finish(self, *found: Partial) -> AttentionOutput:
         """The mixture of all that was found, as the queries are shaped."""
         return functools.reduce(Partial.merge, found).finish(self.queries, self.mask.axis)
 

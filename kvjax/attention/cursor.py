@@ -15,7 +15,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Counts, KeysValues, LayerNumber, Mixed, Positions, Queries
+from kvjax.core.typing import AttentionOutput, Counts, KeysValues, LayerNumber, Positions, Queries
 
 
 @state
@@ -46,7 +46,7 @@ class Step:
         *,
         rotary: RotaryTable | None = None,
         **sight: Any,
-    ) -> tuple[Mixed, "Step"]:
+    ) -> tuple[AttentionOutput, "Step"]:
         """A layer's attention: its keys and values are appended, and its queries attend.
 
         Args:

@@ -17,10 +17,10 @@ from kvjax.cache.sections import Section
 from kvjax.core import control
 from kvjax.core.numbers import each_place
 from kvjax.core.target import on_cpu
-from kvjax.core.typing import Array, Mixed, Rows
+from kvjax.core.typing import Array, AttentionOutput, PerRow
 
 
-def over_pages(call: Call) -> Mixed:
+def over_pages(call: Call) -> AttentionOutput:
     """Softmax over pages in place where that is faster, else evenly."""
     if not _served(call):
         return evenly(call)
@@ -36,7 +36,7 @@ def over_pages(call: Call) -> Mixed:
     times = jnp.zeros(count, jnp.int32).at[at].add(1, mode="drop")
     pays = (jnp.sum(there, dtype=jnp.int32) >= math.ceil(FILLED * count)) & (jnp.max(times) <= 1)
 
-    def try_it() -> tuple[Mixed, Array]:
+    def try_it() -> tuple[AttentionOutput, Array]:
         owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)
         owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
         tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
@@ -44,16 +44,16 @@ def over_pages(call: Call) -> Mixed:
         # An empty slot may hold what is no number, which no weight makes 0.
         return call.finish(found), jnp.all(jnp.isfinite(found.mixed))
 
-    def nothing() -> tuple[Mixed, Array]:
+    def nothing() -> tuple[AttentionOutput, Array]:
         return jnp.zeros_like(call.queries), jnp.bool_(False)
 
     mixed, done = control.cond(pays, try_it, nothing)
-    mixture: Mixed = control.cond(done, lambda: mixed, lambda: evenly(call))
+    mixture: AttentionOutput = control.cond(done, lambda: mixed, lambda: evenly(call))
     return mixture
 
 
 def _multiplied(
-    call: Call, section: Section, owner: Rows, tokens: Array, at: Array
+    call: Call, section: Section, owner: PerRow, tokens: Array, at: Array
 ) -> Partial:  # fmt: skip
     """The softmax of rows over their pages: int32[batch, columns], ``at`` the end for none.
 

@@ -9,7 +9,7 @@ from jax import lax
 from kvjax.cache.sections import Section
 from kvjax.core.checks import keep_whole
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, Positions, Rows, Visible
+from kvjax.core.typing import Array, PerRow, Positions, Visible
 from kvjax.layouts import UNLIMITED, Split
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import COPIES, Spread
@@ -38,7 +38,7 @@ class Mask:
     cap: int = static_field(default=UNLIMITED)
     soft_cap: float | None = static_field(default=None)
     bias: Bias | None = static_field(default=None)
-    call: Rows | None = None
+    call: PerRow | None = None
     axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Mask:
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 
-    def taken(self, rows: Rows) -> "Mask":
+    def taken(self, rows: PerRow) -> "Mask":
         """That of some rows, int32[n]; a bias is of all."""
         call = None if self.call is None else self.call[rows]
         return replace(self, queries=self.queries[rows], call=call)

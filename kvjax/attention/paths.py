@@ -15,10 +15,10 @@ from kvjax.attention.in_place import over_pages
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.core.context import divided_by_the_compiler
 from kvjax.core.target import Target
-from kvjax.core.typing import Mixed
+from kvjax.core.typing import AttentionOutput
 from kvjax.policies.cache_policy import CachePolicy
 
-Path = Callable[[Call], Mixed]
+Path = Callable[[Call], AttentionOutput]
 """The mixture that a call's queries see. All paths give the same; one that can't serve a call
 raises ``Unserved`` when it is traced."""
 
@@ -46,10 +46,10 @@ def abilities(target: Target) -> set[str]:
     return {KERNELS} if kernels_for(target) and not divided_by_the_compiler() else set()
 
 
-def _pallas(call: Call) -> Mixed:
+def _pallas(call: Call) -> AttentionOutput:
     """``kvjax.attention.kernels``, whose libraries are loaded when they are first needed: they take
     up to a second, and programs for CPUs need none."""
-    mixed: Mixed = importlib.import_module("kvjax.attention.kernels.pallas").pallas(call)
+    mixed: AttentionOutput = importlib.import_module("kvjax.attention.kernels.pallas").pallas(call)
     return mixed
 
 
@@ -112,7 +112,7 @@ def _first(names: tuple[str, ...]) -> Path:
     if len(names) == 1:
         return PATHS[names[0]]
 
-    def first(call: Call) -> Mixed:
+    def first(call: Call) -> AttentionOutput:
         for name in names[:-1]:
             try:
                 return PATHS[name](call)

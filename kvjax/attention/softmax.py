@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.typing import Array, Mixed
+from kvjax.core.typing import Array, AttentionOutput
 
 LOWEST = -2e38
 """The score of what is not seen. Scores below half of it are taken for it."""
@@ -71,7 +71,7 @@ class Partial(NamedTuple):
         mixed = (self.mixed * shrink[..., None]).sum(axis)
         return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), mixed)
 
-    def finish(self, queries: Mixed, axis: str | None = None) -> Mixed:
+    def finish(self, queries: AttentionOutput, axis: str | None = None) -> AttentionOutput:
         """The mixture, in the shape and dtype of the queries; zeros where none is seen.
 
         ``axis``: of a mesh, along which devices have a share of the keys each.

@@ -12,7 +12,7 @@ from kvjax.cache.state import LayerCache
 from kvjax.cache.view import View
 from kvjax.codecs import Raw
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import KeysValues, Mixed, Queries
+from kvjax.core.typing import AttentionOutput, KeysValues, Queries
 from kvjax.layouts import Dense
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -30,7 +30,7 @@ def self_attend(
     chunk: int | None = None,
     soft_cap: float | None = None,
     bias: Bias | None = None,
-) -> Mixed:
+) -> AttentionOutput:
     """Causal attention of a text to itself, without a cache: the training pass.
 
     Args:

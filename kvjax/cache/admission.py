@@ -20,7 +20,7 @@ from kvjax.cache.status import (
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.device import fetch
 from kvjax.core.numbers import bit_where, each_place
-from kvjax.core.typing import Array, Counts, KeysValues, Positions, Rows
+from kvjax.core.typing import Array, Counts, KeysValues, PerRow, Positions
 
 
 def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
@@ -69,12 +69,12 @@ def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
     return replace(cache, status=cache.status | bit_where(other, OUT_OF_STEP))
 
 
-def positions_from(length: Rows, new: int) -> Positions:
+def positions_from(length: PerRow, new: int) -> Positions:
     """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
     return length[:, None] + each_place(new)
 
 
-def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Rows]:
+def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, PerRow]:
     """How many of a call's tokens each row takes, and the cache with the status of those that take
     none because they can't hold them, or because ``lengths`` is wrong.
 
@@ -89,7 +89,7 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Ro
     return replace(cache, status=status), count
 
 
-def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: Rows) -> KVCache:
+def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: PerRow) -> KVCache:
     """Record the rows that are given what is no number: a codec of blocks would hide it."""
     real = each_place(numbers[0].shape[2]) < count[:, None]
     bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
@@ -118,12 +118,12 @@ def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> Non
         )
 
 
-def _taken(cache: KVCache, asked: Rows) -> Rows:
+def _taken(cache: KVCache, asked: PerRow) -> PerRow:
     """int32[batch]: all of the tokens that a row is to take, or none when they would not fit."""
     return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
 
 
-def _real(cache: KVCache, new: int, lengths: Counts | None) -> Rows:
+def _real(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
     """int32[batch]: real tokens of a call, a row."""
     if lengths is None:
         return jnp.full_like(cache.length, new)

@@ -34,7 +34,7 @@ from kvjax.core.device import fetch
 from kvjax.core.numbers import bit_where
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.target import Target, computing_on
-from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, Rows
+from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, PerRow
 
 
 @automatic
@@ -167,7 +167,7 @@ def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames="target")
 def with_tokens(
-    target: Target, old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    target: Target, old: LayerCache, keys: Array, values: Array, length: PerRow, count: PerRow,
     rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
 ) -> LayerCache:  # fmt: skip
     """A layer, or one of a stack, with the first ``count`` tokens of a call behind the ``length``

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvjax.cache.layer import Body, LayerCache
-from kvjax.core.typing import KeysValues, Rows
+from kvjax.core.typing import KeysValues, PerRow
 
 
 def fetched_ahead(
@@ -11,7 +11,7 @@ def fetched_ahead(
     entry: int,
     sources: tuple[int, ...] | None,
     number: int,
-    after: tuple[KeysValues, Rows],
+    after: tuple[KeysValues, PerRow],
 ) -> tuple[LayerCache, ...]:
     """The layers, with those bodies on the device, or on their way, that are to be by the turn of
     layer ``number`` of the model at ``entry``, and no others: but for the first layer, fetching
@@ -28,7 +28,7 @@ def fetched_ahead(
     return tuple(found)
 
 
-def _near(held: LayerCache, after: tuple[KeysValues, Rows] | None) -> Body:
+def _near(held: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
     """A layer's body on the device; on a mesh, each device's own."""
     placement, stores = held.policy.placement, (held.keys, held.values)
     spread = placement.spread

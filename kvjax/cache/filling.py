@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.layer import Body, LayerCache, Tail
 from kvjax.core.checks import UNLIMITED
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.placement.order import kept
 from kvjax.placement.pages import in_pages
 from kvjax.policies.cache_policy import CachePolicy
@@ -22,9 +22,9 @@ body is cut in the same blocks."""
 
 
 def filled(
-    like: LayerCache, policy: CachePolicy, length: Rows, tokens: Tokens, blocks: Blocks,
+    like: LayerCache, policy: CachePolicy, length: PerRow, tokens: Tokens, blocks: Blocks,
     table: Array | None = None,
-) -> tuple[LayerCache, Rows, Array]:  # fmt: skip
+) -> tuple[LayerCache, PerRow, Array]:  # fmt: skip
     """A layer of a resolved policy that holds rows of ``length``.
 
     Args:
@@ -61,7 +61,7 @@ def filled(
 
 def _layer(
     like: LayerCache, policy: CachePolicy, body: Body, table: Array | None,
-    tail: Tail | None = None, low: Rows | None = None,
+    tail: Tail | None = None, low: PerRow | None = None,
 ) -> LayerCache:  # fmt: skip
     """A layer with a body of rows, or, with a ``table``, in pages."""
     if table is not None and (paging := policy.paging):
@@ -74,7 +74,7 @@ def _layer(
 
 
 def _body(
-    like: LayerCache, policy: CachePolicy, length: Rows, tokens: Tokens, blocks: Blocks
+    like: LayerCache, policy: CachePolicy, length: PerRow, tokens: Tokens, blocks: Blocks
 ) -> tuple[Body, Array, Array]:
     """The body, the positions of its tokens, and which of them there are."""
     split, batch = policy.split, length.shape[0]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from kvjax.codecs import Store
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, Number, Rows
+from kvjax.core.typing import Array, PerRow, Scalar
 from kvjax.placement.order import kept
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -66,10 +66,10 @@ class LayerCache:
     window: int | None = static_field(default=None)
     tail: Tail | None = None
     strip: Strip | None = None
-    low: Rows | None = None
+    low: PerRow | None = None
     fetched: Body | None = None
     stack: int | None = static_field(default=None)
-    strip_of: Number | None = None
+    strip_of: Scalar | None = None
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         """From a pickle, which knows no kinds of memory: the body goes to where the policy says."""

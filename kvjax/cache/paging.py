@@ -14,7 +14,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.numbers import each_place
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.paging.allocator import Copies, PageAllocator
 from kvjax.paging.kinds import Paging
 from kvjax.placement.pages import copied_pages
@@ -36,13 +36,13 @@ def empty_pool(paging: Paging, cache: KVCache) -> PageAllocator:
     return PageAllocator.create(pool, cache.batch, paging.layout.columns, shares)
 
 
-def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, SomeRows]:
+def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, RowMask]:
     """A pool of which the rows of a cache have what their texts need, and the rows for which there
     are not enough pages; they have none."""
     layout, pool = paging.layout, empty_pool(paging, cache)
     pool = PageAllocator(*(jnp.asarray(x) for x in (pool.table, pool.refs, pool.stack, pool.left)))
 
-    def of(pool: PageAllocator, length: Rows) -> Any:
+    def of(pool: PageAllocator, length: PerRow) -> Any:
         units = paging.units(length)
         pages = layout.pages_in(units)
         wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
@@ -53,13 +53,13 @@ def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, SomeRows]:
     return pool, ~had
 
 
-def pages_taken(cache: KVCache, new: int, asked: Rows) -> tuple[Pools, SomeRows, SomeRows]:
+def pages_taken(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask, RowMask]:
     """The pools, with the pages that a call of ``asked`` tokens a row, ``new`` at most, writes in,
     and without those that windows have left; the rows that have got all their pages, in every pool:
     the others none in any; and those whose tables are none."""
     pagings = cache.pagings
 
-    def of(pools: Pools, length: Rows, marks: list[Rows], asked: Rows) -> Any:
+    def of(pools: Pools, length: PerRow, marks: list[PerRow], asked: PerRow) -> Any:
         calls = [
             _Call(paging, pool, length, mark, asked, new)
             for paging, pool, mark in zip(pagings, pools, marks, strict=True)
@@ -74,7 +74,7 @@ def pages_taken(cache: KVCache, new: int, asked: Rows) -> tuple[Pools, SomeRows,
             bad |= call.astray(pool, had)
         return after, had, bad
 
-    found: tuple[Pools, SomeRows, SomeRows] = _on_each(
+    found: tuple[Pools, RowMask, RowMask] = _on_each(
         cache, of, cache.pools, cache.length, [_marks(cache, each) for each in pagings], asked
     )
     return found
@@ -84,7 +84,13 @@ class _Call:
     """What a call wants of a pool, and what it leaves."""
 
     def __init__(
-        self, paging: Paging, pool: PageAllocator, length: Rows, marks: Rows, asked: Rows, new: int
+        self,
+        paging: Paging,
+        pool: PageAllocator,
+        length: PerRow,
+        marks: PerRow,
+        asked: PerRow,
+        new: int,
     ) -> None:
         layout, units = paging.layout, paging.units
         self.layout, self.pool = layout, pool
@@ -101,7 +107,7 @@ class _Call:
             which = (pages >= layout.sink_pages) & (pages < after)
             self.gone = layout.column_of(pages), which
 
-    def taken(self, rows: SomeRows | None = None) -> tuple[PageAllocator, SomeRows]:
+    def taken(self, rows: RowMask | None = None) -> tuple[PageAllocator, RowMask]:
         """The pool after the call of some rows, and those that have got their pages."""
         wanted, gone = self.wanted, self.gone
         if rows is not None:
@@ -109,7 +115,7 @@ class _Call:
             gone = gone and (gone[0], gone[1] & rows[:, None])
         return self.pool.append(self.columns, wanted, gone)
 
-    def astray(self, pool: PageAllocator, rows: SomeRows) -> SomeRows:
+    def astray(self, pool: PageAllocator, rows: RowMask) -> RowMask:
         """Rows that write where their table has no page."""
         size = self.layout.page_size
         pages = (self.begin // size)[:, None] + each_place(self.layout.spanned(self.new))
@@ -120,14 +126,14 @@ class _Call:
         return rows & jnp.any(bad, axis=1)
 
 
-def forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows]:
+def forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
     """A cache's pools and its layers' pages for rows that go on from ``rows``, int32[n], and which
     of these have got what they need. On a mesh ``rows`` are of a device's own."""
     pagings, pending = cache.pagings, cache.pending
     count = jnp.zeros_like(cache.length) if pending is None else pending.count
     new = 0 if pending is None else pending.new
 
-    def of(pools: Pools, length: Rows, count: Rows, rows: Array) -> Any:
+    def of(pools: Pools, length: PerRow, count: PerRow, rows: Array) -> Any:
         found, had = [], jnp.ones(rows.shape, bool)
         for paging, pool in zip(pagings, pools, strict=True):
             columns = [x[rows] for x in _written(paging, length, count, new)]
@@ -140,12 +146,12 @@ def forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows]:
     return replace(cache, pools=pools, layers=_copied(cache, copies)), had
 
 
-def trimmed(cache: KVCache, length: Rows) -> tuple[KVCache, SomeRows]:
+def trimmed(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
     """A cache's pools and its layers' pages for rows that are to have the first ``length`` tokens
     alone; and the rows that find a page to go on in: the others have what they had."""
     pagings = cache.pagings
 
-    def of(pools: Pools, before: Rows, marks: list[Rows], length: Rows) -> Any:
+    def of(pools: Pools, before: PerRow, marks: list[PerRow], length: PerRow) -> Any:
         had, changes = jnp.ones(length.shape, bool), []
         for paging, pool, mark in zip(pagings, pools, marks, strict=True):
             layout = paging.layout
@@ -166,17 +172,17 @@ def trimmed(cache: KVCache, length: Rows) -> tuple[KVCache, SomeRows]:
     return replace(cache, pools=pools, layers=_copied(cache, copies)), had
 
 
-def freed(cache: KVCache, rows: SomeRows) -> Pools:
+def freed(cache: KVCache, rows: RowMask) -> Pools:
     """A cache's pools without the pages of some rows, bool[batch]."""
 
-    def of(pools: Pools, rows: SomeRows) -> Pools:
+    def of(pools: Pools, rows: RowMask) -> Pools:
         return tuple(pool.free(rows) for pool in pools)
 
     found: Pools = _on_each(cache, of, cache.pools, rows)
     return found
 
 
-def _written(paging: Paging, length: Rows, count: Rows, new: int) -> list[Array]:
+def _written(paging: Paging, length: PerRow, count: PerRow, new: int) -> list[Array]:
     """The columns, int32[batch] each, that rows write in where they have pages there, -1 for none:
     behind ``length``, and of a call that has begun with ``count`` tokens, ``new`` at most."""
     layout = paging.layout
@@ -190,7 +196,7 @@ def _written(paging: Paging, length: Rows, count: Rows, new: int) -> list[Array]
     return columns
 
 
-def _marks(cache: KVCache, paging: Paging) -> Rows:
+def _marks(cache: KVCache, paging: Paging) -> PerRow:
     """int32[batch]: what all layers of a kind have written."""
     kinds = enumerate(layer.policy.paging for layer in cache.layers)
     mine = np.array([n for n, kind in kinds if kind == paging], np.int32)

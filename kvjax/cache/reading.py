@@ -11,7 +11,7 @@ from kvjax.cache.state import KVCache
 from kvjax.cache.usable import usable
 from kvjax.cache.view import View
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, Rows, SlotPositions
+from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, PerRow, SlotPositions
 
 
 @automatic
@@ -68,7 +68,7 @@ def read(
 
 
 def tokens_at(
-    held: LayerCache, length: Rows, marks: Rows, pages: Array | None, wanted: Array
+    held: LayerCache, length: PerRow, marks: PerRow, pages: Array | None, wanted: Array
 ) -> tuple[Array, Array, Array]:
     """Keys and values [batch, kv_heads, n, head_dim] of the tokens at ``wanted`` int32[batch, n],
     as exact as the layer has them, and which of them it has, bool[batch, n]; the others are 0.
@@ -94,7 +94,7 @@ def tokens_at(
 
 
 def blocks_at(
-    held: LayerCache, length: Rows, marks: Rows, pages: Array | None, ids: Array
+    held: LayerCache, length: PerRow, marks: PerRow, pages: Array | None, ids: Array
 ) -> tuple[Body, Array]:
     """The blocks ``ids`` int32[batch, n] of a body as they are encoded, and which of them it has,
     bool[batch, n]; the others mean nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.core.numbers import beside_slots, slots_beside
-from kvjax.core.typing import Array, Cursors, Rows
+from kvjax.core.typing import Array, Cursors, PerRow
 from kvjax.layouts import Layout, Part, Region, Share, Split, paged
 
 
@@ -32,7 +32,7 @@ def regions_of(
 
 
 def placed(
-    of: Callable[[Share | None], Any], share: Share | None, length: Rows, written: Rows
+    of: Callable[[Share | None], Any], share: Share | None, length: PerRow, written: PerRow
 ) -> dict[str, Any]:
     """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
     is a cursor as well."""
@@ -47,7 +47,7 @@ def placed(
     return {"position_of": position_of, "cursors": cursors}
 
 
-def own_tokens(split: Split, before: Rows, length: Rows, count: int) -> dict[str, Any]:
+def own_tokens(split: Split, before: PerRow, length: PerRow, count: int) -> dict[str, Any]:
     """The same, and what else a section is asked, of a long call's own tokens, ``count`` of them
     from ``before`` on."""
     share = split.share

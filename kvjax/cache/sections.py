@@ -18,7 +18,7 @@ from kvjax.cache.view import View
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.numbers import each_place
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Region, Share, Split, divided, shared
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
@@ -49,9 +49,9 @@ class Section:
     first: int
     size: int
     position_of: Callable[..., Array]
-    cursors: tuple[Rows, ...]
+    cursors: tuple[PerRow, ...]
     span: Callable[[Array, int], tuple[Array, Array]]
-    filled: Callable[[Rows], Array]
+    filled: Callable[[PerRow], Array]
     slot_of: Callable[[Array], Array]
     unit: int = 1
     split: Split | None = None
@@ -194,7 +194,7 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
     of = functools.partial(regions_of, split.tail, divided, together)
 
     def in_tail(
-        tail: Tail, number: int, length: Rows, written: Rows, layer: Array | None = None
+        tail: Tail, number: int, length: PerRow, written: PerRow, layer: Array | None = None
     ) -> Section:
         found = _region((tail.keys, tail.values), raw, of, number, share, length, written)
         return replace(found, split=split, raw=True, whole=False, table=table, layer=layer)
@@ -223,8 +223,8 @@ def _region(
     of: Callable[[Share | None], Sequence[tuple[Region, Any]]],
     number: int,
     share: Share | None,
-    length: Rows,
-    written: Rows,
+    length: PerRow,
+    written: PerRow,
 ) -> Section:
     """One of a layout's regions."""
     region, layout = of(share)[number]

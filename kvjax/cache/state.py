@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.layer import LayerCache
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, LayerNumber, LayerRows, Rows
+from kvjax.core.typing import Array, LayerNumber, PerRow, PerRowAndLayer
 from kvjax.layouts import UNLIMITED
 from kvjax.paging.allocator import PageAllocator
 from kvjax.paging.kinds import Paging
@@ -27,8 +27,8 @@ class Pending:
     of their layers was given some.
     """
 
-    count: Rows
-    asked: Rows
+    count: PerRow
+    asked: PerRow
     new: int = static_field()
     entries: tuple[int, ...] = static_field()
     turns: tuple[Array, ...] = ()
@@ -57,9 +57,9 @@ class KVCache:
     """
 
     layers: tuple[LayerCache, ...]
-    length: Rows
-    written: LayerRows
-    status: Rows
+    length: PerRow
+    written: PerRowAndLayer
+    status: PerRow
     sources: tuple[int, ...] | None = static_field(default=None)
     positions: int | None = static_field(default=None)
     turned_for: int | None = static_field(default=None)

@@ -16,7 +16,7 @@ from kvjax.core import control
 from kvjax.core.numbers import each_place
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import traced_for
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Ring, Run, shared
 from kvjax.placement.mesh import TENSOR
 from kvjax.placement.spread import Spread
@@ -27,7 +27,7 @@ Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
 
 
 def store_tokens(
-    old: LayerCache, keys: Array, values: Array, length: Rows, count: Rows,
+    old: LayerCache, keys: Array, values: Array, length: PerRow, count: PerRow,
     rotary: RotaryTable | None, table: Array | None = None, layer: Array | None = None,
 ) -> Arrays:  # fmt: skip
     """A layer's arrays after a call, of a device's own slots and blocks.
@@ -57,7 +57,7 @@ def store_tokens(
 
 
 def _behind_tail(
-    old: LayerCache, tail: Tail, keys: Array, values: Array, length: Rows, count: Rows,
+    old: LayerCache, tail: Tail, keys: Array, values: Array, length: PerRow, count: PerRow,
     table: Array | None, layer: Array | None,
 ) -> Arrays:  # fmt: skip
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
@@ -140,7 +140,7 @@ def _behind_tail(
 
 
 def _row_after_row(
-    old: LayerCache, runs: Sequence[Run], count: Rows, encoded: Callable[..., Body],
+    old: LayerCache, runs: Sequence[Run], count: PerRow, encoded: Callable[..., Body],
     table: Array | None, layer: Array | None,
 ) -> tuple[Body, Body | None]:  # fmt: skip
     """A body, and its copy on the device, with the block of every row that has one to put away, in
@@ -182,7 +182,7 @@ def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
     )
 
 
-def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: Rows, count: Rows) -> Tail:
+def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerRow) -> Tail:
     """The tail after a call that is longer than it may be: each slot's last token."""
     end = length + count
     held = ring.positions(end, end, jnp.arange(ring.slots, dtype=jnp.int32))

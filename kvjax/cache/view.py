@@ -8,7 +8,7 @@ from kvjax.cache.layer import LayerCache
 from kvjax.cache.stacking import opened
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 
 
 @state
@@ -22,9 +22,9 @@ class View:
     """
 
     held: LayerCache
-    before: Rows
-    length: Rows
-    marks: Rows
+    before: PerRow
+    length: PerRow
+    marks: PerRow
     rotary: RotaryTable | None = None
     pages: Array | None = None
     index: Array | None = None
@@ -37,7 +37,7 @@ class View:
         held = opened(self.held, self.index)
         return replace(self, held=held, layer=self.index, index=None)
 
-    def taken(self, rows: Rows) -> "View":
+    def taken(self, rows: PerRow) -> "View":
         """That of some rows, int32[n], of a layer in pages, which stay as they are."""
         held = self.held
         own = held.tail, held.strip, held.low

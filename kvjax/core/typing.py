@@ -9,26 +9,26 @@ from jaxtyping import Array as Array
 from jaxtyping import Bool, Float, Int, Integer
 
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
-Mixed = Float[Array, "batch heads new head_dim"]
+AttentionOutput = Float[Array, "batch heads new head_dim"]
 KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]
 CachedKeysValues = Float[Array, "batch kv_heads slots head_dim"]
 Tokens = Integer[Array | np.ndarray, "batch new"]
 Counts = Int[Array | np.ndarray, " batch"]
-Rows = Int[Array, " batch"]
-LayerRows = Int[Array, "batch layers"]
+PerRow = Int[Array, " batch"]
+PerRowAndLayer = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
-Number = Int[Array, ""]
+Scalar = Int[Array, ""]
 LayerNumber = int | Integer[Array, ""] | tuple[int, int | Integer[Array, ""]]
 """Of a layer of a model; of a stacked cache it may be traced, or be that of a stack, and of one of
 its layers."""
 Cursors = Int[Array, "batch *_"] | Int[Array, ""]
-"""``Rows``; a kernel has one row's, a number or with an axis more."""
+"""``PerRow``; a kernel has one row's, a number or with an axis more."""
 Slots = Int[Array, "*_"]
-Held = Int[Array, "batch *_"]
+PositionPerSlot = Int[Array, "batch *_"]
 """A position for every row and slot; for every slot, of one row."""
-Columns = Int[Array, "batch pages"]
+PageColumns = Int[Array, "batch pages"]
 """Of a table of pages, some of each row's."""
 SlotPositions = Int[Array, "batch slots"]
-SomeRows = Bool[Array, " batch"]
-SomeSlots = Bool[Array, "batch slots"]
+RowMask = Bool[Array, " batch"]
+SlotMask = Bool[Array, "batch slots"]
 Visible = Bool[Array, "batch new slots"]

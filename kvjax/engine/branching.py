@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.engine.calls import Held
 from kvjax.placement.pages import copied_pages
 from kvjax.prefixes.checkpoints import own, with_own
@@ -24,11 +24,11 @@ class Branches:
     numbers that are no row's behind the last. int32[rows] each."""
 
     count: Array
-    sources: Rows
-    targets: Rows
-    pages: tuple[tuple[Rows, Rows], ...]
-    rows: Rows
-    tokens: Rows
+    sources: PerRow
+    targets: PerRow
+    pages: tuple[tuple[PerRow, PerRow], ...]
+    rows: PerRow
+    tokens: PerRow
 
 
 @functools.partial(jax.jit, static_argnames="kinds", donate_argnames="held")

@@ -4,7 +4,7 @@ from jaxtyping import Int
 
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.choosing import Progress
 from kvjax.sampling.controls import Sampling
 from kvjax.sampling.filters import Allowed
@@ -30,9 +30,9 @@ class Asked:
     the likeliest tokens that are told; ``search``: bool, whether these are of those allowed."""
 
     sampling: Sampling
-    limit: Rows
-    scores: Rows
-    search: SomeRows
+    limit: PerRow
+    scores: PerRow
+    search: RowMask
 
 
 @state
@@ -46,14 +46,14 @@ class Piece:
     what these may be.
     """
 
-    rows: Rows
+    rows: PerRow
     tokens: Tokens
-    lengths: Rows
-    starts: Rows
+    lengths: PerRow
+    starts: PerRow
     tables: tuple[Array, ...]
-    fresh: SomeRows
-    ends: SomeRows
-    forced: Rows
+    fresh: RowMask
+    ends: RowMask
+    forced: PerRow
     allowed: Allowed
     asked: Asked
 
@@ -67,9 +67,9 @@ class Rounds:
     tokens that are known already, or -1. ``allowed``: bits of what the first of them may be.
     """
 
-    rows: Rows
-    lengths: Rows
-    rounds: Rows
+    rows: PerRow
+    lengths: PerRow
+    rounds: PerRow
     tables: tuple[Array, ...]
     forced: Int[Array, "rows most"]
     allowed: Allowed
@@ -85,8 +85,8 @@ class Report:
 
     tokens: Int[Array, "rows most"]
     scores: Scores
-    count: Rows
-    done: SomeRows
-    broken: SomeRows
-    status: Rows
+    count: PerRow
+    done: RowMask
+    broken: RowMask
+    status: PerRow
     prompt: Scores | None = None

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import UInt
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.engine.calls import Asked, Held, Report
 from kvjax.engine.programs import choose_next, context_of, report_of, some_of, with_some, written_to
 from kvjax.generation.model import Model
@@ -27,10 +27,10 @@ class Drafted:
     bits of what may come behind each token.
     """
 
-    rows: Rows
+    rows: PerRow
     tokens: Tokens
-    count: Rows
-    starts: Rows
+    count: PerRow
+    starts: PerRow
     tables: tuple[Array, ...]
     allowed: UInt[Array, "rows places words"]
     asked: Asked

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.choosing import Progress, choose, whole
 from kvjax.generation.contexts import Cached, Context
@@ -77,7 +77,7 @@ def decode(
     context = context_of(before.cache, lengths, call.tables, written=written)
     out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MOST_SCORES)
 
-    def active(step: Array, progress: Progress) -> SomeRows:
+    def active(step: Array, progress: Progress) -> RowMask:
         return begins & (step < call.rounds) & ~progress.done
 
     def go_on(carry: Any) -> Array:
@@ -163,7 +163,7 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
     return Held(cache, *into((held.progress, held.past), stands)), None
 
 
-def some_of(held: Held, rows: Rows) -> Held:
+def some_of(held: Held, rows: PerRow) -> Held:
     """Some rows, int32[n]; what is behind the last is anything. All of them, in order, are as they
     are."""
     if len(rows) == held.cache.batch:
@@ -177,7 +177,7 @@ def some_of(held: Held, rows: Rows) -> Held:
     return Held(replace(cache, layers=layers, written=written), progress, past)
 
 
-def with_some(held: Held, rows: Rows, after: Held) -> Held:
+def with_some(held: Held, rows: PerRow, after: Held) -> Held:
     """With some rows as a program has left them; lengths and tables are given with the next."""
     cache, new = held.cache, after.cache
     if len(rows) == cache.batch:
@@ -192,7 +192,9 @@ def with_some(held: Held, rows: Rows, after: Held) -> Held:
     return Held(cache, into(held.progress, after.progress), into(held.past, after.past))
 
 
-def context_of(cache: KVCache, length: Rows, tables: tuple[Array, ...], **changes: Array) -> Cached:
+def context_of(
+    cache: KVCache, length: PerRow, tables: tuple[Array, ...], **changes: Array
+) -> Cached:
     """The rows as a program is given them: so long, and with these tables."""
     pools: Any = tuple(
         GivenPages(table, paging.layout.pool or 0)
@@ -202,7 +204,7 @@ def context_of(cache: KVCache, length: Rows, tables: tuple[Array, ...], **change
     return Cached(replace(cache, length=length, status=status, pools=pools, **changes))
 
 
-def written_to(cache: KVCache, ends: Rows) -> Array:
+def written_to(cache: KVCache, ends: PerRow) -> Array:
     """What a cache's layers have come to where rows will end there. Windows in pages have given
     back what is behind that: whatever stands there now is no number of the row's. Of layers with a
     tail the marks say what that holds."""
@@ -234,7 +236,7 @@ def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Co
 
 
 def choose_next(
-    progress: Progress, past: Past, logits: Logits, context: Context, asked: Asked, forced: Rows,
+    progress: Progress, past: Past, logits: Logits, context: Context, asked: Asked, forced: PerRow,
     allowed: Allowed | None,
 ) -> tuple[Progress, Past, Scores]:  # fmt: skip
     """The next token of the rows that are not done, and its scores where some row asks for them."""

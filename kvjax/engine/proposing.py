@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.engine.calls import Held
 from kvjax.engine.checking import Drafted
 from kvjax.engine.programs import context_of, some_of, with_some, written_to
@@ -27,16 +27,16 @@ class Wanted:
     kinds of layers, int32[n, columns].
     """
 
-    count: Rows
-    known: Rows
-    begun: Rows
+    count: PerRow
+    known: PerRow
+    begun: PerRow
     tables: tuple[Array, ...]
 
 
 @functools.partial(jax.jit, static_argnames="drafter", donate_argnames="held")
 def propose(
     held: Held, drafter: Second, params: Any, past: Past, drafted: Drafted, wanted: Wanted
-) -> tuple[Held, tuple[Tokens, Rows]]:
+) -> tuple[Held, tuple[Tokens, PerRow]]:
     """The tokens and counts of ``drafted``, with what the draft's model would write.
 
     ``held``: of its own rows; ``past``: the texts of all of the engine's rows, whole where they
@@ -55,7 +55,7 @@ def propose(
     context = context_of(cache, lengths, wanted.tables, written=written_to(cache, ends))
     filters = replace(settings.filters, mesh=cache.spread is not None)
 
-    def one(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
+    def one(progress: Progress, past: Past, logits: Logits, limit: PerRow) -> tuple[Progress, Past]:
         found: Any = choose(progress, past, logits, filters, settings, limit)
         return found
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.contexts import Context
 from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.filters import Allowed, Logits, with_set
@@ -21,10 +21,10 @@ class Progress:
     ``broken``: finished, and finished because its logits were not finite numbers.
     """
 
-    token: Rows
-    count: Rows
-    done: SomeRows
-    broken: SomeRows
+    token: PerRow
+    count: PerRow
+    done: RowMask
+    broken: RowMask
 
 
 def chosen(
@@ -68,7 +68,7 @@ def choose(
     settings: Sampling,
     limit: Array,
     *,
-    forced: Rows | None = None,
+    forced: PerRow | None = None,
     allowed: Allowed | None = None,
 ) -> tuple[Progress, Past | None]:
     """Choose the next token of the rows that are not done, and their texts with it.

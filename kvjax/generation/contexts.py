@@ -8,7 +8,7 @@ from jaxtyping import Float
 from kvjax.cache.state import KVCache
 from kvjax.core.numbers import each_place
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.model import Model
 from kvjax.operations.rewinding import rewind
 from kvjax.sampling.filters import Logits
@@ -21,20 +21,20 @@ class Cached:
     cache: KVCache
 
     def feed(
-        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Cached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
         return logits[:, 0], Cached(cache)
 
     def feed_all(
-        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
         """The same, with the logits behind every token."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
         return logits, Cached(cache)
 
-    def taken_back(self, tokens: Rows) -> "Cached":
+    def taken_back(self, tokens: PerRow) -> "Cached":
         """Without so many of each row's newest tokens."""
         return Cached(rewind(self.cache, tokens))
 
@@ -56,7 +56,7 @@ class Uncached:
         """There is none."""
 
     def feed(
-        self, model: Model, params: Any, tokens: Tokens, lengths: Rows
+        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Uncached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         capacity = self.tokens.shape[1]

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached, Context
 from kvjax.generation.model import Model
@@ -37,8 +37,8 @@ def prefill(
     context: Context,
     logits: Logits,
     tokens: Tokens,
-    lengths: Rows,
-    ends: SomeRows,
+    lengths: PerRow,
+    ends: RowMask,
 ) -> tuple[Context, Logits]:
     """Feed a chunk of the prompts; the context, and the logits after its text.
 
@@ -103,7 +103,7 @@ def decode(
     context: Context,
     progress: Progress,
     past: Past | None,
-    halt: SomeRows,
+    halt: RowMask,
     settings: Sampling,
     limit: Array,
     steps: Array,

@@ -14,7 +14,7 @@ from kvjax.core.checks import COUNTED, is_traced, listed, whole_number
 from kvjax.core.context import sending
 from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.loaded import LanguageModel
 from kvjax.generation.model import Model, check_model
@@ -156,7 +156,7 @@ def _fed(
 
 
 def _fed_once(
-    model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: Rows, last_only: bool
+    model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: PerRow, last_only: bool
 ) -> tuple[Array, KVCache]:
     return model.apply(params, tokens, cache, lengths=lengths, last_only=last_only)
 
@@ -167,7 +167,7 @@ _donating = jax.jit(_fed_once, static_argnames=("model", "last_only"), donate_ar
 
 @functools.partial(jax.jit, static_argnames="filters")
 def _scored(
-    filters: Filters, settings: Sampling, logits: Array, tokens: Array, lengths: Rows
+    filters: Filters, settings: Sampling, logits: Array, tokens: Array, lengths: PerRow
 ) -> tuple[Array, Array]:
     """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
     logits = logits.astype(jnp.float32)

@@ -8,7 +8,7 @@ import jax
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Rows, Tokens
+from kvjax.core.typing import PerRow, Tokens
 from kvjax.generation.capacities import capacity_bucket
 from kvjax.layouts import Dense
 from kvjax.memory.sizes import device_bytes
@@ -66,7 +66,7 @@ def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
     return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
 
 
-def read(lm: Any, tokens: Tokens, lengths: Rows, choice: PolicyChoice) -> KVCache:
+def read(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice) -> KVCache:
     """Run a model's encoder once, over texts; the cache that its decoder attends to across.
 
     Args:
@@ -81,6 +81,6 @@ def read(lm: Any, tokens: Tokens, lengths: Rows, choice: PolicyChoice) -> KVCach
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="source")
-def _read(model: Any, params: Any, tokens: Tokens, lengths: Rows, source: KVCache) -> KVCache:
+def _read(model: Any, params: Any, tokens: Tokens, lengths: PerRow, source: KVCache) -> KVCache:
     found: KVCache = model.read(params, tokens, lengths, source)
     return found

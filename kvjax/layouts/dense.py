@@ -8,14 +8,14 @@ from kvjax.core.checks import UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots, slots_beside
 from kvjax.core.typing import (
     Cursors,
-    Held,
-    Number,
+    PerRow,
+    PositionPerSlot,
     Positions,
-    Rows,
+    RowMask,
+    Scalar,
+    SlotMask,
     SlotPositions,
     Slots,
-    SomeRows,
-    SomeSlots,
 )
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
 
@@ -87,10 +87,10 @@ class Dense:
         """A slot for every block that a full row has put out of its tail."""
         return Dense(max((self.slots - 1) // block - recent, 1))
 
-    def runs(self, length: Rows, new: int) -> list[Run]:
+    def runs(self, length: PerRow, new: int) -> list[Run]:
         return [Run(length, 0, self.slots)]
 
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         slots = slots_beside(slots, length)
         return jnp.where(slots < beside_slots(length), slots, -1)
 
@@ -100,20 +100,20 @@ class Dense:
     def regions(self) -> tuple[Region, ...]:
         return (Region(0, self.slots),)
 
-    def occupied(self, length: Rows) -> Number:
+    def occupied(self, length: PerRow) -> Scalar:
         return jnp.max(length)
 
-    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         low = jnp.asarray(start, jnp.int32)
         return low, jnp.minimum(low + size, jnp.max(length)) - 1
 
     def hiding(
-        self, length: Rows, positions: SlotPositions, missing: SomeSlots
-    ) -> tuple[Rows, SomeRows]:
+        self, length: PerRow, positions: SlotPositions, missing: SlotMask
+    ) -> tuple[PerRow, RowMask]:
         """Nothing may be missing."""
         return length, jnp.any(missing, axis=1)
 
-    def rewindable(self, length: Rows, written: Rows) -> Rows:
+    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         return length
 
 

@@ -4,16 +4,16 @@ from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
 from kvjax.core.typing import (
-    Columns,
     Cursors,
-    Held,
-    Number,
+    PageColumns,
+    PerRow,
+    PositionPerSlot,
     Positions,
-    Rows,
+    RowMask,
+    Scalar,
+    SlotMask,
     SlotPositions,
     Slots,
-    SomeRows,
-    SomeSlots,
 )
 
 
@@ -26,12 +26,12 @@ class Run(NamedTuple):
     else None.
     """
 
-    start: Rows
+    start: PerRow
     low: int
     high: int
-    skip: Rows | int = 0
-    bounds: tuple[Number, Number] | None = None
-    columns: Columns | None = None
+    skip: PerRow | int = 0
+    bounds: tuple[Scalar, Scalar] | None = None
+    columns: PageColumns | None = None
 
 
 class Region(NamedTuple):
@@ -103,11 +103,11 @@ class Layout(Protocol):
         once ``recent`` later ones and the newest token's have begun."""
 
     @abstractmethod
-    def runs(self, length: Rows, new: int) -> list[Run]:
+    def runs(self, length: PerRow, new: int) -> list[Run]:
         """Where a call's ``new`` tokens go, at most one run a token."""
 
     @abstractmethod
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
 
     @abstractmethod
@@ -119,11 +119,11 @@ class Layout(Protocol):
         """The parts that attention walks, in order; together all slots."""
 
     @abstractmethod
-    def occupied(self, length: Rows) -> Number:
+    def occupied(self, length: PerRow) -> Scalar:
         """Slots from the first on that may hold anything, in any row."""
 
     @abstractmethod
-    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
 
         May be wider than the truth, never narrower; the highest is below the lowest where all
@@ -132,13 +132,13 @@ class Layout(Protocol):
 
     @abstractmethod
     def hiding(
-        self, length: Rows, positions: SlotPositions, missing: SomeSlots
-    ) -> tuple[Rows, SomeRows]:
+        self, length: PerRow, positions: SlotPositions, missing: SlotMask
+    ) -> tuple[PerRow, RowMask]:
         """The ``written`` under which slots that lack their ``positions`` count as empty, and the
         rows for which there is none: what their queries will see is among the missing."""
 
     @abstractmethod
-    def rewindable(self, length: Rows, written: Rows) -> Rows:
+    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         """How many of its newest tokens each row can forget and go on exactly."""
 
 

@@ -13,14 +13,14 @@ from kvjax.core.checks import COUNTED, UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots, each_place, slots_beside, xp
 from kvjax.core.typing import (
     Cursors,
-    Held,
-    Number,
+    PerRow,
+    PositionPerSlot,
     Positions,
-    Rows,
+    RowMask,
+    Scalar,
+    SlotMask,
     SlotPositions,
     Slots,
-    SomeRows,
-    SomeSlots,
 )
 from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run
@@ -150,7 +150,7 @@ class Paged:
         around = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
         return xp(pages).where(pages < self.sink_pages, pages, around)
 
-    def pages_in(self, written: Rows) -> Any:
+    def pages_in(self, written: PerRow) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
         columns = each_place(self.columns)
         if self.straight:
@@ -183,13 +183,13 @@ class Paged:
         """Pages that a call of so many tokens writes in, at most."""
         return 1 + -(-(new - 1) // self.page_size)
 
-    def runs(self, length: Rows, new: int) -> list[Run]:
+    def runs(self, length: PerRow, new: int) -> list[Run]:
         """One run, in slots of the pages that the call may write in, one behind the other."""
         first, size = length // self.page_size, self.page_size
         pages = first[:, None] + each_place(self.spanned(new))
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         slots = slots_beside(slots, written)
         held, marks, size = slots, beside_slots(written), self.page_size
         if not self.straight:
@@ -207,10 +207,10 @@ class Paged:
         rest = Region(self.sinks, self.slots - self.sinks)
         return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
 
-    def occupied(self, length: Rows) -> Number:
+    def occupied(self, length: PerRow) -> Scalar:
         return jnp.minimum(jnp.max(length), self.slots)
 
-    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         start = jnp.asarray(start, jnp.int32)
         longest = jnp.max(length)
         straight = start, jnp.minimum(start + size, longest) - 1
@@ -222,8 +222,8 @@ class Paged:
         return jnp.where(again, low, start), jnp.where(again, longest - 1, straight[1])
 
     def hiding(
-        self, length: Rows, positions: SlotPositions, missing: SomeSlots
-    ) -> tuple[Rows, SomeRows]:
+        self, length: PerRow, positions: SlotPositions, missing: SlotMask
+    ) -> tuple[PerRow, RowMask]:
         """As if so many tokens more had been written, and taken back, that the missing ones left
         what is kept: up to ``slack``."""
         if self.window is None:
@@ -233,7 +233,7 @@ class Paged:
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
         return written, in_sinks | (written > length + (self.inner.slack or 0))
 
-    def rewindable(self, length: Rows, written: Rows) -> Rows:
+    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         if self.window is None:
             return length
         kept = jnp.where(written - self._seen > self.sinks, written - (self.inner.slack or 0), 0)

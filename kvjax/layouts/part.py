@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.numbers import slots_beside
-from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
+from kvjax.core.typing import Cursors, PerRow, PositionPerSlot, Positions, Scalar, Slots
 from kvjax.layouts.layout import Layout, Region, Run
 
 
 class Share(NamedTuple):
     """The ``index``-th of ``count`` shares of the slots; the index is traced."""
 
-    index: Number
+    index: Scalar
     count: int
 
 
@@ -26,11 +26,11 @@ class Part:
 
     layout: Layout
     slots: int
-    offset: Number | int = 0
-    low: Number | int = 0
-    high: Number | int = UNLIMITED
+    offset: Scalar | int = 0
+    low: Scalar | int = 0
+    high: Scalar | int = UNLIMITED
 
-    def runs(self, length: Rows, new: int) -> list[Run]:
+    def runs(self, length: PerRow, new: int) -> list[Run]:
         found = []
         for run in self.layout.runs(length, new):
             start = run.start - self.offset
@@ -39,7 +39,7 @@ class Part:
             found.append(Run(start, 0, self.slots, run.skip, (low, high)))
         return found
 
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         there = slots_beside(slots, length) + self.offset
         mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
@@ -59,11 +59,11 @@ class Part:
             found.append((Region(0, size, region.capped), part))
         return found
 
-    def occupied(self, length: Rows) -> Number:
+    def occupied(self, length: PerRow) -> Scalar:
         whole = jnp.minimum(self.layout.occupied(length), self.high)
         return jnp.clip(whole - self.offset, 0, self.slots)
 
-    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         first = start + self.offset
         low, high = self.layout.bounds(length, first, size)
         return low, jnp.where((first < self.high) & (first + size > self.low), high, -1)

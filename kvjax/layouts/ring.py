@@ -8,14 +8,14 @@ from kvjax.core.checks import UNLIMITED, keep_whole
 from kvjax.core.numbers import beside_slots, slots_beside
 from kvjax.core.typing import (
     Cursors,
-    Held,
-    Number,
+    PerRow,
+    PositionPerSlot,
     Positions,
-    Rows,
+    RowMask,
+    Scalar,
+    SlotMask,
     SlotPositions,
     Slots,
-    SomeRows,
-    SomeSlots,
 )
 from kvjax.layouts.dense import Dense
 from kvjax.layouts.layout import Layout, Region, Run, check_growth
@@ -145,7 +145,7 @@ class Ring:
         seen = -(-(self.slots - 1) // block) - recent
         return Ring(max(seen, -(-(self.chunk or 1) // block), 1), slack=0)
 
-    def runs(self, length: Rows, new: int) -> list[Run]:
+    def runs(self, length: PerRow, new: int) -> list[Run]:
         """One run for a single token; else the sinks', the first round's and the second's."""
         if new == 1:
             return [Run(self.slot_of(length[:, None])[:, 0], 0, self.slots)]
@@ -157,7 +157,7 @@ class Ring:
         ]
         return [Run(length, 0, self.sinks), *rounds] if self.sinks else rounds
 
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         """A slot holds the last position that was ever written to it. After a rewind that can be
         one that is no longer part of the text."""
         slots = slots_beside(slots, written)
@@ -175,10 +175,10 @@ class Ring:
         ring = Region(self.sinks, self._ring)
         return (Region(0, self.sinks, capped=True), ring) if self.sinks else (ring,)
 
-    def occupied(self, length: Rows) -> Number:
+    def occupied(self, length: PerRow) -> Scalar:
         return jnp.minimum(jnp.max(length), self.slots)
 
-    def bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         """Where a ring has been filled, its slots hold anything that is left of the text."""
         start = jnp.asarray(start, jnp.int32)
         longest = jnp.max(length)
@@ -188,15 +188,15 @@ class Ring:
         return low, high
 
     def hiding(
-        self, length: Rows, positions: SlotPositions, missing: SomeSlots
-    ) -> tuple[Rows, SomeRows]:
+        self, length: PerRow, positions: SlotPositions, missing: SlotMask
+    ) -> tuple[PerRow, RowMask]:
         """As if the oldest slots had been written again and taken back: up to ``slack`` of them."""
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
         return written, in_sinks | (written > length + self._ring - (self.window or 1))
 
-    def rewindable(self, length: Rows, written: Rows) -> Rows:
+    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         """Down to what was overwritten: all while no slot was, else to ``slack`` before the most
         that was ever written."""
         spare = self._ring - (self.window or 1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.core.numbers import slots_beside, xp
-from kvjax.core.typing import Cursors, Held, Number, Positions, Rows, Slots
+from kvjax.core.typing import Cursors, PerRow, PositionPerSlot, Positions, Scalar, Slots
 from kvjax.layouts.layout import Layout
 from kvjax.layouts.part import Share, shared
 from kvjax.layouts.ring import Ring
@@ -61,7 +61,7 @@ class Split:
         """Whether queries that see all from ``raw_from`` on raw see ``positions`` so."""
         return (positions >= raw_from) | (positions < self.tail.sinks)
 
-    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> Held:
+    def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         """The position that each of the body's slots of tokens holds, a row; -1 where it is empty,
         or holds what is no longer part of the text."""
         slots = slots_beside(slots, length)
@@ -69,7 +69,7 @@ class Split:
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
         return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)
 
-    def body_bounds(self, length: Rows, start: Number | int, size: int) -> tuple[Number, Number]:
+    def body_bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         """Lowest and highest position in so many of the body's slots; see ``Layout.bounds``."""
         low, high = self.body.bounds(self.flushed(length), start, size)
         return low * self.block, (high + 1) * self.block - 1
@@ -78,7 +78,7 @@ class Split:
         """Where the body has a position, counted in tokens, if it has it at all."""
         return self.body.slot_of(positions // self.block) * self.block + positions % self.block
 
-    def rewindable(self, length: Rows, written: Rows) -> Rows:
+    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         """How many of its newest tokens each row can forget: at least a block, for the tail still
         has what the next query sees raw, and the block that it makes leave; but no more than the
         slack of a ring that was given less."""

@@ -17,7 +17,7 @@ from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.core import control
 from kvjax.core.checks import UNLIMITED
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.operations.rows import without
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS
@@ -26,7 +26,7 @@ _PIECE = 256
 """Tokens that are copied in one go."""
 
 
-def branched(cache: KVCache, rows: Rows, since: Rows) -> KVCache:
+def branched(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
     """A cache whose rows go on from ``rows``; inside ``jit``.
 
     Args:
@@ -52,7 +52,7 @@ def branched(cache: KVCache, rows: Rows, since: Rows) -> KVCache:
         for n, held in zip(entries, alike, strict=True):
             layers[n] = held
 
-    def taken(own: Any, rows: Rows) -> Any:
+    def taken(own: Any, rows: PerRow) -> Any:
         return jax.tree.map(lambda x: x[rows], own)
 
     own = cache.length, cache.written, cache.status
@@ -64,7 +64,9 @@ def branched(cache: KVCache, rows: Rows, since: Rows) -> KVCache:
     return without(with_rows(cache, length=length, written=written, status=status), had)
 
 
-def _of_layers(layers: list[LayerCache], rows: Rows, length: Rows, since: Rows) -> list[LayerCache]:
+def _of_layers(
+    layers: list[LayerCache], rows: PerRow, length: PerRow, since: PerRow
+) -> list[LayerCache]:
     """The own arrays of layers of one policy; those of a pool stay as they are."""
     policy, stack = layers[0].policy, layers[0].stack
     paged, spread = policy.paging is not None, policy.placement.spread
@@ -75,7 +77,7 @@ def _of_layers(layers: list[LayerCache], rows: Rows, length: Rows, since: Rows) 
         units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
         first, last = units(since), units(length)
 
-    def change(parts: Any, rows: Rows, first: Rows, last: Rows) -> Any:
+    def change(parts: Any, rows: PerRow, first: PerRow, last: PerRow) -> Any:
         bodies, tails, lows = zip(*parts, strict=True)
         if not paged:
             orders = tuple(x.orders for x in layers)
@@ -102,9 +104,15 @@ def _of_layers(layers: list[LayerCache], rows: Rows, length: Rows, since: Rows) 
 
 
 def _copied(
-    stores: Any, orders: Any, placement: Device, rows: Rows, first: Rows, last: Rows, piece: int,
+    stores: Any,
+    orders: Any,
+    placement: Device,
+    rows: PerRow,
+    first: PerRow,
+    last: PerRow,
+    piece: int,
     stack: int | None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Kept arrays [batch, ...], or of a stack [layers, batch, ...], with units ``first`` to
     ``last`` of the rows that others go on from copied to these, in place."""
     given = stores

@@ -20,7 +20,7 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.numbers import bit_where
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.policies.cache_policy import CachePolicy
@@ -118,7 +118,7 @@ def unpaged(cache: KVCache) -> KVCache:
 
 def laid_out_anew(
     cache: KVCache, entry: int, policy: CachePolicy, table: Array | None = None
-) -> tuple[LayerCache, Rows, Rows]:
+) -> tuple[LayerCache, PerRow, PerRow]:
     """One of ``KVCache.layers`` under another policy, in its place, with its rows' ``table`` where
     it is in pages; the ``written`` that tells what it lacks, and the status of rows that it can't
     be had for.
@@ -157,9 +157,9 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
 
 
 def converted(
-    old: LayerCache, length: Rows, marks: Rows, policy: CachePolicy,
+    old: LayerCache, length: PerRow, marks: PerRow, policy: CachePolicy,
     tables: tuple[Array | None, Array | None] = (None, None),
-) -> tuple[LayerCache, Rows, Array, Array]:  # fmt: skip
+) -> tuple[LayerCache, PerRow, Array, Array]:  # fmt: skip
     """A layer under another policy, on the device; the ``written`` that tells what it lacks, and
     which rows it can't be had for, bool[batch]: those that are too long, and those that lack
     tokens. ``length`` and ``marks``: the cache's, and its ``written`` for this layer; ``tables``:

@@ -14,7 +14,7 @@ from kvjax.cache.usable import usable
 from kvjax.core import control
 from kvjax.core.checks import COUNTED, is_traced, whole_number
 from kvjax.core.context import sending
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
 from kvjax.operations.stacks import layer_by_layer
@@ -167,7 +167,7 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
     return control.fori_loop(0, x.shape[order.axis] // order.step, one, into)
 
 
-def mark(layer: LayerCache, layout: Layout, written: Rows) -> Rows:
+def mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
     """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
     conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
     slots, wider = layer.policy.marked, replace(layer.policy, layout=layout).marked

@@ -12,12 +12,12 @@ from kvjax.cache.status import OUT_OF_PAGES, REWOUND_TOO_FAR
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.numbers import bit_where
-from kvjax.core.typing import Counts, Rows
+from kvjax.core.typing import Counts, PerRow
 from kvjax.layouts import UNLIMITED
 
 
 @automatic
-def rewindable(cache: KVCache) -> Rows:
+def rewindable(cache: KVCache) -> PerRow:
     """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
 
     A ring has overwritten what lies further back than its slack.
@@ -68,7 +68,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     return with_rows(cache, length=length, status=status)
 
 
-def _rewindable(layer: LayerCache, length: Rows, written: Rows) -> Rows:
+def _rewindable(layer: LayerCache, length: PerRow, written: PerRow) -> PerRow:
     tokens = layer.policy.rewindable(length, written)
     if layer.low is None:
         return tokens

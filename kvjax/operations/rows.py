@@ -14,7 +14,7 @@ from kvjax.cache.status import NO_SUCH_ROW, OUT_OF_PAGES
 from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.numbers import bit_where
-from kvjax.core.typing import Array, SomeRows
+from kvjax.core.typing import Array, RowMask
 from kvjax.operations.conversion import under, unpaged
 from kvjax.operations.growth import with_pages_for
 from kvjax.operations.rewinding import whole_numbers
@@ -91,12 +91,12 @@ def _of_rows(cache: KVCache, index: Array) -> KVCache:
     return without(chosen, had)
 
 
-def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, SomeRows | None]:
+def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
     """``forked``, of a cache that has pools; with pages for all that the rows may become."""
     return forked(with_pages_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
-def without(cache: KVCache, had: SomeRows | None) -> KVCache:
+def without(cache: KVCache, had: RowMask | None) -> KVCache:
     """A cache in which the rows that have not got their pages are empty."""
     if had is None:
         return cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.core.checks import COUNTED, whole_number
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 
 
 class Copies(NamedTuple):
@@ -76,7 +76,7 @@ class PageAllocator:
         )
         return jnp.where(self.table >= 0, self.table + first, -1)
 
-    def room(self, wanted: Rows, spare: Rows | int = 0) -> SomeRows:
+    def room(self, wanted: PerRow, spare: PerRow | int = 0) -> RowMask:
         """bool[rows]: the rows that can have so many pages, int32[rows], the first ones first.
         ``spare``: pages of its own that each gives back before."""
         more = jnp.maximum(wanted - spare, 0)
@@ -84,7 +84,7 @@ class PageAllocator:
 
     def append(
         self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
-    ) -> tuple["PageAllocator", SomeRows]:
+    ) -> tuple["PageAllocator", RowMask]:
         """A page more in some columns of each row.
 
         Args:
@@ -134,7 +134,7 @@ class PageAllocator:
         page = jnp.where(which, self.table, -1).ravel()
         return replace(self, table=jnp.where(which, -1, self.table)).release(page)
 
-    def free(self, rows: SomeRows) -> "PageAllocator":
+    def free(self, rows: RowMask) -> "PageAllocator":
         """Without all pages of some rows, bool[rows]."""
         return self.drop(jnp.broadcast_to(rows[:, None], self.table.shape))
 
@@ -153,7 +153,7 @@ class PageAllocator:
 
     def fork(
         self, rows: Array, written: Sequence[Array]
-    ) -> tuple["PageAllocator", Copies, SomeRows]:
+    ) -> tuple["PageAllocator", Copies, RowMask]:
         """The tables of rows that go on from ``rows``, which share their pages; a page that is
         still written to, and that another one has, is copied.
 
@@ -177,7 +177,7 @@ class PageAllocator:
         source, target = (jnp.concatenate(x) for x in zip(*copies, strict=True))
         return after.free(~had), Copies(source, target), had
 
-    def writable(self, column: Array) -> SomeRows:
+    def writable(self, column: Array) -> RowMask:
         """bool[rows]: those that can have a page of their own in ``column``, int32[rows], or −1."""
         return self.room(self._shared(column)[1].astype(jnp.int32))
 
@@ -193,7 +193,7 @@ class PageAllocator:
         after = replace(self, table=table, refs=refs, left=left).release(source)
         return after, Copies(source, target)
 
-    def _shared(self, column: Array) -> tuple[Array, SomeRows]:
+    def _shared(self, column: Array) -> tuple[Array, RowMask]:
         """Each row's page in a column, and whether it must be copied to be written: its first
         writer keeps one that nobody else has."""
         number = jnp.arange(len(column), dtype=jnp.int32)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from kvjax.core.trees import state, static_field
-from kvjax.core.typing import Array, SomeRows
+from kvjax.core.typing import Array, RowMask
 
 
 @state
@@ -26,7 +26,7 @@ class GivenPages:
 
     def append(
         self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
-    ) -> tuple["GivenPages", SomeRows]:
+    ) -> tuple["GivenPages", RowMask]:
         """As it is, and bool[rows], the rows that have a page in all columns, int32[rows, n], where
         one is wanted, bool[rows, n]."""
         found = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)

@@ -10,7 +10,7 @@ from kvjax.core import control
 from kvjax.core.compat import jax_0_10_indexes_in_place
 from kvjax.core.numbers import each_place
 from kvjax.core.target import traced_for
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
 from kvjax.placement.order import Order
@@ -173,7 +173,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
 
 
 def into_pages(
-    into: Array, x: Array, run: Run, count: Rows, table: Array, layer: Array | None
+    into: Array, x: Array, run: Run, count: PerRow, table: Array, layer: Array | None
 ) -> Array:
     """``write_rows`` of a run into pages, all of them at once."""
     page, size = pages_of(table, run), min(x.shape[2], run.high)

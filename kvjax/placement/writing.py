@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from kvjax.core import control
 from kvjax.core.compat import jax_0_8_scatters_in_place, jax_0_10_indexes_in_place
 from kvjax.core.target import traced_for
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, LANES, Order, Row
@@ -22,7 +22,7 @@ def write_rows(
     into: Array,
     x: Array,
     runs: Sequence[Run],
-    count: Rows,
+    count: PerRow,
     order: Order = AS_IS,
     table: Array | None = None,
     layer: Array | None = None,
@@ -64,7 +64,7 @@ def write_rows(
     return into
 
 
-def _into_layer(into: Array, x: Array, run: Run, count: Rows, layer: Array) -> Array:
+def _into_layer(into: Array, x: Array, run: Run, count: PerRow, layer: Array) -> Array:
     """``write_rows`` of a run into the rows of a layer of [layers, batch, ...]."""
 
     def one(row: Array, x: Array, start: Array, skip: Array, count: Array) -> tuple[Array, Array]:
@@ -87,7 +87,7 @@ def write_far(
     near: Array | None,
     x: Array,
     runs: Sequence[Run],
-    count: Rows,
+    count: PerRow,
     order: Order = AS_IS,
     table: Array | None = None,
     layer: Array | None = None,
@@ -105,7 +105,7 @@ def _row_by_row(
     into: Array,
     x: Array,
     runs: Sequence[Run],
-    count: Rows,
+    count: PerRow,
     order: Order,
     table: Array | None,
     layer: Array | None = None,
@@ -134,7 +134,7 @@ def write_row(
     row: Array,
     x: Array,
     run: Run,
-    count: Rows,
+    count: PerRow,
     order: Order,
     table: Array | None = None,
     layer: Array | None = None,
@@ -151,7 +151,7 @@ def write_row(
 
 
 def _row_into_pages(
-    into: Array, row: Array, x: Array, run: Run, count: Rows, order: Order, table: Array,
+    into: Array, row: Array, x: Array, run: Run, count: PerRow, order: Order, table: Array,
     layer: Array | None, near: Any, far: Any, copy: Array | None,
 ) -> Array:  # fmt: skip
     """``write_row`` into one page after the other; what is to go to one that is none is dropped."""
@@ -189,7 +189,7 @@ def _write_one(
     return into
 
 
-def _skipped(run: Run, count: Rows) -> Rows:
+def _skipped(run: Run, count: PerRow) -> PerRow:
     """``run.skip`` of each row."""
     return jnp.broadcast_to(jnp.asarray(run.skip, jnp.int32), count.shape)
 

@@ -16,7 +16,7 @@ from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.device import committed_as
 from kvjax.core.numbers import each_place
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.capacities import capacity_for
 from kvjax.generation.choosing import whole
 from kvjax.generation.contexts import Cached
@@ -50,7 +50,7 @@ from kvjax.sampling.past import Past
 def rollout(
     lm: LanguageModel,
     params: Any,
-    prompts: Prompts | tuple[Tokens, Rows],
+    prompts: Prompts | tuple[Tokens, PerRow],
     *,
     n: int = 1,
     max_new_tokens: int = 64,
@@ -169,7 +169,7 @@ def _abstract(made: _Made, n: int) -> KVCache:
 )
 def _rolled(
     model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
-    lengths: Rows, drawing: Sampling, buffer: KVCache,
+    lengths: PerRow, drawing: Sampling, buffer: KVCache,
 ) -> Rollout:  # fmt: skip
     """The program of a rollout."""
     cache = reset(buffer) if n == 1 else made()
@@ -210,7 +210,7 @@ def _rolled(
     )  # fmt: skip
 
 
-def _past(filters: Filters, text: Array, lengths: Rows, vocab: int) -> Past | None:
+def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> Past | None:
     """What filters or a hook go by, from the prompts."""
     if not filters.marks and not filters.whole:
         return None

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, UInt
 
 from kvjax.core.checks import is_traced
-from kvjax.core.typing import Rows, SomeRows
+from kvjax.core.typing import PerRow, RowMask
 from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.filters import (
     Logits,
@@ -26,13 +26,13 @@ from kvjax.sampling.filters import (
 )
 
 
-def drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> Rows:
+def drawn(logits: Logits, filters: Filters, settings: Sampling, count: PerRow) -> PerRow:
     """Drawn of what ``narrowed`` keeps: the largest of logits and noise. Where the largest of more
     tokens is one that is kept, it is the largest of these too: they are searched for only where
     it is not."""
     noise = _noise(settings.seeds, count, logits.shape[1])
 
-    def searched(logits: Logits) -> Rows:
+    def searched(logits: Logits) -> PerRow:
         return likeliest(narrowed(logits, filters, settings) + noise)
 
     if filters.mesh:  # whether all rows are fine, its devices would have to ask each other
@@ -63,7 +63,7 @@ def drawn(logits: Logits, filters: Filters, settings: Sampling, count: Rows) -> 
     return lax.cond(fine, lambda x: token, searched, logits)
 
 
-def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: Rows) -> SomeRows:
+def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: PerRow) -> RowMask:
     return ranked(among, limit).keeps(token)
 
 
@@ -84,7 +84,7 @@ def _warmed(logits: Logits, settings: Sampling) -> Logits:
     return (logits - largest) / jnp.where(warm, settings.temperature, 1)[:, None]
 
 
-def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
+def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: PerRow) -> PerRow:
     """Draw one token a row, in proportion to ``exp(logits)``; never one at minus infinity.
 
     Equal ``seeds`` (low and high word) and ``count``, the row's how-manieth draw this is, draw
@@ -93,7 +93,7 @@ def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: Rows) -> Rows:
     return likeliest(logits + _noise(seeds, count, logits.shape[1]))
 
 
-def _noise(seeds: UInt[Array, "batch 2"], count: Rows, vocab: int) -> Logits:
+def _noise(seeds: UInt[Array, "batch 2"], count: PerRow, vocab: int) -> Logits:
     """Gumbel's, of each row's seed and number of its draw alone."""
 
     def one(seed: Array, count: Array) -> Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
 from kvjax.core.numbers import each_place
-from kvjax.core.typing import Array, Rows, SomeRows, Tokens
+from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
@@ -61,7 +61,7 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def counted(tokens: Tokens, first: Rows, end: Rows, vocab: int) -> Int[Array, "batch vocab"]:
+def counted(tokens: Tokens, first: PerRow, end: PerRow, vocab: int) -> Int[Array, "batch vocab"]:
     """How often each token of the vocabulary stands in a row from one place to another."""
     at = each_place(tokens.shape[1])
     there = (at >= first[:, None]) & (at < end[:, None])
@@ -81,7 +81,7 @@ def discourage(
     return logits - jnp.where(counts > 0, _a_row(presence), 0)
 
 
-def keep_new_ngrams(logits: Logits, tokens: Tokens, length: Rows, n: Array | int) -> Logits:
+def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | int) -> Logits:
     """Keep the tokens that would not end a run of ``n`` that a row of ``length`` ``tokens`` has
     already; of a row that would be left with none, all. 0 is no limit.
 
@@ -150,7 +150,7 @@ class Ranking(NamedTuple):
     weights: Array
     limit: Array | float
 
-    def keeps(self, token: Rows) -> SomeRows:
+    def keeps(self, token: PerRow) -> RowMask:
         """Whether it keeps a token of each row: one look, where the threshold takes 32."""
         mine = jnp.take_along_axis(self.ordered, token[:, None], axis=1)
         return self._above(mine) < self.limit
@@ -191,7 +191,7 @@ def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
     return Ranking(_ordered(-jnp.abs(known - expected)), weights, p)
 
 
-def likeliest(logits: Logits) -> Rows:
+def likeliest(logits: Logits) -> PerRow:
     """The first of each row's largest, int32[batch]. Pieces are looked at first, and then one of
     them: what a CPU does for the index of a maximum, it does number by number."""
     batch, vocab = logits.shape

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.filters import Logits, Seen, with_set
 
-LogitsHook = Callable[[Logits, Int[Array, "batch room"], Rows], Logits]
+LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
 """A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,
 int32[batch, room], and how many they are, int32[batch]. Pure, and traced once for a program."""
 
@@ -24,7 +24,7 @@ class Past:
 
     seen: Seen | None = None
     tokens: Array | None = None
-    length: Rows | None = None
+    length: PerRow | None = None
 
     def hooked(self, logits: Logits, hook: LogitsHook | None) -> Logits:
         """Logits as a hook changes them; what it sets to minus infinity is not drawn.
@@ -44,7 +44,7 @@ class Past:
             )
         return found
 
-    def with_token(self, seen: Seen | None, token: Rows, taken: SomeRows) -> "Past":
+    def with_token(self, seen: Seen | None, token: PerRow, taken: RowMask) -> "Past":
         """With a token more of the rows that took one; ``seen``: with it already."""
         if self.tokens is None or self.length is None:
             return Past(seen)

@@ -7,7 +7,7 @@ allowed, no n-gram twice; then, where tokens are drawn, temperature, top-k, top-
 import jax.numpy as jnp
 
 from kvjax.core.checks import is_traced
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.draws import drawn, either, narrowed, where
 from kvjax.sampling.filters import (
@@ -31,10 +31,10 @@ def sample(
     filters: Filters,
     settings: Sampling,
     *,
-    count: Rows,
+    count: PerRow,
     past: Past | None = None,
     allowed: Allowed | None = None,
-) -> tuple[Rows, SomeRows]:
+) -> tuple[PerRow, RowMask]:
     """Choose each row's next token, and say whether its logits were finite numbers; where they
     were not, the token means nothing.
 
@@ -52,7 +52,7 @@ def sample(
     if filters.hook is not None:
         finite &= jnp.any(logits > -jnp.inf, axis=-1)
 
-    def some(logits: Logits) -> Rows:
+    def some(logits: Logits) -> PerRow:
         token = drawn(logits, filters, settings, count)
         if not is_traced(filters.greedy):
             return token
@@ -66,7 +66,7 @@ def filter_logits(
     filters: Filters,
     settings: Sampling,
     *,
-    count: Rows,
+    count: PerRow,
     past: Past | None = None,
     allowed: Allowed | None = None,
 ) -> Logits:
@@ -77,7 +77,7 @@ def filter_logits(
 
 
 def _changed(
-    logits: Logits, filters: Filters, settings: Sampling, count: Rows, past: Past | None,
+    logits: Logits, filters: Filters, settings: Sampling, count: PerRow, past: Past | None,
     allowed: Allowed | None,
 ) -> Logits:  # fmt: skip
     """With what changes the likeliest token too."""
@@ -114,7 +114,7 @@ def _changed(
     return where(filters.ngrams, no_ngram, logits)
 
 
-def _text(past: Past | None) -> tuple[Array, Rows]:
+def _text(past: Past | None) -> tuple[Array, PerRow]:
     """All tokens of the rows, and how many."""
     assert past is not None and past.tokens is not None and past.length is not None
     return past.tokens, past.length

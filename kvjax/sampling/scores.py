@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
 MOST_SCORES = 20
@@ -48,7 +48,7 @@ class Scores:
 
 
 def scores_of(
-    logits: Logits, token: Rows, most: int, *, filtered: Logits | None, temperature: Array,
+    logits: Logits, token: PerRow, most: int, *, filtered: Logits | None, temperature: Array,
     among: Allowed | None = None,
 ) -> Scores:  # fmt: skip
     """The scores of a token a row, with the ``most`` likeliest; ``filtered``: the logits that it

@@ -10,10 +10,10 @@ from kvjax.attention.kernels.common import Reading, refuse
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
 from kvjax.core.target import current_target
-from kvjax.core.typing import Mixed
+from kvjax.core.typing import AttentionOutput
 
 
-def pallas(call: Call) -> Mixed:
+def pallas(call: Call) -> AttentionOutput:
     """Softmax over every section by flash decoding, or in one piece where the kernel can't read a
     smaller one: by the first of the target's kernels that can read the largest.
 
@@ -33,7 +33,7 @@ def pallas(call: Call) -> Mixed:
     return _by(_module(names[-1]), call)
 
 
-def _by(kernel: Any, call: Call) -> Mixed:
+def _by(kernel: Any, call: Call) -> AttentionOutput:
     """By one of the kernels."""
     largest = max(call.sections, key=lambda each: each.size * each.unit)
     refuse("pallas", _refusals(kernel, call, largest.as_pages()))

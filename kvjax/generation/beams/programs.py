@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.state import KVCache
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.steps import Chosen, Numbers, Searched, begun, extended
 from kvjax.generation.choosing import whole
@@ -38,7 +38,7 @@ its prompt's, and its scores."""
 )
 def begin(
     logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
-    limit: Array, past: Past | None, asked: Array, since: Rows, scores: int | None,
+    limit: Array, past: Past | None, asked: Array, since: PerRow, scores: int | None,
     spread: Spread | None, allowed: Any = None,
 ) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:

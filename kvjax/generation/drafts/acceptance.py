@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.core.numbers import xp
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 
 _HOPE, _AT_FIRST, _AGAIN = 0.85, 2.0, 1.0
 """The share that is thought to be accepted where nothing is known, and how many tokens that counts
@@ -65,8 +65,8 @@ class Acceptance:
     judged: Array
     rest: Array
     wait: Array
-    proposed: Rows
-    accepted: Rows
+    proposed: PerRow
+    accepted: PerRow
     passes: Array
 
     @classmethod
@@ -79,7 +79,7 @@ class Acceptance:
         right: Any = known * np.float32(_HOPE)
         return cls(right, known, zero, rest, zeros, zeros, zero)
 
-    def wanted(self, found: Rows, price: Price | None, active: SomeRows) -> Rows:
+    def wanted(self, found: PerRow, price: Price | None, active: RowMask) -> PerRow:
         """How many tokens of each row are to be drafted, of as many as could be ``found``: none
         where it would take longer than without. Without a price, all."""
         lib = xp(self.right, found)
@@ -91,7 +91,7 @@ class Acceptance:
         return lib.where((self.rest <= 0) & (lib.sum(gain) > cost), count, 0)
 
     def after(
-        self, count: Rows, accepted: Rows, length: int, price: Price | None, active: SomeRows
+        self, count: PerRow, accepted: PerRow, length: int, price: Price | None, active: RowMask
     ) -> "Acceptance":
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
@@ -124,14 +124,14 @@ class Acceptance:
         rest = xp(self.rest).maximum(self.rest - passes, 0)
         return replace(self, rest=rest, passes=self.passes + passes)
 
-    def takes(self, most: Rows, price: Price) -> Array:
+    def takes(self, most: PerRow, price: Price) -> Array:
         """What a token of each row takes where at most so many are drafted, of what it takes
         without: below 1 drafts are worth it."""
         count, gain = self._best(most, price)
         drafting = price.token * count.astype(np.float32)
         return (1 + price.check + drafting) / (1 + gain + drafting)
 
-    def _best(self, most: Rows, price: Price) -> tuple[Rows, Array]:
+    def _best(self, most: PerRow, price: Price) -> tuple[PerRow, Array]:
         """How many tokens of each row, at most so many, are worth drafting, and what they save, in
         passes: each is accepted where all before it are."""
         lib = xp(self.right, most)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, UInt
 
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts.proposals import Drafted
@@ -25,7 +25,7 @@ Choose = Callable[..., Chosen]
 
 def checked(
     drafted: Drafted, logits: EveryLogits, context: Cached, before: Progress, past: Past,
-    now: SomeRows, out: Any, begin: Rows, choose: Choose,
+    now: RowMask, out: Any, begin: PerRow, choose: Choose,
     allowed: UInt[Array, "batch places words"] | None = None,
 ) -> tuple[Progress, Past, Any]:  # fmt: skip
     """The model's own tokens of the rows that it is ``now`` for, as far as they are what was
@@ -60,7 +60,7 @@ def checked(
     return after, past, out
 
 
-def told(out: Any, found: Any, before: Progress, after: Progress, begin: Rows) -> Any:
+def told(out: Any, found: Any, before: Progress, after: Progress, begin: PerRow) -> Any:
     """With what was found of the rows that took a token: [batch] each, into [batch, room]."""
     room = jax.tree.leaves(out)[0].shape[1]
     at = jnp.where(after.count > before.count, before.count - begin, room)

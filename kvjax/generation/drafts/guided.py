@@ -15,7 +15,7 @@ from jax.stages import Lowered
 from jaxtyping import Int
 
 from kvjax.core.device import fetch
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts import speculation
@@ -123,7 +123,7 @@ def propose(
     draft's own text behind that."""
     progress = replace(progress, done=progress.done | halt)
 
-    def choose(progress: Progress, past: Past, logits: Logits, limit: Rows) -> Any:
+    def choose(progress: Progress, past: Past, logits: Logits, limit: PerRow) -> Any:
         return chosen(progress, past, logits, filters, settings, limit, None)[:2]
 
     left = jnp.minimum(steps, limit - progress.count) - 1
@@ -137,7 +137,7 @@ def feed(
     model: Model, params: Any, context: Cached, progress: Progress, drafted: Drafted, halt: Any
 ) -> tuple[Cached, EveryLogits]:
     """Feed the newest tokens of the rows that go on, and their drafts; the logits behind all."""
-    now: SomeRows = ~(progress.done | halt)
+    now: RowMask = ~(progress.done | halt)
     logits, context = speculation.fed(model, params, context, progress, drafted, now)
     return context, whole(logits, context)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.core.numbers import each_place
-from kvjax.core.typing import Array, Rows, Tokens
+from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.choosing import Progress, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts.acceptance import Price
@@ -17,10 +17,10 @@ from kvjax.generation.model import Model
 from kvjax.sampling.filters import Logits
 from kvjax.sampling.past import Past
 
-Choose = Callable[[Progress, Past, Logits, Rows], tuple[Progress, Past]]
+Choose = Callable[[Progress, Past, Logits, PerRow], tuple[Progress, Past]]
 """How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;
 a row is done after so many new tokens, int32[batch]."""
-Drafted = tuple[Int[Array, "batch length"], Rows]
+Drafted = tuple[Int[Array, "batch length"], PerRow]
 """Tokens, and how many of each row's are real."""
 
 
@@ -33,12 +33,18 @@ class Lookup:
     shortest: int
     longest: int
 
-    def found(self, past: Past, most: Rows) -> Rows:
+    def found(self, past: Past, most: PerRow) -> PerRow:
         """How many tokens of each row could be drafted, and at most so many."""
         return jnp.where(self._matched(past)[0] >= self.shortest, most, 0)
 
     def propose(
-        self, params: None, held: None, progress: Progress, past: Past, wanted: Rows, choose: Choose
+        self,
+        params: None,
+        held: None,
+        progress: Progress,
+        past: Past,
+        wanted: PerRow,
+        choose: Choose,
     ) -> tuple[Drafted, None]:
         """So many tokens of each row. Where the text repeats what has not ended, it does so on."""
         assert past.tokens is not None and past.length is not None
@@ -47,11 +53,11 @@ class Lookup:
         at = after[:, None] + each_place(self.length) % period
         return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
 
-    def settled(self, held: None, known: Rows) -> None:
+    def settled(self, held: None, known: PerRow) -> None:
         """There is nothing to take back."""
         return held
 
-    def _matched(self, past: Past) -> tuple[Rows, Rows]:
+    def _matched(self, past: Past) -> tuple[PerRow, PerRow]:
         """How many tokens at a row's end stand earlier in it, as far as they count, and the place
         behind the newest such."""
         tokens, length = past.tokens, past.length
@@ -82,12 +88,12 @@ class Second:
     own: int
     vocab: int
 
-    def found(self, past: Past, most: Rows) -> Rows:
+    def found(self, past: Past, most: PerRow) -> PerRow:
         """It can always go on."""
         return most
 
     def propose(
-        self, params: Any, held: Cached, progress: Progress, past: Past, wanted: Rows,
+        self, params: Any, held: Cached, progress: Progress, past: Past, wanted: PerRow,
         choose: Choose,
     ) -> tuple[Drafted, Cached]:  # fmt: skip
         """So many tokens of each row, which its cache then holds, but for the newest of them."""
@@ -114,18 +120,18 @@ class Second:
         _, held, progress, _, tokens = lax.while_loop(go_on, one, carry)
         return (tokens, progress.count - begin), held
 
-    def settled(self, held: Cached, known: Rows) -> Cached:
+    def settled(self, held: Cached, known: PerRow) -> Cached:
         """Without what it holds beyond the ``known`` tokens of each row."""
         return held.taken_back(jnp.maximum(held.cache.length - known, 0))
 
     def _caught_up(
-        self, params: Any, held: Cached, past: Past, wanted: Rows
+        self, params: Any, held: Cached, past: Past, wanted: PerRow
     ) -> tuple[Logits, Cached]:
         """Its logits behind the text, of which it may have missed some."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
 
-        def missing(held: Cached) -> Rows:
+        def missing(held: Cached) -> PerRow:
             return jnp.where(wanted > 0, length - held.cache.length, 0)
 
         def one(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
@@ -139,7 +145,9 @@ class Second:
         empty = jnp.zeros((tokens.shape[0], self.vocab), jnp.float32)
         return lax.while_loop(lambda carry: jnp.any(missing(carry[1]) > 0), one, (empty, held))
 
-    def _fed(self, params: Any, held: Cached, tokens: Tokens, real: Rows) -> tuple[Logits, Cached]:
+    def _fed(
+        self, params: Any, held: Cached, tokens: Tokens, real: PerRow
+    ) -> tuple[Logits, Cached]:
         """Its logits behind some tokens, for the model's vocabulary."""
         logits, held = held.feed(self.model, params, jnp.minimum(tokens, self.own - 1), real)
         logits = logits.astype(jnp.float32)[:, : self.vocab]

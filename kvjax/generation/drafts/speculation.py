@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.core.trees import state
-from kvjax.core.typing import Array, Rows, SomeRows
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Cached
 from kvjax.generation.drafts.acceptance import Acceptance
@@ -40,7 +40,7 @@ class _Carry:
     fared: Acceptance
     progress: Progress
     past: Past
-    wanted: Rows
+    wanted: PerRow
     out: tuple[Array, Scores | None]
 
 
@@ -59,7 +59,7 @@ def speculate(
     context: Cached,
     progress: Progress,
     past: Past,
-    halt: SomeRows,
+    halt: RowMask,
     settings: Sampling,
     limit: Array,
     steps: Array,
@@ -78,16 +78,18 @@ def speculate(
     def choose(progress: Progress, past: Past, logits: Logits, allowed: None = None) -> Any:
         return chosen(progress, past, logits, filters, settings, limit, scores)
 
-    def active(progress: Progress) -> SomeRows:
+    def active(progress: Progress) -> RowMask:
         return ~progress.done & (progress.count - begin < steps)
 
-    def wanted(fared: Acceptance, progress: Progress, past: Past) -> Rows:
+    def wanted(fared: Acceptance, progress: Progress, past: Past) -> PerRow:
         # Nothing is drafted, nor ever fed, beyond the last token that is asked for.
         left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
         found = drafter.found(past, jnp.clip(left, 0, drafter.length))
         return fared.wanted(found, drafter.price, active(progress))
 
-    def draft(progress: Progress, past: Past, logits: Logits, limit: Rows) -> tuple[Progress, Past]:
+    def draft(
+        progress: Progress, past: Past, logits: Logits, limit: PerRow
+    ) -> tuple[Progress, Past]:
         return chosen(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
 
     def going(carry: _Carry) -> Array:
@@ -140,7 +142,7 @@ def speculate(
 
 
 def fed(
-    model: Model, params: Any, context: Cached, before: Progress, drafted: Drafted, now: SomeRows
+    model: Model, params: Any, context: Cached, before: Progress, drafted: Drafted, now: RowMask
 ) -> tuple[EveryLogits, Cached]:
     """Feed the rows that it is ``now`` for their newest token, and what was drafted behind it."""
     tokens = jnp.concatenate([before.token[:, None], drafted[0]], axis=1)
@@ -149,7 +151,7 @@ def fed(
 
 def settled(
     drafter: Drafter, context: Cached, held: Any, fared: Acceptance, drafted: Drafted,
-    before: Progress, after: Progress, known: Rows, now: SomeRows,
+    before: Progress, after: Progress, known: PerRow, now: RowMask,
 ) -> tuple[Cached, Any, Acceptance]:  # fmt: skip
     """Behind a check: both texts without what was not taken, and how drafts fare; ``known``: tokens
     of each row before it."""
@@ -161,5 +163,5 @@ def settled(
     return context.taken_back(surplus), drafter.settled(held, known + accepted), fared
 
 
-def _lengths(drafted: Drafted, now: SomeRows) -> Rows:
+def _lengths(drafted: Drafted, now: RowMask) -> PerRow:
     return jnp.where(now, 1 + drafted[1], 0)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from kvjax.core.device import fetch
-from kvjax.core.typing import Array, Rows
+from kvjax.core.typing import Array, PerRow
 from kvjax.generation.choosing import Progress, chosen, whole
 from kvjax.generation.contexts import Context
 from kvjax.generation.guides.masks import Masks, words_for
@@ -100,7 +100,7 @@ def feed(
     model: Model, params: Any, context: Context, progress: Progress, halt: Any
 ) -> tuple[Context, Logits]:
     """Feed the newest token of the rows that go on; the logits behind it."""
-    lengths: Rows = (~(progress.done | halt)).astype(jnp.int32)
+    lengths: PerRow = (~(progress.done | halt)).astype(jnp.int32)
     logits, context = context.feed(model, params, progress.token[:, None], lengths)
     return context, whole(logits, context)
 
