@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from kvjax.core.compat import flax_0_12_list
 
 from .config import DecoderConfig
-from .frame import Call, Frame, Layer, Logits, Rotary
+from .frame import Frame, Layer, LayerContext, Logits, Rotary
 from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         """Queries, keys and values, each [batch, new, heads * head_dim]."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer
         queries, keys, values = self.project(x)
         if config.qk_norm and config.qk_norm_joint:
@@ -74,11 +74,11 @@ class Attention(nnx.Module):
         values = split_heads(values, config.num_key_value_heads)
         if config.qk_norm and not config.qk_norm_joint:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        mixed, call = call.attend(
+        mixed, context = context.attend(
             layer, queries, keys, values, scale=config.query_scale, window=config.windows[layer],
             soft_cap=config.attn_logit_softcapping,
         )  # fmt: skip
-        return self.o_proj(mixed), call
+        return self.o_proj(mixed), context
 
 
 class Block(nnx.Module):
@@ -117,14 +117,14 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
-        mixed, call = self.self_attn(self.input_layernorm(x) if self.pre_norms else x, call)
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        mixed, context = self.self_attn(self.input_layernorm(x) if self.pre_norms else x, context)
         if self.post_norms:
             x = x + self.post_attention_layernorm(mixed)
             fed = self.mlp(self.pre_feedforward_layernorm(x) if self.pre_norms else x)
-            return x + self.post_feedforward_layernorm(fed), call
+            return x + self.post_feedforward_layernorm(fed), context
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), call
+        return x + self.mlp(self.post_attention_layernorm(x)), context
 
 
 class Stack(nnx.Module):
@@ -169,7 +169,7 @@ class Decoder(Frame):
     def rotary(self, reach: int, limit: int) -> Rotary:
         return layer_rotary(self.config, reach, limit)
 
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         x = self.model.embed_tokens(tokens)
         if self.config.scale_embeddings:
             # The root is rounded to what the model computes in, as it was in training.

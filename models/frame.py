@@ -27,7 +27,7 @@ Rotary = tuple[RotaryTable | None, ...]
 Logits = Float[Array, "batch new vocab"]
 
 
-class Call(NamedTuple):
+class LayerContext(NamedTuple):
     """What the layers are told of a call, and hand on: the ``step``, each one's ``rotary``, and
     what a family has ``aside``."""
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
         keys: KeysValues | None,
         values: KeysValues | None,
         **sight: Any,
-    ) -> tuple[Hidden, "Call"]:
+    ) -> tuple[Hidden, "LayerContext"]:
         """Attention of one layer, after its keys and values went to the cache.
 
         Args:
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return merge_heads(mixed), self._replace(step=step)
 
 
-Layer = Callable[[Hidden, Call], tuple[Hidden, Call]]
+Layer = Callable[[Hidden, LayerContext], tuple[Hidden, LayerContext]]
 
 
 class Frame(nnx.Module):
@@ -80,7 +80,7 @@ class Frame(nnx.Module):
         """The tables for texts of up to ``reach`` tokens, at positions below ``limit``."""
 
     @abstractmethod
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         """What the first layer is given."""
 
     def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Any:
@@ -113,15 +113,15 @@ class Frame(nnx.Module):
             limit = max(reach, new)
         else:
             reach, limit = cache.reach, cache.max_len
-        call = Call(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
-        x = _on_every_device(self.embed(tokens, call), cache)
-        call = call._replace(aside=self.aside(tokens, x, source))
+        context = LayerContext(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
+        x = _on_every_device(self.embed(tokens, context), cache)
+        context = context._replace(aside=self.aside(tokens, x, source))
         for layer in self.layers():
-            x, call = layer(x, call)
+            x, context = layer(x, context)
             x = _on_every_device(x, cache)
         if last_only:
             x = _last_real(x, lengths)
-        return self.logits(x), call.step.done()
+        return self.logits(x), context.step.done()
 
 
 def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:

@@ -22,7 +22,7 @@ from kvjax.core.compat import flax_0_12_list
 
 from . import gemma_parts
 from .config_families import Gemma3nConfig
-from .frame import Call, Logits
+from .frame import LayerContext, Logits
 from .gemma_parts import linear, norm
 from .layers import Hidden, along
 
@@ -100,22 +100,22 @@ class Block(gemma_parts.GivenBlock):
         self.post_feedforward_layernorm = norm(config, hidden)
         self.make_given(config, layer, rngs)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config = self.config
         streams = x.reshape(*x.shape[:2], config.streams, config.hidden_size)
         predicted = self.altup.predict(streams)
         active = predicted[:, :, config.active]
         normed = self.input_layernorm(active)
         beside = self.laurel(normed)
-        mixed, call = self.self_attn(normed, call)
+        mixed, context = self.self_attn(normed, context)
         y = (active + self.post_attention_layernorm(mixed) + beside) / 2**0.5
         y = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         streams = self.altup.correct(predicted, y)
         first = streams[:, :, config.active]
         if config.scale_corrected:
             first = first * along(self.altup.correct_output_scale, first)
-        streams = streams.at[:, :, 1:].add(self.given(first, call)[:, :, None])
-        return streams.reshape(x.shape), call
+        streams = streams.at[:, :, 1:].add(self.given(first, context)[:, :, None])
+        return streams.reshape(x.shape), context
 
 
 class Stack(gemma_parts.Stack):
@@ -140,8 +140,8 @@ class Gemma3n(gemma_parts.Decoder):
     config: Gemma3nConfig
     model: Stack
 
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
-        first = super().embed(tokens, call)
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
+        first = super().embed(tokens, context)
         others = [_as_large(each(first), first) for each in self.model.altup_projections]
         return jnp.concatenate([first, *others], axis=-1)
 

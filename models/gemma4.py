@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from . import gemma_parts
 from .config_families import Gemma4Config
-from .frame import Call
+from .frame import LayerContext
 from .gemma_parts import linear, norm
 from .layers import Hidden, along, unit
 from .moe import Experts
@@ -71,16 +71,16 @@ class Block(gemma_parts.GivenBlock):
             self.post_feedforward_layernorm_2 = of_hidden()
             self.pre_feedforward_layernorm_2 = of_hidden()
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
-        mixed, call = self.self_attn(self.input_layernorm(x), call)
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        mixed, context = self.self_attn(self.input_layernorm(x), context)
         x = x + self.post_attention_layernorm(mixed)
         fed = self.mlp(self.pre_feedforward_layernorm(x))
         if self.has_experts:
             fed = self.post_feedforward_layernorm_1(fed) + self._of_experts(x)
         x = x + self.post_feedforward_layernorm(fed)
         if self.has_given:
-            x = x + self.given(x, call)
-        return x * along(self.layer_scalar, x), call
+            x = x + self.given(x, context)
+        return x * along(self.layer_scalar, x), context
 
     def _of_experts(self, x: Hidden) -> Hidden:
         rows = x.reshape(-1, x.shape[-1])

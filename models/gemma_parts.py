@@ -15,7 +15,7 @@ from kvjax.cache.state import KVCache
 from . import decoder
 from .config import DecoderConfig
 from .config_families import SharingConfig
-from .frame import Call
+from .frame import LayerContext
 from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, split_heads, unit
 from .sharding import Divided
 
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
             if has_values:
                 self.v_proj = made(hidden, kv_width)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer
         queries = self.q_norm(split_heads(self.q_proj(x), config.num_attention_heads))
         keys = values = None
@@ -72,15 +72,15 @@ class Attention(nnx.Module):
             keys = self.k_norm(split_heads(made, config.num_key_value_heads))
             values = split_heads(values, config.num_key_value_heads)
             values = unit(values, config.rms_norm_eps).astype(x.dtype)
-        if call.step.cache is None:
-            shared = dict(call.aside.shared)
+        if context.step.cache is None:
+            shared = dict(context.aside.shared)
             if keys is not None and values is not None:
                 shared[layer] = keys, values
             keys, values = shared[self.read]
-            call = call._replace(aside=call.aside._replace(shared=shared))
+            context = context._replace(aside=context.aside._replace(shared=shared))
         scale, window = config.query_scale, config.windows[layer]
-        mixed, call = call.attend(layer, queries, keys, values, scale=scale, window=window)
-        return self.o_proj(mixed), call
+        mixed, context = context.attend(layer, queries, keys, values, scale=scale, window=window)
+        return self.o_proj(mixed), context
 
 
 class FeedForward(nnx.Module):
@@ -111,10 +111,10 @@ class GivenBlock(nnx.Module):
         self.per_layer_projection = linear(config, width, hidden, rngs)
         self.post_per_layer_input_norm = norm(config, hidden)
 
-    def given(self, x: Hidden, call: Call) -> Hidden:
+    def given(self, x: Hidden, context: LayerContext) -> Hidden:
         """What the layer's inputs add, where its other parts gave ``x``."""
         gate = self.activation(self.per_layer_input_gate(x))
-        found = self.per_layer_projection(gate * call.aside.inputs[:, :, self.layer])
+        found = self.per_layer_projection(gate * context.aside.inputs[:, :, self.layer])
         return self.post_per_layer_input_norm(found)
 
 

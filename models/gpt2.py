@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.core.compat import flax_0_12_list
 
 from .config import GPT2Config
-from .frame import Call, Frame, Layer, Logits, Rotary
+from .frame import Frame, Layer, LayerContext, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
 from .sharding import Divided
 
@@ -38,12 +38,12 @@ class Attention(nnx.Module):
         self.c_attn = _linear(config, config.hidden_size, 3 * config.hidden_size, rngs)
         self.c_proj = _linear(config, config.hidden_size, config.hidden_size, rngs)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         queries, keys, values = (
             split_heads(part, self.heads) for part in jnp.split(self.c_attn(x), 3, axis=-1)
         )
-        mixed, call = call.attend(self.layer, queries, keys, values, scale=self.scale)
-        return self.c_proj(mixed), call
+        mixed, context = context.attend(self.layer, queries, keys, values, scale=self.scale)
+        return self.c_proj(mixed), context
 
 
 class FeedForward(nnx.Module):
@@ -67,10 +67,10 @@ class Block(nnx.Module):
         self.ln_2 = _norm(config)
         self.mlp = FeedForward(config, rngs=rngs)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
-        mixed, call = self.attn(self.ln_1(x), call)
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        mixed, context = self.attn(self.ln_1(x), context)
         x = x + mixed
-        return x + self.mlp(self.ln_2(x)), call
+        return x + self.mlp(self.ln_2(x)), context
 
 
 class Stack(nnx.Module):
@@ -109,11 +109,11 @@ class GPT2(Frame):
     def rotary(self, reach: int, limit: int) -> Rotary:
         return (None,) * self.config.num_hidden_layers
 
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         new, limit = tokens.shape[1], self.config.max_position_embeddings
-        if call.step.cache is None and new > limit:
+        if context.step.cache is None and new > limit:
             raise ValueError(f"{new} tokens a row, but the model has only {limit} positions")
-        positions = call.step.positions
+        positions = context.step.positions
         return self.transformer.wte(tokens) + self.transformer.wpe(positions)
 
     def layers(self) -> Iterable[Layer]:

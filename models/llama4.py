@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from . import decoder
 from .config import DecoderConfig
 from .config_families import Llama4Config
-from .frame import Call, Rotary
+from .frame import LayerContext, Rotary
 from .layers import FeedForward, Hidden, Linear, split_heads, unit
 from .moe import Experts
 
@@ -32,7 +32,7 @@ class Attention(decoder.Attention):
         self.turned = config.rope_layers[layer]
         self.unit = self.turned and config.qk_unit
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer
         queries, keys, values = self.project(x)
         queries = split_heads(queries, config.num_attention_heads)
@@ -42,17 +42,17 @@ class Attention(decoder.Attention):
             queries, keys = _halves(queries), _halves(keys)
         elif self.temperature is not None:
             factor, step = self.temperature
-            steps = jnp.floor((call.step.positions.astype(jnp.float32) + 1) / step)
+            steps = jnp.floor((context.step.positions.astype(jnp.float32) + 1) / step)
             growth = jnp.log1p(steps) * factor + 1
             queries = (queries * growth[:, None, :, None]).astype(queries.dtype)
         if self.unit:
             # Turning them changes no length, so that it may come behind this.
             queries, keys = (unit(x, self.epsilon).astype(x.dtype) for x in (queries, keys))
         chunk = config.windows[layer]
-        mixed, call = call.attend(
+        mixed, context = context.attend(
             layer, queries, keys, values, scale=config.query_scale, window=chunk, chunk=chunk
         )
-        return self.o_proj(mixed), call
+        return self.o_proj(mixed), context
 
 
 def _halves(x: Heads) -> Heads:

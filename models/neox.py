@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.core.compat import flax_0_12_list
 
 from .config_families import NeoXConfig
-from .frame import Call, Frame, Layer, Logits, Rotary
+from .frame import Frame, Layer, LayerContext, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
@@ -35,12 +35,12 @@ class Attention(nnx.Module):
         )
         self.dense = Linear(hidden, hidden, bias=config.output_bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         heads = split_heads(self.query_key_value(x), self.config.num_attention_heads)
         queries, keys, values = jnp.split(heads, 3, axis=-1)
         scale = self.config.query_scale
-        mixed, call = call.attend(self.layer, queries, keys, values, scale=scale)
-        return self.dense(mixed), call
+        mixed, context = context.attend(self.layer, queries, keys, values, scale=scale)
+        return self.dense(mixed), context
 
 
 class FeedForward(nnx.Module):
@@ -67,11 +67,11 @@ class Block(nnx.Module):
         self.post_attention_layernorm = _norm(config)
         self.mlp = FeedForward(config, rngs=rngs)
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
-        mixed, call = self.attention(self.input_layernorm(x), call)
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        mixed, context = self.attention(self.input_layernorm(x), context)
         between = x if self.parallel else x + mixed
         fed = self.mlp(self.post_attention_layernorm(between))
-        return x + mixed + fed, call
+        return x + mixed + fed, context
 
 
 class Stack(nnx.Module):
@@ -108,7 +108,7 @@ class NeoX(Frame):
     def rotary(self, reach: int, limit: int) -> Rotary:
         return layer_rotary(self.config, reach, limit)
 
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         return self.gpt_neox.embed_in(tokens)
 
     def layers(self) -> Iterable[Layer]:

@@ -25,7 +25,7 @@ from kvjax.core.typing import Counts
 from kvjax.generation.sources import UNREAD
 
 from .config_families import T5Config
-from .frame import Call, Frame, Layer, Logits, Rotary
+from .frame import Frame, Layer, LayerContext, Logits, Rotary
 from .layers import Embedding, Hidden, merge_heads
 from .sharding import Divided
 from .t5_parts import CrossAttentionPart, FeedForwardPart, SelfAttentionPart, norm
@@ -98,16 +98,16 @@ class DecoderBlock(nnx.Module):
             ]
         )
 
-    def __call__(self, x: Hidden, call: Call) -> tuple[Hidden, Call]:
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         parts: Any = self.layer
         own, across, feed = parts
         attention, normed = own.SelfAttention, own.layer_norm(x)
         keys, values = attention.keys_values(normed)
-        mixed, call = call.attend(
-            self.number, attention.queries(normed), keys, values, scale=1.0, bias=call.aside.bias
+        mixed, context = context.attend(
+            self.number, attention.queries(normed), keys, values, scale=1.0, bias=context.aside.bias
         )
-        x = across(x + attention.o(mixed), self.number, call.aside.source)
-        return feed(x), call
+        x = across(x + attention.o(mixed), self.number, context.aside.source)
+        return feed(x), context
 
 
 class Stack(nnx.Module):
@@ -167,7 +167,7 @@ class T5(Frame):
     def rotary(self, reach: int, limit: int) -> Rotary:
         return (None,) * self.config.num_hidden_layers
 
-    def embed(self, tokens: Int[Array, "batch new"], call: Call) -> Hidden:
+    def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         return self.shared(tokens)
 
     def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:

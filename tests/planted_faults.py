@@ -474,8 +474,8 @@ FAULTS = (
     ),
     Fault(
         "a group's rows see how long its others are", "attention/alike.py",
-        "        return blockwise(call.taken(rows), even=True)",
-        "        return blockwise(call.taken(rows))", ("engine",),
+        "        return blockwise(inputs.taken(rows), even=True)",
+        "        return blockwise(inputs.taken(rows))", ("engine",),
     ),
     Fault(
         "a page of two rows is taken for one's", "attention/in_place.py",
@@ -487,7 +487,7 @@ FAULTS = (
     ),
     Fault(
         "rows stay in the order of their lengths", "attention/alike.py",
-        "jnp.zeros_like(call.queries).at[order].set(mixed)",
+        "jnp.zeros_like(inputs.queries).at[order].set(mixed)",
         "mixed[:batch]", ("any_length",),
     ),
     Fault(
@@ -527,7 +527,7 @@ FAULTS = (
         "status=cache.status | bit_where(other, 0)", ("stacks",),
     ),
     Fault(
-        "what a long call showed goes along in the carry", "attention/cursor.py",
+        "what a long call showed goes along in the carry", "attention/step.py",
         "replace(held, strip=None, strip_of=None) for held in cache.layers",
         "replace(held, low=held.low) for held in cache.layers", ("stacks",),
     ),

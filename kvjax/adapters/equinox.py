@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from kvjax.attention.cursor import Step
+from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, LayerNumber, Tokens

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from kvjax.attention.cursor import Step
+from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.generation.long_calls import in_parts

@@ -14,7 +14,7 @@ from keras_hub.src.vllm.context import vllm_context_scope  # pyright: ignore[rep
 
 from kvjax.adapters import keras
 from kvjax.adapters.any_model import language_model
-from kvjax.attention.cursor import step
+from kvjax.attention.step import step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.generation.loaded import LanguageModel

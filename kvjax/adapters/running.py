@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from kvjax.attention.cursor import Step, step
+from kvjax.attention.step import Step, step
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.rotary import RotaryTable

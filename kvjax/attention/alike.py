@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.call import Call
+from kvjax.attention.inputs import AttentionInputs
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput
 
@@ -12,22 +12,22 @@ TOGETHER = 4
 """Rows of a group."""
 
 
-def evenly(call: Call) -> AttentionOutput:
+def evenly(inputs: AttentionInputs) -> AttentionOutput:
     """Softmax by blocks of one size, on CPUs over a few rows at a time, the shortest first.
 
     What rows have of their own is copied for it, but for pages: other layers are left in one, so
     are stacks, and such as a bias is added to, which may have rows of its own."""
-    batch, view = len(call.length), call.view
+    batch, view = len(inputs.length), inputs.view
     paged = view.held.policy.paging is not None and view.layer is None
-    if batch <= TOGETHER or not on_cpu() or not paged or call.mask.bias:
-        return blockwise(call, even=True)
+    if batch <= TOGETHER or not on_cpu() or not paged or inputs.mask.bias:
+        return blockwise(inputs, even=True)
 
     def some(rows: Array) -> AttentionOutput:
-        return blockwise(call.taken(rows), even=True)
+        return blockwise(inputs.taken(rows), even=True)
 
-    order = jnp.argsort(call.length)
+    order = jnp.argsort(inputs.length)
     # The longest is in the last group as often as it takes to fill it.
     order = jnp.pad(order, (0, -batch % TOGETHER), mode="edge")
     mixed = lax.map(some, order.reshape(-1, TOGETHER))
-    mixed = mixed.reshape(-1, *call.queries.shape[1:])
-    return jnp.zeros_like(call.queries).at[order].set(mixed)
+    mixed = mixed.reshape(-1, *inputs.queries.shape[1:])
+    return jnp.zeros_like(inputs.queries).at[order].set(mixed)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.call import Call
+from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
 from kvjax.cache.admission import in_step, positions_from
@@ -177,7 +177,7 @@ def _traced(
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
         with computing_on(target):
-            return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
+            return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
     heads = kinds[0].shape[1]
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
     parts, form = jax.tree.flatten(mask.bias)
@@ -195,7 +195,7 @@ def _traced(
             bias = bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias)
         kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
-        return way(Call(kinds[0], kinds[-1], kv_heads, view.opened(), own, share))
+        return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.opened(), own, share))
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.call import Call, softmax_over
+from kvjax.attention.inputs import AttentionInputs, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
@@ -39,17 +39,19 @@ SCORES = 4
 scores, weights."""
 
 
-def blockwise(call: Call, *, even: bool = False) -> AttentionOutput:
+def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput:
     """Softmax block by block, for some queries at a time. ``even``: by blocks of one size, so that
     what a row gets does not depend, to the last bit, on how long the others are."""
     # The same queries twice are carried once.
-    kinds = (call.queries,) if call.queries is call.capped else (call.queries, call.capped)
-    new = call.queries.shape[2]
+    kinds = (
+        (inputs.queries,) if inputs.queries is inputs.capped else (inputs.queries, inputs.capped)
+    )
+    new = inputs.queries.shape[2]
     whole = new // QUERIES * QUERIES if new > QUERIES else 0
 
     def some(turned: tuple[Array, ...], at: Array) -> Array:
-        mask = replace(call.mask, queries=at)
-        part = replace(call, queries=turned[0], capped=turned[-1], mask=mask)
+        mask = replace(inputs.mask, queries=at)
+        part = replace(inputs, queries=turned[0], capped=turned[-1], mask=mask)
         found = Partial.of_none(part.rows(part.sections[0]))
         for section in part.sections:
             found = (_evenly if even else _walk_section)(found, section, part)
@@ -66,53 +68,53 @@ def blockwise(call: Call, *, even: bool = False) -> AttentionOutput:
     if whole:
         count = whole // QUERIES
         split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
-        at = jnp.stack(jnp.split(call.mask.queries[:, :whole], count, axis=1))
+        at = jnp.stack(jnp.split(inputs.mask.queries[:, :whole], count, axis=1))
         found = control.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
         mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)
-        mixed.append(some(rest, call.mask.queries[:, whole:]))
+        mixed.append(some(rest, inputs.mask.queries[:, whole:]))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2)
 
 
-def at_once(call: Call) -> AttentionOutput:
+def at_once(inputs: AttentionInputs) -> AttentionOutput:
     """The path ``reference``: softmax over every section in one piece."""
     found = [
-        softmax_over(each, call.mask, call.rows(each), jnp.int32(each.first), each.size)
-        for each in call.sections
+        softmax_over(each, inputs.mask, inputs.rows(each), jnp.int32(each.first), each.size)
+        for each in inputs.sections
     ]
-    return call.finish(*found)
+    return inputs.finish(*found)
 
 
-def _walk_section(found: Partial, section: Section, call: Call) -> Partial:
+def _walk_section(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
     """In one piece where that is faster, else block by block."""
-    rows = call.rows(section)
-    whole = section.whole and on_cpu() and _fits(section, rows) and _all_seen(section, call.mask)
+    rows = inputs.rows(section)
+    whole = section.whole and on_cpu() and _fits(section, rows) and _all_seen(section, inputs.mask)
 
     def walk(found: Partial) -> Partial:
         narrow = rows.dtype.itemsize == 2 and rows.shape[2] < WIDENED and on_cpu()
-        return _by_blocks(found, section, rows.astype(jnp.float32) if narrow else rows, call)
+        return _by_blocks(found, section, rows.astype(jnp.float32) if narrow else rows, inputs)
 
     if not whole:
         return walk(found)
     # Slices are copied before they are multiplied, a whole array is not: worth it where most of it
     # is filled. What an earlier text left in empty slots may be no number, which no weight makes 0:
     # then the blocks are walked, which leave it out.
-    full = jnp.max(section.filled(call.length)) >= math.ceil(FILLED * section.size)
+    full = jnp.max(section.filled(inputs.length)) >= math.ceil(FILLED * section.size)
 
     @jax.checkpoint
     def in_one_piece(found: Partial) -> tuple[Partial, Array]:
         begin, size = jnp.int32(0), section.size
-        found = softmax_over(section, call.mask, rows, begin, size, after=found, whole=True)
+        found = softmax_over(section, inputs.mask, rows, begin, size, after=found, whole=True)
         return found, jnp.all(jnp.isfinite(found.mixed))
 
     more, done = control.cond(full, in_one_piece, lambda found: (found, jnp.bool_(False)), found)
     return control.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
 
 
-def _evenly(found: Partial, section: Section, call: Call) -> Partial:
+def _evenly(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
     """Block by block, all of one size, as far as any row is filled."""
-    rows, mask = call.rows(section), call.mask
+    rows, mask = inputs.rows(section), inputs.mask
     size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
@@ -127,7 +129,7 @@ def _evenly(found: Partial, section: Section, call: Call) -> Partial:
         wanted = mask.reaches(*section.span(start, size), section)
         return control.cond(wanted, visit, lambda found: found, found)
 
-    filled = jnp.clip(section.filled(call.near()), 0, section.size)
+    filled = jnp.clip(section.filled(inputs.near()), 0, section.size)
     # A bias may be asked for its derivative, which a loop of any length has not.
     stop_at = section.size if mask.bias else filled
     return control.fori_loop(0, -(-stop_at // size), one, found)
@@ -163,7 +165,7 @@ def _visit(
     return softmax_over(section, mask, rows, origin, size, start=start, after=found)
 
 
-def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Partial:
+def _by_blocks(found: Partial, section: Section, rows: Array, inputs: AttentionInputs) -> Partial:
     """Coarse blocks up to where all is filled, fine ones after that."""
     if section.raw and section.size <= 2 * FINE:
         fine = coarse = section.size
@@ -179,12 +181,12 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
     stop = jnp.int32(section.first + section.size)
 
     def visit(start: Array, size: int, found: Partial) -> Partial:
-        return _visit(found, section, rows, call.mask, start, size)
+        return _visit(found, section, rows, inputs.mask, start, size)
 
     def walk(found: Partial, first: Array, blocks: int, size: int, end: Array) -> Partial:
         def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
             start, found = carry
-            wanted = (start < end) & call.mask.reaches(*section.span(start, size), section)
+            wanted = (start < end) & inputs.mask.reaches(*section.span(start, size), section)
             found = control.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
             return (start + size, found), None
 
@@ -195,7 +197,7 @@ def _by_blocks(found: Partial, section: Section, rows: Array, call: Call) -> Par
     begin = jnp.int32(section.first)
     if coarse == fine:
         return walk(found, begin, -(-section.size // fine), fine, stop)
-    filled = jnp.clip(section.filled(call.near()), 0, section.size)
+    filled = jnp.clip(section.filled(inputs.near()), 0, section.size)
     # Blocks behind a tail may be on the host, from where only what is filled is fetched.
     rounded = rows.shape[2] < FEW and section.unit == 1
     rest = coarse // SPARE if rounded else coarse - 1

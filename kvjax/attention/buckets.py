@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.call import Call, softmax_over
+from kvjax.attention.inputs import AttentionInputs, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
@@ -29,29 +29,29 @@ SHORT = 32
 """Queries of a call, at most: more of them would make scores of queries times capacity."""
 
 
-def bucketed(call: Call) -> AttentionOutput:
+def bucketed(inputs: AttentionInputs) -> AttentionOutput:
     """Softmax over the smallest prefixes that hold all that is filled; long calls are walked."""
-    if call.queries.shape[2] > SHORT:
-        return blockwise(call)
-    sections = call.sections
+    if inputs.queries.shape[2] > SHORT:
+        return blockwise(inputs)
+    sections = inputs.sections
 
     def over(tokens: int) -> Partial:
         found = (
-            prefix(each, _units(each, tokens), call.rows(each), call.mask) for each in sections
+            prefix(each, _units(each, tokens), inputs.rows(each), inputs.mask) for each in sections
         )
         return functools.reduce(Partial.merge, found)
 
     sizes = bucket_sizes([each.size * each.unit for each in sections])
-    filled = [each.filled(call.near()) for each in sections]
+    filled = [each.filled(inputs.near()) for each in sections]
     beyond = [
         jnp.stack([n > _units(each, size) for n, each in zip(filled, sections, strict=True)]).any()
         for size in sizes[:-1]
     ]
     if not beyond:
-        return call.finish(over(sizes[0]))
+        return inputs.finish(over(sizes[0]))
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
     # Devices that divide the keys may each take another size: they meet behind it.
-    return call.finish(control.switch(index, [functools.partial(over, size) for size in sizes]))
+    return inputs.finish(control.switch(index, [functools.partial(over, size) for size in sizes]))
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:

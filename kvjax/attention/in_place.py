@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import FILLED, SCORES, as_stored
-from kvjax.attention.call import Call
+from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control
@@ -20,11 +20,11 @@ from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput, PerRow
 
 
-def over_pages(call: Call) -> AttentionOutput:
+def over_pages(inputs: AttentionInputs) -> AttentionOutput:
     """Softmax over pages in place where that is faster, else evenly."""
-    if not _served(call):
-        return evenly(call)
-    (section,) = call.sections
+    if not _served(inputs):
+        return evenly(inputs)
+    (section,) = inputs.sections
     count, table = len(section.keys), section.pages
     assert table is not None
     batch, columns = table.shape
@@ -40,26 +40,26 @@ def over_pages(call: Call) -> AttentionOutput:
         owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)
         owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
         tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
-        found = _multiplied(call, section, owner, tokens, at)
+        found = _multiplied(inputs, section, owner, tokens, at)
         # An empty slot may hold what is no number, which no weight makes 0.
-        return call.finish(found), jnp.all(jnp.isfinite(found.mixed))
+        return inputs.finish(found), jnp.all(jnp.isfinite(found.mixed))
 
     def nothing() -> tuple[AttentionOutput, Array]:
-        return jnp.zeros_like(call.queries), jnp.bool_(False)
+        return jnp.zeros_like(inputs.queries), jnp.bool_(False)
 
     mixed, done = control.cond(pays, try_it, nothing)
-    mixture: AttentionOutput = control.cond(done, lambda: mixed, lambda: evenly(call))
+    mixture: AttentionOutput = control.cond(done, lambda: mixed, lambda: evenly(inputs))
     return mixture
 
 
 def _multiplied(
-    call: Call, section: Section, owner: PerRow, tokens: Array, at: Array
+    inputs: AttentionInputs, section: Section, owner: PerRow, tokens: Array, at: Array
 ) -> Partial:  # fmt: skip
     """The softmax of rows over their pages: int32[batch, columns], ``at`` the end for none.
 
     ``owner``: int32[pages], whose each is; ``tokens``: int32[pages, page], their positions.
     """
-    mask, queries = call.mask.taken(owner), call.rows(section)[owner]
+    mask, queries = inputs.mask.taken(owner), inputs.rows(section)[owner]
     products = section.scores(queries, section.keys, tokens, long=True)
     scores, seen = mask.scores(products, tokens, section)
     scores = jnp.where(seen, scores, LOWEST)
@@ -78,13 +78,13 @@ def _multiplied(
     return Partial(highest, total, control.fori_loop(0, last, column, sums))
 
 
-def _served(call: Call) -> bool:
+def _served(inputs: AttentionInputs) -> bool:
     """Whether pages can be multiplied as they lie, for so few queries that what is made for each
     page is much smaller than it."""
-    if not on_cpu() or call.share is not None or len(call.sections) > 1 or call.mask.bias:
+    if not on_cpu() or inputs.share is not None or len(inputs.sections) > 1 or inputs.mask.bias:
         return False
-    (section,), new = call.sections, call.queries.shape[2]
-    rows = call.rows(section)
+    (section,), new = inputs.sections, inputs.queries.shape[2]
+    rows = inputs.rows(section)
     # Of the pages of a stack most are other layers'.
     alone = section.pages is not None and section.layer is None
     near = alone and not section.placement.behind_tail

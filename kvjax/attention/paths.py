@@ -10,15 +10,15 @@ from contextvars import ContextVar
 from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
-from kvjax.attention.call import Call, Unserved
 from kvjax.attention.in_place import over_pages
+from kvjax.attention.inputs import AttentionInputs, Unserved
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.core.context import divided_by_the_compiler
 from kvjax.core.target import Target
 from kvjax.core.typing import AttentionOutput
 from kvjax.policies.cache_policy import CachePolicy
 
-Path = Callable[[Call], AttentionOutput]
+Path = Callable[[AttentionInputs], AttentionOutput]
 """The mixture that a call's queries see. All paths give the same; one that can't serve a call
 raises ``Unserved`` when it is traced."""
 
@@ -46,10 +46,12 @@ def abilities(target: Target) -> set[str]:
     return {KERNELS} if kernels_for(target) and not divided_by_the_compiler() else set()
 
 
-def _pallas(call: Call) -> AttentionOutput:
+def _pallas(inputs: AttentionInputs) -> AttentionOutput:
     """``kvjax.attention.kernels``, whose libraries are loaded when they are first needed: they take
     up to a second, and programs for CPUs need none."""
-    mixed: AttentionOutput = importlib.import_module("kvjax.attention.kernels.pallas").pallas(call)
+    mixed: AttentionOutput = importlib.import_module("kvjax.attention.kernels.pallas").pallas(
+        inputs
+    )
     return mixed
 
 
@@ -112,12 +114,12 @@ def _first(names: tuple[str, ...]) -> Path:
     if len(names) == 1:
         return PATHS[names[0]]
 
-    def first(call: Call) -> AttentionOutput:
+    def first(inputs: AttentionInputs) -> AttentionOutput:
         for name in names[:-1]:
             try:
-                return PATHS[name](call)
+                return PATHS[name](inputs)
             except Unserved:
                 continue
-        return PATHS[names[-1]](call)
+        return PATHS[names[-1]](inputs)
 
     return first

@@ -60,18 +60,18 @@ def pages_taken(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask
     pagings = cache.pagings
 
     def of(pools: Pools, length: PerRow, marks: list[PerRow], asked: PerRow) -> Any:
-        calls = [
-            _Call(paging, pool, length, mark, asked, new)
+        requests = [
+            PageRequest(paging, pool, length, mark, asked, new)
             for paging, pool, mark in zip(pagings, pools, marks, strict=True)
         ]
-        alone = [call.taken() for call in calls]
+        alone = [request.taken() for request in requests]
         had = functools.reduce(jnp.logical_and, [had for _, had in alone])
         after = tuple(pool for pool, _ in alone)
-        if len(calls) > 1:
-            after = tuple(call.taken(had)[0] for call in calls)
+        if len(requests) > 1:
+            after = tuple(request.taken(had)[0] for request in requests)
         bad = jnp.zeros(length.shape, bool)
-        for call, pool in zip(calls, after, strict=True):
-            bad |= call.astray(pool, had)
+        for request, pool in zip(requests, after, strict=True):
+            bad |= request.astray(pool, had)
         return after, had, bad
 
     found: tuple[Pools, RowMask, RowMask] = _on_each(
@@ -80,7 +80,7 @@ def pages_taken(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask
     return found
 
 
-class _Call:
+class PageRequest:
     """What a call wants of a pool, and what it leaves."""
 
     def __init__(

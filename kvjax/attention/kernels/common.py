@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.call import Call, Unserved
+from kvjax.attention.inputs import AttentionInputs, Unserved
 from kvjax.attention.mask import Mask
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
@@ -51,12 +51,12 @@ class Reading:
     parts: int
 
     @classmethod
-    def of(cls, call: Call, section: Section) -> "Reading":
-        """Of a call."""
-        rows = in_tiles(section.codecs[0]).turn(call.rows(section))
+    def of(cls, inputs: AttentionInputs, section: Section) -> "Reading":
+        """Of a layer's inputs."""
+        rows = in_tiles(section.codecs[0]).turn(inputs.rows(section))
         sides = folded_sides(section.orders)
         parts = max(in_tiles(codec).parts for codec in section.codecs) * sides
-        return cls(section, call.mask, rows, parts if section.unit > 1 else 1)
+        return cls(section, inputs.mask, rows, parts if section.unit > 1 else 1)
 
     def bare(self) -> "Reading":
         """Without arrays: settings alone."""

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from kvjax.attention.buckets import prefix
-from kvjax.attention.call import Call, Unserved
+from kvjax.attention.inputs import AttentionInputs, Unserved
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.attention.kernels.common import Reading, refuse
 from kvjax.attention.softmax import Partial
@@ -13,7 +13,7 @@ from kvjax.core.target import current_target
 from kvjax.core.typing import AttentionOutput
 
 
-def pallas(call: Call) -> AttentionOutput:
+def pallas(inputs: AttentionInputs) -> AttentionOutput:
     """Softmax over every section by flash decoding, or in one piece where the kernel can't read a
     smaller one: by the first of the target's kernels that can read the largest.
 
@@ -27,39 +27,39 @@ def pallas(call: Call) -> AttentionOutput:
         raise Unserved(f"the attention path 'pallas' has no kernel for {target}")
     for name in names[:-1]:
         try:
-            return _by(_module(name), call)
+            return _by(_module(name), inputs)
         except Unserved:
             continue
-    return _by(_module(names[-1]), call)
+    return _by(_module(names[-1]), inputs)
 
 
-def _by(kernel: Any, call: Call) -> AttentionOutput:
+def _by(kernel: Any, inputs: AttentionInputs) -> AttentionOutput:
     """By one of the kernels."""
-    largest = max(call.sections, key=lambda each: each.size * each.unit)
-    refuse("pallas", _refusals(kernel, call, largest.as_pages()))
+    largest = max(inputs.sections, key=lambda each: each.size * each.unit)
+    refuse("pallas", _refusals(kernel, inputs, largest.as_pages()))
 
     def over(section: Section, before: Partial | None = None) -> Partial:
         pages = section.as_pages()
-        if section is largest or not any(_refusals(kernel, call, pages).values()):
-            found: Partial = kernel.decode(Reading.of(call, pages), before)
+        if section is largest or not any(_refusals(kernel, inputs, pages).values()):
+            found: Partial = kernel.decode(Reading.of(inputs, pages), before)
             return found
-        return prefix(section, section.size, call.rows(section), call.mask, before)
+        return prefix(section, section.size, inputs.rows(section), inputs.mask, before)
 
-    found = over(call.sections[0])
-    for each in call.sections[1:]:
+    found = over(inputs.sections[0])
+    for each in inputs.sections[1:]:
         found = over(each, found)
-    return call.finish(found)
+    return inputs.finish(found)
 
 
-def _refusals(kernel: Any, call: Call, section: Section) -> dict[str, object]:
+def _refusals(kernel: Any, inputs: AttentionInputs, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
     if section.placement.behind_tail:
         return {"reads nothing on the host": True}
     return {
-        "adds no bias to scores": call.mask.bias is not None,
+        "adds no bias to scores": inputs.mask.bias is not None,
         f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
         "reads no keys that are stored before their rotation": section.table is not None,
-        **kernel.refusals(section, call.rows(section)),
+        **kernel.refusals(section, inputs.rows(section)),
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ class Unserved(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionInputs:
     """Queries, and what they may see of a layer.
 
     ``queries``: [batch, heads, new, head_dim] at their positions; ``capped``: turned as the
@@ -43,7 +43,7 @@ class Call:
         """int32[batch], tokens that the rows hold."""
         return self.view.length
 
-    def taken(self, rows: PerRow) -> "Call":
+    def taken(self, rows: PerRow) -> "AttentionInputs":
         """That of some rows, int32[n]."""
         queries = self.queries[rows]
         capped = queries if self.capped is self.queries else self.capped[rows]
@@ -79,7 +79,7 @@ def softmax_over(
     """The softmax over ``size`` units of a section from ``origin`` on.
 
     Args:
-      section, mask, rows: what is looked at, and the queries, see ``Call.rows``.
+      section, mask, rows: what is looked at, and the queries, see ``AttentionInputs.rows``.
       origin, size: which units, of which those from ``start`` on count.
       after: the softmax over what was looked at before, which it is merged with.
       whole: of a whole section as it lies, on a CPU, with the values of empty slots as they are.
