@@ -28,13 +28,12 @@ from kvjax.core.errors import (
 from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.engine.engine import Engine
 from kvjax.engine.service import Service
-from kvjax.generation.ahead import Compiled, compile
+from kvjax.generation.aot.compiling import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
-from kvjax.generation.generator import generate, stream
+from kvjax.generation.generator import generate, prefill, stream
 from kvjax.generation.guides.grammars import Guides
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prefilling import prefill
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.scoring import Scored, score
 from kvjax.memory.planning import plan

@@ -4,9 +4,9 @@
 families that ``supported()`` lists, or the text part of one that reads images, audio or video too.
 """
 
-from kvjax.generation.defaults import GenerationDefaults
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.token_text import TextStream
+from kvjax.generation.detokenizer import TextStream
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import GenerationDefaults
 
 from .architecture import Architecture
 from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig

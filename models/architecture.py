@@ -18,8 +18,8 @@ from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.context import sending
 from kvjax.core.typing import Counts, Tokens
-from kvjax.generation.long_calls import in_parts
-from kvjax.generation.sources import SOURCE, without_source
+from kvjax.generation.encoder import SOURCE, without_source
+from kvjax.generation.model import in_parts
 from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown

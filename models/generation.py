@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvjax.generation.defaults import GenerationDefaults
+from kvjax.generation.model import GenerationDefaults
 
 from .fields import Fields, read_json
 from .multimodal import read_text_fields

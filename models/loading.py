@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, default_device
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device
 

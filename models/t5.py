@@ -22,7 +22,7 @@ from kvjax.attention.mask import Bias
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import flax_0_12_list
 from kvjax.core.typing import Counts
-from kvjax.generation.sources import UNREAD
+from kvjax.generation.encoder import UNREAD
 
 from .config_families import T5Config
 from .frame import Frame, Layer, LayerContext, Logits, Rotary

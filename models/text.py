@@ -8,7 +8,7 @@ import tokenizers
 
 from kvjax.core.checks import check_unicode
 from kvjax.core.errors import CheckpointError
-from kvjax.generation.token_text import TextStream
+from kvjax.generation.detokenizer import TextStream
 
 from .chat import ChatTemplates, Message, read_templates
 from .fields import Fields, read_json

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.core.checks import whole_number
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 
 from .architecture import Architecture
 from .config_families import MoeConfig, SharingConfig, T5Config

@@ -310,7 +310,7 @@ FAULTS = (
         "if texts is not None and whole[row]:", ("prefixes",),
     ),
     Fault(
-        "samples share what is in their tails", "generation/sharing.py",
+        "samples share what is in their tails", "generation/cache_choice.py",
         "full = len(Kind(paging).needed(tokens)[0])",
         "full = tokens // layout.page_size", ("prefixes",),
     ),
@@ -552,12 +552,12 @@ FAULTS = (
         "found: Any = json.loads(raw or b'0')", ("batch_command",),
     ),
     Fault(
-        "a hook's text lacks the newest token", "sampling/past.py",
+        "a hook's text lacks the newest token", "sampling/history.py",
         "with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))",
         "self.tokens, self.length + taken * (token >= 0))", ("scores",),
     ),
     Fault(
-        "tokens are drawn from what the hook has not seen", "generation/choosing.py",
+        "tokens are drawn from what the hook has not seen", "generation/programs.py",
         "after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)",
         "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)",
         ("scores",),
@@ -594,7 +594,7 @@ FAULTS = (
         ("rollouts",),
     ),
     Fault(
-        "parameters of other shapes are taken", "generation/parameters.py",
+        "parameters of other shapes are taken", "generation/loaded_model.py",
         "if found != wanted:", "if len(found) != len(wanted):", ("adapters",),
     ),
     Fault(
@@ -628,7 +628,7 @@ FAULTS = (
         ("frameworks",),
     ),
     Fault(
-        "a source forgets as the decoder's own cache does", "generation/sources.py",
+        "a source forgets as the decoder's own cache does", "generation/encoder.py",
         "return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]",
         "return list(per_layer(choice, lm.config))", ("sources",),
     ),
@@ -663,7 +663,7 @@ FAULTS = (
         "same = min(common(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
     ),
     Fault(
-        "a stream that is stopped keeps a token of what was under way", "generation/text.py",
+        "a stream that is stopped keeps a token of what was under way", "generation/detokenizer.py",
         "del self.tokens[tokens:]",
         "del self.tokens[tokens + 1 :]", ("chats",),
     ),
@@ -693,7 +693,7 @@ FAULTS = (
         "return Ranking(_ordered(known - expected), weights, p)", ("sampling",),
     ),
     Fault(
-        "what is drawn is not looked up among what is kept", "sampling/draws.py",
+        "what is drawn is not looked up among what is kept", "sampling/sampler.py",
         "return lax.cond(fine, lambda x: token, searched, logits)",
         "return lax.cond(True, lambda x: token, searched, logits)", ("sampling",),
     ),
@@ -822,7 +822,7 @@ FAULTS = (
         "if np.any(np.isinf(narrow) & np.isinf(values)):", ("load",),
     ),
     Fault(
-        "requests of threads take a tree's pages away from each other", "generation/running.py",
+        "requests of threads take a tree's pages away from each other", "generation/generator.py",
         "with nullcontext() if prefixes is None else prefixes.tree.turns.taken():",
         "with nullcontext():", ("prefixes",),
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation.prompts import prompt_chunks
+from kvjax.generation.request import prompt_chunks
 from kvjax.memory.limits import InferenceLimits
 from kvjax.operations.migration import moved
 from tests import laws

@@ -16,13 +16,13 @@ from kvjax.generation.beams import programs as beam_programs
 from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, begun
 from kvjax.generation.beams.streaming import BeamStream
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
+from kvjax.generation.options import Options
 from kvjax.generation.request import prepare
-from kvjax.generation.settings import Options
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.operations.branching import branched
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.params import make_settings
 from tests import laws, matrix, naive
 from tests.copies import assert_no_copy
 from tests.matrix import some, tiny_model

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.layouts import Growing
 
 SAMPLED: dict[str, Any] = {

@@ -47,8 +47,8 @@ from kvjax.engine import programs
 from kvjax.engine.calls import Asked, Held, Piece, Rounds
 from kvjax.engine.checking import Drafted, check
 from kvjax.engine.proposing import Wanted, propose
-from kvjax.generation.choosing import Progress
 from kvjax.generation.drafts.proposals import Second
+from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
 from kvjax.memory.devices import plan_on
 from kvjax.memory.links import collectives
@@ -58,8 +58,8 @@ from kvjax.models import GenerationDefaults
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints
 from kvjax.prefixes.kinds import Kind
-from kvjax.sampling.past import Past
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import make_settings
 from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model

@@ -19,7 +19,7 @@ from kvjax.core.errors import NonFiniteError
 from kvjax.core.trees import tree_bytes
 from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import memory_left
 from tests.alive import alive

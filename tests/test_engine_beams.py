@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.core.errors import NonFiniteError
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settings_of, settled, told, until
 from tests.test_guided import Anything

@@ -14,7 +14,7 @@ from kvjax.core.trees import tree_bytes
 from kvjax.engine import second
 from kvjax.engine.drafts import Drafting, Drafts
 from kvjax.generation.drafts.acceptance import beside_others, price_of
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import memory_left
 from tests.copies import assert_no_copy

@@ -13,14 +13,14 @@ import tokenizers
 
 import kvjax
 from kvjax.codecs import Integer
-from kvjax.generation import choosing, programs, settings
-from kvjax.generation.capacities import capacity_bucket
+from kvjax.generation import options, programs
+from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.generator import generate, stream
 from kvjax.generation.request import chunk_bucket
 from kvjax.layouts import Growing
 from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.params import make_settings
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config
 from tests.scripted import scripted
@@ -602,7 +602,7 @@ def test_the_loop_moves_no_cache(tiny_llama, settings):
             filters,
             architecture.abstract_params(),
             programs.Cached(cache),
-            choosing.Progress(rows, rows, flags, flags),
+            programs.Progress(rows, rows, flags, flags),
             None,
             flags,
             numbers,
@@ -716,13 +716,13 @@ def test_texts_need_a_tokenizer():
 
 def test_signatures_show_every_setting(tiny_llama):
     """As the type checker sees them, with the defaults that are used; any other is refused."""
-    known = inspect.signature(settings.Options).parameters
-    assert known.keys() == settings.Settings.__annotations__.keys()
-    assert get_type_hints(settings.Options) == get_type_hints(settings.Settings)
+    known = inspect.signature(options.Options).parameters
+    assert known.keys() == options.Settings.__annotations__.keys()
+    assert get_type_hints(options.Options) == get_type_hints(options.Settings)
     for function, keywords in (
-        (generate, settings.Settings), (stream, settings.Settings),
-        (kvjax.generate_batches, settings.Settings), (kvjax.compile, settings.Compiling),
-        (kvjax.bench.measure, settings.Drawing),
+        (generate, options.Settings), (stream, options.Settings),
+        (kvjax.generate_batches, options.Settings), (kvjax.compile, options.Compiling),
+        (kvjax.bench.measure, options.Drawing),
     ):  # fmt: skip
         shown = inspect.signature(function).parameters
         for name in keywords.__annotations__:

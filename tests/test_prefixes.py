@@ -19,11 +19,10 @@ import kvjax
 from kvjax.codecs import Raw
 from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, computing_on
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import prepare
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Options
+from kvjax.generation.request import prepare, prompt_chunks
 from kvjax.generation.session import Session
-from kvjax.generation.settings import Options
 from kvjax.layouts import Paged, Ring
 from kvjax.models.generation import GenerationDefaults
 from kvjax.prefixes import texts as kept_texts

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import kvjax
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.layouts import Paged, Ring
 from kvjax.models.config import RopeConfig
 from kvjax.rollouts import rolling

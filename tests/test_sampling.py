@@ -12,9 +12,8 @@ import pytest
 
 import kvjax.sampling.filters as ways
 from kvjax.sampling import sampler as sampling
-from kvjax.sampling.controls import Filters
-from kvjax.sampling.past import Past
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, make_settings
 
 VOCAB = 500
 

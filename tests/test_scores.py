@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.generation import scoring
+from kvjax.generation.results import Meter
 from kvjax.generation.scoring import filtered_log_softmax
-from kvjax.generation.statistics import Meter
 from tests.test_prefixes import small
 
 PROMPTS = [[5, 3, 8, 1], [2, 9, 4, 4, 7, 1, 6]]
@@ -292,7 +292,7 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
 
 
 def test_filters_that_leave_one_token_leave_it_for_certain():
-    from kvjax.sampling.settings import make_settings
+    from kvjax.sampling.params import make_settings
 
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     filters, settings = make_settings(seeds=[0], temperature=0.0)

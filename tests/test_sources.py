@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.bench.measuring import measure
-from kvjax.generation.defaults import GenerationDefaults
+from kvjax.generation.model import GenerationDefaults
 from kvjax.layouts import Ring
 from kvjax.memory.limits import InferenceLimits
 from kvjax.models import Architecture, LanguageModel, T5Config

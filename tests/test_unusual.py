@@ -16,8 +16,8 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.generation.settings import Options
-from kvjax.generation.words import told_scores
+from kvjax.generation.inputs import told_scores
+from kvjax.generation.options import Options
 from kvjax.memory import InferenceLimits
 from tests import unusual
 from tests.checkpoints import write_llama

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from kvjax.adapters.functions import AnyModel
 from kvjax.adapters.tokenizers import as_tokenizer
 from kvjax.core.checks import whole_number
-from kvjax.generation.defaults import GenerationDefaults
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.parameters import strong
+from kvjax.generation.loaded_model import LanguageModel, strong
+from kvjax.generation.model import GenerationDefaults
 from kvjax.policies.model_config import decoder_config, layer_heads
 
 _NEEDED = ("params", "tokens", "cache", "lengths")

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
-from kvjax.generation.long_calls import in_parts
+from kvjax.generation.model import in_parts
 from kvjax.placement.spread import spread_over
 from kvjax.policies.model_config import common_heads
 

@@ -17,7 +17,7 @@ from kvjax.adapters.any_model import language_model
 from kvjax.attention.step import step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 
 __all__ = ["as_language_model"]
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from kvjax.generation.token_text import TextStream
+from kvjax.generation.detokenizer import TextStream
 
 
 def as_tokenizer(given: Any) -> Any:

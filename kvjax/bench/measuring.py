@@ -39,10 +39,10 @@ from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
 from kvjax.bench.timing import Timed, difference
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.encoder import without_encoder
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Drawing, spelled_out
 from kvjax.generation.programs import CHUNK
-from kvjax.generation.settings import Drawing, spelled_out
-from kvjax.generation.sources import without_encoder
 from kvjax.memory.sizes import bytes_read
 from kvjax.memory.weights import weight_bytes_read
 from kvjax.policies.positions import position_limit

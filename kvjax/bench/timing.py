@@ -16,13 +16,12 @@ from jax import lax
 
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import prepare
+from kvjax.generation.options import Drawing, Options
+from kvjax.generation.request import prepare, prompt_chunks
+from kvjax.generation.results import Meter
 from kvjax.generation.session import Session
-from kvjax.generation.settings import Drawing, Options
-from kvjax.generation.statistics import Meter
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice

@@ -17,8 +17,8 @@ from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import ChatStats, Turn
 from kvjax.core.checks import COUNTED, plain, short, whole_number, whole_or_none
 from kvjax.core.context import outside, sending
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.settings import Answering, spelled_out
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Answering, spelled_out
 from kvjax.memory.weights import encodes
 from kvjax.policies.presets import PolicyChoice, policy
 

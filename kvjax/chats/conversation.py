@@ -15,11 +15,11 @@ from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import Turn
 from kvjax.core.checks import plain, whole_number
 from kvjax.core.device import fetch
-from kvjax.generation.capacities import capacity_bucket
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.capacity import capacity_bucket
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Answering, CacheChoice, Options
 from kvjax.generation.request import Request, prepare
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.settings import Answering, CacheChoice, Options
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
 from kvjax.policies.positions import new_tokens_for

@@ -7,9 +7,9 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.chats.known import common
 from kvjax.core.device import fetch
-from kvjax.generation.capacities import capacity_bucket, most_tokens
-from kvjax.generation.given_cache import with_memory
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.cache_choice import with_memory
+from kvjax.generation.capacity import capacity_bucket, most_tokens
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import abstract_cache
 from kvjax.operations.rewinding import rewind, rewindable

@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.chats.held import Held
 from kvjax.core.errors import CheckpointError
 from kvjax.core.files import at_home, read_as_written
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.fingerprints import fingerprint
 from kvjax.operations.loading import load_cache
 from kvjax.operations.saving import save_cache

@@ -21,7 +21,7 @@ from kvjax.policies.model_config import layer_windows
 from kvjax.policies.words import parse_policy
 
 if TYPE_CHECKING:
-    from kvjax.generation.loaded import LanguageModel
+    from kvjax.generation.loaded_model import LanguageModel
     from kvjax.memory.shapes import ModelShape
 
 
@@ -115,7 +115,7 @@ def _numbers(option: str, words: str) -> list[int]:
 
 def random_model(name: str, shape: "ModelShape", dtype: str | None) -> "LanguageModel":
     """A model of a shape with random weights, if kvjax runs such a model and its weights fit."""
-    from kvjax.generation.loaded import LanguageModel
+    from kvjax.generation.loaded_model import LanguageModel
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults

@@ -6,7 +6,7 @@ from typing import Any
 from kvjax.core.checks import UNLIMITED
 from kvjax.core.device import fetch
 from kvjax.core.errors import CheckpointError
-from kvjax.generation.capacities import capacity_bucket
+from kvjax.generation.capacity import capacity_bucket
 from kvjax.operations.loading import load_cache
 from kvjax.operations.saving import save_cache
 from kvjax.policies.positions import positions_needed

@@ -18,9 +18,8 @@ from kvjax.cli.several_texts import choices, headed
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.files import can_be_saved
-from kvjax.generation.results import GenerationResult
-from kvjax.generation.settings import Settings
-from kvjax.generation.statistics import GenerationStats
+from kvjax.generation.options import Settings
+from kvjax.generation.results import GenerationResult, GenerationStats
 from kvjax.policies.words import parse_policy
 
 

@@ -12,7 +12,7 @@ Listener = Callable[[str, int, int], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 HEARS_COMPILERS: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
-"""The callback for JAX's events of compilation, which ``generation/statistics.py`` forwards."""
+"""The callback for JAX's events of compilation, which ``generation/results.py`` forwards."""
 
 
 @contextmanager

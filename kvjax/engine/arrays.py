@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from kvjax.core.device import committed
-from kvjax.generation.parameters import check_like, strong
+from kvjax.generation.loaded_model import check_like, strong
 
 
 def ints(*numbers: int) -> Any:

@@ -1,9 +1,9 @@
 """What an engine is asked for of a beam search, checked."""
 
 from kvjax.generation.beams.searching import Search, rows_asked
-from kvjax.generation.settings import Options
+from kvjax.generation.options import Options
 from kvjax.prefixes.kinds import Kind
-from kvjax.sampling.controls import Filters
+from kvjax.sampling.params import Filters
 from kvjax.sampling.scores import MOST_SCORES
 
 

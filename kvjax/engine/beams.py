@@ -15,8 +15,8 @@ from kvjax.generation.beams.guided import BeamGuides, go_along
 from kvjax.generation.beams.history import History
 from kvjax.generation.beams.results import best
 from kvjax.generation.beams.steps import Numbers, begun, extended
+from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
-from kvjax.generation.text import RowText, Tokenizer
 from kvjax.sampling.scores import MOST_SCORES, Scores, TokenScore
 
 _begun = jax.jit(begun, static_argnames=("beams", "scores"))

@@ -10,9 +10,8 @@ from kvjax.core.device import committed
 from kvjax.engine.calls import Asked
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
 from kvjax.placement.device import Device
-from kvjax.sampling.controls import NO_TOKEN, Sampling
+from kvjax.sampling.params import NO_TOKEN, Sampling, make_settings
 from kvjax.sampling.scores import MOST_SCORES
-from kvjax.sampling.settings import make_settings
 
 
 class Board:

@@ -5,10 +5,10 @@ from jaxtyping import Int
 from kvjax.cache.state import KVCache
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
-from kvjax.generation.choosing import Progress
-from kvjax.sampling.controls import Sampling
+from kvjax.generation.programs import Progress
 from kvjax.sampling.filters import Allowed
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Sampling
 from kvjax.sampling.scores import Scores
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from kvjax.engine.drafts import CHECKED, Drafting
 from kvjax.generation.drafts.acceptance import price_of
 from kvjax.generation.drafts.asked import Draft, DraftModel, draft_of, relative_size
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 
 ENGINES = "engine"
 """What the engine was made with."""

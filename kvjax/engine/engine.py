@@ -22,11 +22,11 @@ from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.second import second_of
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.engine.terms import DEFAULT_ROWS, engine_terms, longest
-from kvjax.generation.ahead import Compiled
+from kvjax.generation.aot.compiling import Compiled
 from kvjax.generation.drafts.asked import DraftChoice, draft_of
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
-from kvjax.generation.statistics import Meter
+from kvjax.generation.results import Meter
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.terms import in_bytes

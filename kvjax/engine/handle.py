@@ -12,8 +12,8 @@ from kvjax.core.device import fetch
 from kvjax.engine.beams import BeamRows, Found
 from kvjax.engine.drafts import Drafts
 from kvjax.engine.request import Request
+from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import bits_along, bits_of
-from kvjax.generation.text import RowText, Tokenizer
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 

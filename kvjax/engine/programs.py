@@ -18,14 +18,14 @@ from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
-from kvjax.generation.choosing import Progress, choose, whole
-from kvjax.generation.contexts import Cached, Context
+from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
+from kvjax.generation.programs import Progress, choose, whole
 from kvjax.paging.given import GivenPages
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
 from kvjax.sampling.filters import EVERY, Allowed, Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
 

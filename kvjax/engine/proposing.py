@@ -12,10 +12,10 @@ from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.engine.calls import Held
 from kvjax.engine.checking import Drafted
 from kvjax.engine.programs import context_of, some_of, with_some, written_to
-from kvjax.generation.choosing import Progress, choose
 from kvjax.generation.drafts.proposals import Second
+from kvjax.generation.programs import Progress, choose
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
 
 
 @state

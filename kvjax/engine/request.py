@@ -12,13 +12,12 @@ from kvjax.engine.drafts import Drafting
 from kvjax.generation.beams.searching import Search
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
-from kvjax.generation.settings import Options
-from kvjax.generation.words import biases, end_tokens, stop_strings, token_ids, told_scores
+from kvjax.generation.inputs import biases, end_tokens, stop_strings, token_ids, told_scores
+from kvjax.generation.options import Options
 from kvjax.policies.positions import positions_needed
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.terms import Terms
-from kvjax.sampling.controls import Sampling
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.params import Sampling, make_settings
 
 MOST_ENDS = 16
 """End-of-text tokens that a request can have."""

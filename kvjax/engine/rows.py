@@ -17,14 +17,14 @@ from kvjax.engine.branching import branch, branches_of
 from kvjax.engine.calls import Held, Piece, Report, Rounds
 from kvjax.engine.pages import RowPages
 from kvjax.engine.slots import Slot
-from kvjax.generation.choosing import Progress
 from kvjax.generation.guides.masks import words_for
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.programs import Progress
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts
 from kvjax.sampling.filters import EVERY
-from kvjax.sampling.past import past_of
+from kvjax.sampling.history import past_of
 
 LEAST_WIDTH = 16
 """Tokens of the narrowest chunk of a prompt, at least."""

@@ -17,14 +17,14 @@ from kvjax.engine.slots import Slot
 from kvjax.engine.terms import with_slack
 from kvjax.generation.drafts.asked import Draft, DraftModel
 from kvjax.generation.drafts.proposals import Second
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import Paged, paged
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.positions import position_limit
 from kvjax.policies.presets import per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 from kvjax.prefixes.texts import Texts
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
 
 
 class SecondRows:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.core.checks import COUNTED, whole_number
 from kvjax.engine.drafts import CHECKED
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes

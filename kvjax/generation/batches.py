@@ -13,12 +13,11 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import USED_UP, refuse_used_up, short
 from kvjax.core.context import outside
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prompts import Chunk, prompt_chunks
-from kvjax.generation.request import Prompts, Request, prepare
+from kvjax.generation.generator import ran
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Options, Settings, spelled_out
+from kvjax.generation.request import Chunk, Prompts, Request, prepare, prompt_chunks
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.running import ran
-from kvjax.generation.settings import Options, Settings, spelled_out
 from kvjax.operations.migration import let_go, migrate, moved
 from kvjax.placement.device import Device, check_placement
 

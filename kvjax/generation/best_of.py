@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.generation.beams.programs import kept, rows_kept
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prompts import Chunk
-from kvjax.generation.request import Request
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.request import Chunk, Request
 from kvjax.generation.results import GenerationResult, Piece, padded
 from kvjax.generation.streaming import Stream
 from kvjax.sampling.scores import TokenScore

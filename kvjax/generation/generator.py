@@ -1,15 +1,30 @@
-"""Text from prompts: all at once, or as it comes."""
+"""Generate text from prompts: all at once, piece by piece, or only the prompts' cache."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Unpack
+
+from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import given_a_cache
 from kvjax.core.context import outside
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.request import Prompts, Request, prepare
+from kvjax.generation.beams.streaming import BeamStream
+from kvjax.generation.best_of import BestOf
+from kvjax.generation.encoder import check_read
+from kvjax.generation.inputs import Prompts
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import CacheChoice, Options, Settings, spelled_out
+from kvjax.generation.request import Chunk, Request, prepare, prompt_chunks
 from kvjax.generation.results import GenerationResult
-from kvjax.generation.running import Running, ran, running
-from kvjax.generation.settings import Options, Settings, spelled_out
+from kvjax.generation.session import Session
+from kvjax.generation.streaming import Stream
+from kvjax.memory.planning import PREFILL
+from kvjax.policies.positions import position_limit
+from kvjax.sampling.filters import Logits
+
+Running = Stream | BeamStream | BestOf
+"""An iterator over pieces, with the ``result`` after the last one."""
 
 
 @spelled_out(Settings)
@@ -38,7 +53,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
         nothing else: not on the other rows.
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty, presence_penalty,
-        no_repeat_ngram_size: see ``kvjax.sampling.settings.make_settings``; of a text in a given
+        no_repeat_ngram_size: see ``kvjax.sampling.params.make_settings``; of a text in a given
         cache they know nothing: the repetition penalty and n-grams go by these prompts and the new
         text, the other two penalties by the new text.
       logit_bias: numbers, by token id, that are added to these tokens' logits.
@@ -124,3 +139,78 @@ def _asked(
     lm = lm if options.mesh is None else lm.on(options.mesh)
     with given_a_cache(isinstance(options.cache, KVCache)):
         return lm, prepare(lm, prompts, options)
+
+
+@outside
+def prefill(
+    lm: LanguageModel,
+    prompts: Prompts,
+    *,
+    cache: CacheChoice = "static",
+    max_len: int | None = None,
+    rotary_len: int | None = None,
+    prefill_chunk: int = PREFILL,
+    mesh: Mesh | None = None,
+) -> tuple[KVCache, Logits]:
+    """Read prompts into a cache, as ``generate`` does before its first token.
+
+    Args:
+      lm, prompts, cache, max_len, rotary_len, prefill_chunk, mesh: as of ``generate``; without
+        ``max_len`` there is room for a token more, rounded up, as far as the model has positions.
+
+    Returns:
+      The cache, and the logits behind each prompt, float32[batch, vocab]. Any loop of one's own
+      goes on from these; ``kvjax.repeat(cache, n)`` has each prompt ``n`` times.
+
+    Raises:
+      ValueError, CacheOverflowError: as ``generate``.
+    """
+    check_read(lm)
+    lm = lm if mesh is None else lm.on(mesh)
+    options = Options(
+        max_new_tokens=1, cache=cache, max_len=max_len, rotary_len=rotary_len,
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    request = prepare(lm, prompts, options)
+    full = request.capacity == request.need != position_limit(lm.config)
+    if max_len is None and request.cache is None and full:
+        # Room for the token that the caller appends next.
+        request = prepare(lm, prompts, replace(options, max_new_tokens=2))
+    session = Session(lm, request)
+    session.start()
+    for chunk in prompt_chunks(request):
+        session.make_room(chunk.held)
+        session.fill(chunk)
+    session.check()
+    assert session.cache is not None
+    return session.cache, session.logits[: request.rows]
+
+
+def running(
+    lm: LanguageModel, request: Request, *, watched: bool, chunks: list[Chunk] | None = None
+) -> Running:
+    """A generation that runs as it is iterated over; ``watched``: somebody waits for its text.
+
+    Raises:
+      ValueError: if the best of samples is waited for.
+    """
+    search = request.search
+    if search is None:
+        return Stream(lm, request, watched=watched, chunks=chunks)
+    if search.beams is not None:
+        return BeamStream(lm, request, watched=watched, chunks=chunks)
+    if watched:
+        raise ValueError("best_of can't be streamed: which sample is best shows at the end")
+    return BestOf(lm, request, chunks=chunks)
+
+
+def ran(
+    lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
+) -> GenerationResult:
+    """The result of a generation that is not streamed. Threads that use the same prefix tree run
+    one after the other."""
+    found, prefixes = running(lm, request, watched=False, chunks=chunks), request.prefixes
+    with nullcontext() if prefixes is None else prefixes.tree.turns.taken():
+        for _ in found:
+            pass
+    return found.result

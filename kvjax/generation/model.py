@@ -1,16 +1,38 @@
-"""What generation asks of a model: ``kvjax.models`` gives it, and so does ``language_model``."""
+"""What generation requires of a model, and how a model processes a long call in chunks."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.admission import admit
 from kvjax.cache.state import KVCache
+from kvjax.core import control
 from kvjax.core.checks import is_traced, refuse_traced
 from kvjax.core.context import sending
 from kvjax.core.target import default_device
-from kvjax.core.typing import Array, Tokens
+from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.policies.model_config import CacheShape, layer_heads
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Token ids, and the sampling settings that ``generation_config.json`` gives; None where it
+    is silent. ``start_token_id``: what a text begins with that a decoder behind an encoder writes.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    start_token_id: int | None = None
 
 
 class Model(Protocol):
@@ -74,3 +96,53 @@ def check_device(lm: Any) -> None:
             f"the model is on {there}, and JAX's default device is {here}: call it inside "
             "jax.default_device(...) of the model's, or put the model there"
         )
+
+
+PIECE = 1024
+"""Tokens of a prompt that are fed together, at most."""
+
+
+def fed_together(cache: KVCache, last_only: bool, new: int) -> int:
+    """Tokens of a call that are fed together: as many as rings have slack for, and where only the
+    last logits are wanted no more than ``PIECE``, for a long text's hidden states would take more
+    memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
+    exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
+    usual = PIECE if last_only and not exact else new
+    return min(usual, cache.chunk or usual)
+
+
+def in_parts(
+    run: Callable[[Tokens, KVCache, Counts | None], tuple[Array, KVCache]],
+    tokens: Tokens,
+    cache: KVCache,
+    lengths: Counts | None,
+    *,
+    last_only: bool,
+    vocab: int,
+) -> tuple[Array, KVCache]:
+    """``run(tokens, cache, lengths)``, which gives logits, of each row's last real token alone
+    where ``last_only``, and the cache; of a long call in parts, one compiled for all of them."""
+    batch, new = tokens.shape
+    size = fed_together(cache, last_only, new)
+    if new <= size:
+        return run(tokens, cache, lengths)
+    count = -(-new // size)
+    # All of a row's tokens or none: a part that fits must not follow one that did not.
+    cache, taken = admit(cache, new, lengths)
+    parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
+    parts = parts.reshape(batch, count, size).swapaxes(0, 1)
+    real = jnp.clip(taken[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
+
+    def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
+        (cache, last), (tokens, lengths) = carry, part
+        logits, cache = run(tokens, cache, lengths)
+        if not last_only:
+            return (cache, last), logits
+        return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
+
+    last = jnp.zeros((batch, 1, vocab), jnp.float32)
+    (cache, last), every = control.scan(one, (cache, last), (parts, real))
+    if last_only:
+        return last, cache
+    logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)
+    return logits[:, :new], cache

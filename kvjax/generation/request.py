@@ -1,6 +1,7 @@
 """What a generation was asked for, checked before anything runs."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -12,16 +13,19 @@ from kvjax.core.checks import COUNTED, SIZED, plain, whole_number, whole_or_none
 from kvjax.core.context import home
 from kvjax.core.device import fetch
 from kvjax.generation.beams.searching import Search, rows_asked
-from kvjax.generation.capacities import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.cache_choice import (
+    cache_choice,
+    for_samples,
+    known_prefixes,
+    rotary_asked,
+    texts_to_read,
+    with_memory,
+)
+from kvjax.generation.capacity import capacity_bucket, capacity_for, grown_to
 from kvjax.generation.drafts.asked import Draft, check_length, draft_of
-from kvjax.generation.given_cache import cache_choice, rotary_asked, texts_to_read, with_memory
+from kvjax.generation.encoder import bytes_of_source
 from kvjax.generation.guides.masks import FormOfText, guides_of
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.model import check_model
-from kvjax.generation.settings import Options
-from kvjax.generation.sharing import for_samples, known_prefixes
-from kvjax.generation.sources import bytes_of_source
-from kvjax.generation.words import (
+from kvjax.generation.inputs import (
     Prompts,
     biases,
     end_tokens,
@@ -30,15 +34,18 @@ from kvjax.generation.words import (
     token_ids,
     told_scores,
 )
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import check_model
+from kvjax.generation.options import Options
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.room import check_room
+from kvjax.placement.device import Device
 from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.model_config import common_heads
 from kvjax.policies.positions import positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
-from kvjax.sampling.controls import Filters, Sampling
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.params import Filters, Sampling, make_settings
 
 _SMALLEST_CHUNK = 16
 
@@ -229,3 +236,36 @@ def chunk_bucket(tokens: int, chunk: int) -> int:
     """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
     and at most ``chunk``."""
     return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of the prompts that are fed together.
+
+    ``tokens``: int32[batch, new], padded on the right, on the device; ``lengths``: int32[batch],
+    how many are real; ``ends``: bool[batch], rows whose prompts end here; ``held``: tokens that the
+    longest row holds after it.
+    """
+
+    tokens: Any
+    lengths: np.ndarray
+    ends: np.ndarray
+    held: int
+
+
+def prompt_chunks(request: Request, hits: np.ndarray | int = 0) -> list[Chunk]:
+    """The chunks of a request's prompts behind their first ``hits`` tokens, int[batch], which the
+    cache has already; their tokens are on their way to the device."""
+    hits = np.broadcast_to(hits, len(request.prompts))
+    prompts = [ids[hit:] for ids, hit in zip(request.prompts, hits, strict=True)]
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    chunks = []
+    for start in range(0, int(lengths.max()), request.chunk):
+        here = np.clip(lengths - start, 0, request.chunk)
+        tokens = np.zeros((len(lengths), request.width(int(here.max()))), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : here[row]] = ids[start : start + request.chunk]
+        held = int((request.start + hits + np.minimum(lengths, start + request.chunk)).max())
+        ends = (lengths > start) & (lengths <= start + request.chunk)
+        chunks.append(Chunk(Device(spread=request.spread).put(tokens), here, ends, held))
+    return chunks

@@ -15,19 +15,18 @@ from kvjax.core.context import sending
 from kvjax.core.numbers import each_place
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.generation.capacities import capacity_for
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.capacity import capacity_for
+from kvjax.generation.inputs import Prompts, token_ids
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.request import chunk_bucket
-from kvjax.generation.words import Prompts, token_ids
 from kvjax.memory.planning import PREFILL
 from kvjax.operations.rows import select
 from kvjax.policies.presets import PolicyChoice
-from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.filters import Logits
+from kvjax.sampling.params import Filters, Sampling, make_settings
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import of_tokens
-from kvjax.sampling.settings import make_settings
 
 Continuations = Sequence[str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]]
 

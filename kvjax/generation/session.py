@@ -1,7 +1,7 @@
-"""A generation as it runs on the device: it starts, is fed, makes room, and decodes."""
+"""A generation on the device: start, prefill, grow the cache, decode."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,20 +14,31 @@ from kvjax.cache.status import check
 from kvjax.core.device import committed_as, fetch, put_beside
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.capacities import grown_to, most_tokens
-from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.capacity import grown_to, most_tokens
+from kvjax.generation.context import Cached, Context, Uncached
+from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.proposals import Drafter
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prompts import Chunk
-from kvjax.generation.reports import Report
-from kvjax.generation.request import Request
-from kvjax.generation.sources import SOURCE, has_read
+from kvjax.generation.encoder import SOURCE, has_read
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.programs import Progress
+from kvjax.generation.request import Chunk, Request
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.room import Move, make_room, settled
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
-from kvjax.sampling.past import Past, past_of
+from kvjax.sampling.history import Past, past_of
+from kvjax.sampling.scores import Scores
+
+
+class Report(NamedTuple):
+    """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
+    tokens' scores, where they were asked for, and how drafts fare, where there are any."""
+
+    tokens: jax.Array
+    progress: Progress
+    scores: Scores | None
+    drafted: Acceptance | None
 
 
 class Session:

@@ -1,28 +1,107 @@
 """Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
 
+import threading
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from kvjax.core.context import at_home
+from kvjax.core.checks import given_a_cache
+from kvjax.core.context import at_home, outside
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.progress import tell
+from kvjax.generation.detokenizer import RowText
 from kvjax.generation.drafts.guided import session_of
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.pacing import Pace
-from kvjax.generation.pieces import Pieces
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import CHUNK
-from kvjax.generation.prompts import Chunk, prompt_chunks
-from kvjax.generation.reports import Report
-from kvjax.generation.request import Request
-from kvjax.generation.results import GenerationResult, Piece, padded
-from kvjax.generation.statistics import GenerationStats, Meter, Speculation, speculation
-from kvjax.generation.text import RowText
+from kvjax.generation.request import Chunk, Request, prompt_chunks
+from kvjax.generation.results import (
+    GenerationResult,
+    GenerationStats,
+    Meter,
+    Piece,
+    Speculation,
+    padded,
+    speculation,
+)
+from kvjax.generation.session import Report, Session
 from kvjax.policies.positions import beyond_context
 from kvjax.sampling.scores import TokenScore, token_scores
+
+_WATCHED_STEPS = 32
+"""The most steps of a dispatch where somebody waits for its text."""
+_TOGETHER_STEPS = 8
+"""The same, where many processes run together."""
+_PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
+"""A streamed dispatch that takes less grows, one that takes more shrinks."""
+
+
+class Pace:
+    """``steps``: of the next dispatch; ``watched``: somebody waits for text; ``stops``: there are
+    strings that end one, behind which steps are in vain; ``most``: steps of each, where it waits
+    for the one before, else None."""
+
+    def __init__(self, *, watched: bool, stops: bool, most: int | None = None) -> None:
+        # Processes that run together do the same steps, whatever time each takes.
+        alone = jax.process_count() == 1
+        first = 1 if alone else _TOGETHER_STEPS
+        self.steps = first if watched else _WATCHED_STEPS if stops else CHUNK
+        self._changes = watched and alone and most is None
+        self.steps = most or self.steps
+
+    def took(self, seconds: float) -> None:
+        """Go by how long a dispatch took."""
+        if self._changes and seconds < _PROMPT_SECONDS:
+            self.steps = min(2 * self.steps, _WATCHED_STEPS)
+        elif self._changes and seconds > _SLOW_SECONDS:
+            self.steps = max(self.steps // 2, 1)
+
+
+class Pieces(Iterator[Piece]):
+    """Pieces of a session's text, and after the last one the ``result``; see ``stream``. Threads
+    that take a piece, or close it, wait for each other."""
+
+    def __init__(self, session: Session, given: bool) -> None:
+        self._running, self._given = session, given
+        self._result: GenerationResult | None = None
+        self._pieces: Generator[Piece, None, None] = self._run()
+        self._turn = threading.RLock()
+
+    @abstractmethod
+    def _pieces_of_all(self) -> Iterator[Piece]:
+        """All of them; the last one behind ``_result``."""
+
+    @outside
+    def __next__(self) -> Piece:
+        with self._turn:
+            return next(self._pieces)
+
+    def close(self) -> None:
+        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
+        with self._turn:
+            self._pieces.close()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            raise RuntimeError("the result is there after the last piece: iterate to the end")
+        return self._result
+
+    def _run(self) -> Generator[Piece, None, None]:
+        try:
+            with given_a_cache(self._given):
+                yield from self._pieces_of_all()
+        finally:
+            self._running.end(None)  # where it did not come to its end
 
 
 class Stream(Pieces):

@@ -21,9 +21,9 @@ from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.progress import tell
 from kvjax.core.typing import Array
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.encoder import without_encoder
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_device
-from kvjax.generation.sources import without_encoder
 from kvjax.operations.growth import grow
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.stacks import unstack

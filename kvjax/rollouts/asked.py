@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.checks import UNLIMITED, is_traced, whole_number
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.settings import Drawing
-from kvjax.generation.words import biases, check_ids, end_tokens, token_ids
+from kvjax.generation.inputs import biases, check_ids, end_tokens, token_ids
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Drawing
 from kvjax.policies.positions import position_limit, positions_needed, same_rotary
-from kvjax.sampling.controls import Filters, Sampling
-from kvjax.sampling.settings import make_settings
+from kvjax.sampling.params import Filters, Sampling, make_settings
 
 
 class RolloutSettings(Drawing, total=False):

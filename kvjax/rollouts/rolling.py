@@ -17,16 +17,14 @@ from kvjax.core.context import outside
 from kvjax.core.device import committed_as
 from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.generation.capacities import capacity_for
-from kvjax.generation.choosing import whole
-from kvjax.generation.contexts import Cached
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.cache_choice import for_samples
+from kvjax.generation.capacity import capacity_for
+from kvjax.generation.context import Cached
+from kvjax.generation.inputs import Prompts
+from kvjax.generation.loaded_model import LanguageModel, check_like, strong
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.parameters import check_like, strong
-from kvjax.generation.programs import begin, decoded
-from kvjax.generation.settings import spelled_out
-from kvjax.generation.sharing import for_samples
-from kvjax.generation.words import Prompts
+from kvjax.generation.options import spelled_out
+from kvjax.generation.programs import begin, decoded, whole
 from kvjax.layouts.paged import MOST
 from kvjax.operations.rows import repeat, reset
 from kvjax.policies.model_config import (
@@ -40,8 +38,8 @@ from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
-from kvjax.sampling.controls import Filters, Sampling
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, Sampling
 
 
 @spelled_out(RolloutSettings)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.generation.text import RowText, TextStream
+from kvjax.generation.detokenizer import RowText, TokenDecoder
 from kvjax.sampling.scores import TokenScore
 
 
@@ -40,7 +40,7 @@ class _Visible:
     def __init__(self, tokenizer: Any) -> None:
         self.encode, self._stream = tokenizer.encode, tokenizer.stream
 
-    def stream(self, after: Iterable[int] = (), /) -> TextStream:
+    def stream(self, after: Iterable[int] = (), /) -> TokenDecoder:
         """As of ``kvjax.models.text.Tokenizer``."""
-        found: TextStream = self._stream(after, skip_special_tokens=False)
+        found: TokenDecoder = self._stream(after, skip_special_tokens=False)
         return found

@@ -18,7 +18,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.progress import tell
 from kvjax.core.typing import Array
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.evaluation import CHUNK, raise_for, with_room
 from kvjax.quality.figures import CacheBytes, cache_bytes

@@ -3,7 +3,7 @@
 import numpy as np
 import tokenizers
 
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 
 from .augment import Renamer, repeat_stretches
 from .corpus import read_parts

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 
 from ..architecture import Architecture
 from ..loading import load

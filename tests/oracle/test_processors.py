@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import make_settings
 from kvjax.sampling.sampler import filter_logits, sample
-from kvjax.sampling.settings import make_settings
 from tests.oracle.test_logits import SMALL
 
 ROWS, VOCAB, ROOM = 4, 400, 48

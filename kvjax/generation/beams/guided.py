@@ -14,7 +14,7 @@ from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.session import BeamSession, Report
 from kvjax.generation.guides.masks import FormOfText, Guide, bits_of, words_for
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.request import Request
 from kvjax.generation.session import Session
 from kvjax.sampling.filters import EVERY, Logits

@@ -13,18 +13,17 @@ from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, PerRow
 from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.steps import Chosen, Numbers, Searched, begun, extended
-from kvjax.generation.choosing import whole
-from kvjax.generation.contexts import Cached, Context, Uncached
+from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.model import Model
-from kvjax.generation.programs import CHUNK
+from kvjax.generation.programs import CHUNK, whole
 from kvjax.generation.request import Request
 from kvjax.operations.branching import branched
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import select
 from kvjax.placement.spread import Spread
-from kvjax.sampling.controls import Filters, Sampling
 from kvjax.sampling.filters import Logits, with_set
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, Sampling
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import Scores
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvjax.core.checks import plain, short, whole_number
-from kvjax.generation.settings import Options
+from kvjax.generation.options import Options
 
 MOST_ROWS = 65536
 """Rows of a prompt: each has a text of its own on the host."""

@@ -9,7 +9,7 @@ from kvjax.core.device import fetch
 from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, Searched
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.request import Request
 from kvjax.generation.session import Session
 

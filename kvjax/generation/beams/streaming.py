@@ -15,15 +15,13 @@ from kvjax.generation.beams.history import History, in_common
 from kvjax.generation.beams.programs import rows_kept
 from kvjax.generation.beams.results import Best, ancestors, best, live_texts
 from kvjax.generation.beams.session import Report
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.pieces import Pieces
+from kvjax.generation.detokenizer import RowText
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import CHUNK
-from kvjax.generation.prompts import Chunk, prompt_chunks
-from kvjax.generation.request import Request
-from kvjax.generation.results import GenerationResult, Piece, padded
+from kvjax.generation.request import Chunk, Request, prompt_chunks
+from kvjax.generation.results import GenerationResult, GenerationStats, Meter, Piece, padded
 from kvjax.generation.session import Session
-from kvjax.generation.statistics import GenerationStats, Meter
-from kvjax.generation.text import RowText
+from kvjax.generation.streaming import Pieces
 from kvjax.policies.positions import beyond_context
 from kvjax.sampling.scores import TokenScore
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from kvjax.core.checks import keep_truth, keep_whole, whole_number
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.sources import without_encoder
+from kvjax.generation.encoder import without_encoder
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.positions import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
 

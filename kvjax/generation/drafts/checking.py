@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Float, UInt
 
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.generation.choosing import Progress, whole
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts.proposals import Drafted
+from kvjax.generation.programs import Progress, whole
 from kvjax.sampling.filters import with_set
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
 
 Chosen = tuple[Progress, Past, Any]
 """As ``choosing.chosen`` gives it."""

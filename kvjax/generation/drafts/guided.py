@@ -16,22 +16,21 @@ from jaxtyping import Int
 
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.generation.choosing import Progress, chosen, whole
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts import speculation
 from kvjax.generation.drafts.acceptance import USUAL, Acceptance
 from kvjax.generation.drafts.checking import EveryLogits, checked
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.guides.session import GuidedSession
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.reports import Report
+from kvjax.generation.programs import Progress, chosen, whole
 from kvjax.generation.request import Request
-from kvjax.generation.session import Session
-from kvjax.sampling.controls import Filters, Sampling
+from kvjax.generation.session import Report, Session
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, Sampling
 from kvjax.sampling.scores import Scores
 
 

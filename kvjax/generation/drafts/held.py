@@ -12,14 +12,13 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.generation import programs
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Acceptance, price_of, usual_length
 from kvjax.generation.drafts.asked import Draft, DraftModel, PromptLookup, relative_size
 from kvjax.generation.drafts.proposals import Drafter, Lookup, Second
 from kvjax.generation.drafts.speculation import speculate
 from kvjax.generation.model import Model
-from kvjax.generation.prompts import Chunk, prompt_chunks
-from kvjax.generation.request import Request
+from kvjax.generation.request import Chunk, Request, prompt_chunks
 from kvjax.placement.device import Device
 from kvjax.policies.positions import position_limit
 

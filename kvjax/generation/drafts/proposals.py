@@ -10,12 +10,12 @@ from jaxtyping import Int
 
 from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.generation.choosing import Progress, whole
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Price
 from kvjax.generation.model import Model
+from kvjax.generation.programs import Progress, whole
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
 
 Choose = Callable[[Progress, Past, Logits, PerRow], tuple[Progress, Past]]
 """How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;

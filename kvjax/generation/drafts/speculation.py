@@ -17,16 +17,15 @@ from jaxtyping import Int
 
 from kvjax.core.trees import state
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.generation.choosing import Progress, chosen, whole
-from kvjax.generation.contexts import Cached
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.generation.drafts.checking import EveryLogits, checked, told
 from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.model import Model
-from kvjax.generation.programs import CHUNK
-from kvjax.sampling.controls import Filters, Sampling
+from kvjax.generation.programs import CHUNK, Progress, chosen, whole
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, Sampling
 from kvjax.sampling.scores import Scores
 
 

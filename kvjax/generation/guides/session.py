@@ -15,17 +15,16 @@ from jax.stages import Lowered
 
 from kvjax.core.device import fetch
 from kvjax.core.typing import Array, PerRow
-from kvjax.generation.choosing import Progress, chosen, whole
-from kvjax.generation.contexts import Context
+from kvjax.generation.context import Context
 from kvjax.generation.guides.masks import Masks, words_for
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.reports import Report
+from kvjax.generation.programs import Progress, chosen, whole
 from kvjax.generation.request import Request
-from kvjax.generation.session import Session
-from kvjax.sampling.controls import Filters, Sampling
+from kvjax.generation.session import Report, Session
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.past import Past
+from kvjax.sampling.history import Past
+from kvjax.sampling.params import Filters, Sampling
 from kvjax.sampling.scores import Scores
 
 

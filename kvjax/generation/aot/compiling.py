@@ -11,18 +11,17 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.generation import programs
+from kvjax.generation.aot.for_device import compiled_for
+from kvjax.generation.aot.shapes import chunk_widths, text_capacities
 from kvjax.generation.beams.guided import search_of
 from kvjax.generation.beams.programs import rows_kept
 from kvjax.generation.drafts.guided import session_of
-from kvjax.generation.elsewhere import compiled_for
-from kvjax.generation.loaded import LanguageModel
-from kvjax.generation.prompts import prompt_chunks
-from kvjax.generation.request import Request, prepare
+from kvjax.generation.encoder import check_read
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.options import Compiling, Options, spelled_out
+from kvjax.generation.request import Request, prepare, prompt_chunks
+from kvjax.generation.results import Meter
 from kvjax.generation.session import Session
-from kvjax.generation.settings import Compiling, Options, spelled_out
-from kvjax.generation.sources import check_read
-from kvjax.generation.statistics import Meter
-from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.memory.weights import Plannable
 from kvjax.policies.presets import PolicyChoice
 

@@ -16,7 +16,7 @@ from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
-from kvjax.sampling.past import LogitsHook
+from kvjax.sampling.history import LogitsHook
 
 CacheChoice = PolicyChoice | KVCache
 

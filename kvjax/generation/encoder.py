@@ -1,4 +1,4 @@
-"""What an encoder reads before a decoder writes: once for a text, into a cache of its own."""
+"""Run an encoder once per text, into a cache that the decoder attends to."""
 
 import functools
 from dataclasses import replace
@@ -9,7 +9,7 @@ import jax
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import PerRow, Tokens
-from kvjax.generation.capacities import capacity_bucket
+from kvjax.generation.capacity import capacity_bucket
 from kvjax.layouts import Dense
 from kvjax.memory.sizes import device_bytes
 from kvjax.memory.weights import encodes

@@ -1,4 +1,4 @@
-"""What of a row's text so far a choice of the next token goes by."""
+"""The tokens of each row so far, for penalties and hooks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prompts, seeds and stop strings as they are given: checked, and as token ids and lists."""
+"""Check and convert the prompts, seeds, stop strings and other inputs of a request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.checks import check_unicode, listed, plain, short, whole_number
-from kvjax.generation.loaded import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MOST_SCORES
 

@@ -1,4 +1,4 @@
-"""A model whose parameters are not there, and its cache: their shapes alone."""
+"""Abstract models and caches, and the sizes that programs are compiled for."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
-from kvjax.generation.defaults import GenerationDefaults
-from kvjax.generation.model import Model
+from kvjax.generation.capacity import capacity_bucket
+from kvjax.generation.model import GenerationDefaults, Model
 from kvjax.generation.request import Request
 from kvjax.layouts import Growing
 from kvjax.memory.weights import plannable
@@ -69,3 +69,24 @@ def cache_of(
         room=request.capacity, mesh=model.mesh, rotary_len=request.rotary_len,
     )  # fmt: skip
     return jax.eval_shape(make)
+
+
+def text_capacities(request: Request, cache: KVCache) -> list[tuple[int, int]]:
+    """The fewest and the most tokens a row that meet each capacity of a request's cache, which is
+    given as it begins."""
+    most = request.capacity if cache.grows_to is None else cache.max_len
+    found = [(1, most)]
+    while most < request.capacity:
+        least, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
+        found.append((least, most))
+    return found
+
+
+def chunk_widths(request: Request, least: int, most: int) -> dict[int, int]:
+    """The widths of a prompt's last chunk that meet a capacity, and of each the longest such chunk:
+    as many lengths as have all widths that end there."""
+    chunk, found = request.chunk, {}
+    for held in range(least, min(least + chunk, most + 1)):
+        rest = held - (held - 1) // chunk * chunk
+        found.setdefault(request.width(rest), rest)
+    return found

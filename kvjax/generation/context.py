@@ -1,4 +1,4 @@
-"""The text so far, as programs go on from it: a cache, or all of its tokens."""
+"""The sequence so far, in the form that programs continue from: a cache, or all tokens."""
 
 from typing import Any
 

@@ -15,20 +15,21 @@ from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.core.compat import jax_0_8_options
 from kvjax.generation import programs
-from kvjax.generation.beams.elsewhere import search_programs
-from kvjax.generation.choosing import Progress
-from kvjax.generation.contexts import Cached
-from kvjax.generation.drafts.elsewhere import drafted_guided_programs
+from kvjax.generation.aot.shapes import Shapes, cache_of, chunk_widths, text_capacities
+from kvjax.generation.aot.step_programs import (
+    drafted_guided_programs,
+    guided_programs,
+    search_programs,
+)
+from kvjax.generation.context import Cached
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.speculation import speculate
-from kvjax.generation.guides.elsewhere import guided_programs
 from kvjax.generation.guides.masks import words_for
+from kvjax.generation.options import Options
+from kvjax.generation.programs import Progress
 from kvjax.generation.request import Request, prepare
-from kvjax.generation.settings import Options
-from kvjax.generation.shapes import Shapes, cache_of
-from kvjax.generation.widths import chunk_widths, text_capacities
 from kvjax.policies.presets import PolicyChoice, budget_of
-from kvjax.sampling.past import past_of
+from kvjax.sampling.history import past_of
 from kvjax.sampling.scores import Scores
 
 

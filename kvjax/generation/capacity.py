@@ -1,4 +1,4 @@
-"""How many tokens a row a request's cache is made for."""
+"""How many tokens per row a request's cache is allocated for."""
 
 from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number

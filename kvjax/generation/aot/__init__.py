@@ -1,0 +1,1 @@
+"""Compile the programs of a generation ahead of time."""
