@@ -43,21 +43,21 @@ class Made:
     def __init__(self, seed=0):
         self.order, self.waiting, self.most = random.Random(seed), [], 0
 
-    def submit(self, prompt, *, listener, **settings):
+    def submit(self, prompt, *, callback, **settings):
         given = json.dumps([prompt, settings], sort_keys=True)
         text = hashlib.sha256(given.encode()).hexdigest()[:4] + "ü\u2028"
         handle = Asked(
             done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
             request=SimpleNamespace(tokens=[0]),
         )  # fmt: skip
-        self.waiting.append((handle, listener))
+        self.waiting.append((handle, callback))
         self.most = max(self.most, len(self.waiting))
         return handle
 
     def step(self):
-        handle, listener = self.waiting.pop(self.order.randrange(len(self.waiting)))
+        handle, callback = self.waiting.pop(self.order.randrange(len(self.waiting)))
         handle.done = True
-        listener(handle)
+        callback(handle)
 
 
 def through(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=lambda _: None):

@@ -44,9 +44,15 @@ from kvjax.core.compat import JAX, jax_0_8_options, jax_0_8_text
 from kvjax.core.errors import MissingCompilerError
 from kvjax.core.target import target_of
 from kvjax.engine import programs
-from kvjax.engine.calls import Asked, Held, Piece, Rounds
-from kvjax.engine.checking import Drafted, check
-from kvjax.engine.proposing import Wanted, propose
+from kvjax.engine.draft_model import ProposeInputs, propose
+from kvjax.engine.programs import (
+    DecodeInputs,
+    EngineState,
+    PrefillInputs,
+    SamplingParams,
+    VerifyInputs,
+)
+from kvjax.engine.speculative import verify
 from kvjax.generation.drafts.proposals import Second
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
@@ -257,7 +263,9 @@ class _Attention:
 
 def _asked(rows):
     sampling = make_settings(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
-    return Asked(sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool))
+    return SamplingParams(
+        sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
+    )
 
 
 def _sent(cache, program, *call, **settings):
@@ -270,14 +278,14 @@ def _held(cache):
     zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
     past = Past(seen, jnp.zeros((cache.batch, 1024), jnp.int32), zeros)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    return Held(dataclasses.replace(cache, pools=()), progress, past)
+    return EngineState(dataclasses.replace(cache, pools=()), progress, past)
 
 
 def _chunk(cache):
     """A chunk of a prompt in an engine, of one row."""
     one, tables = jnp.ones(1, jnp.int32), tuple(pool.table[:1] for pool in cache.pools)
     tokens, words = jnp.ones((1, 256), jnp.int32), jnp.zeros((1, 8), jnp.uint32)
-    piece = Piece(one, tokens, one, one, tables, one > 0, one > 0, -one, words, _asked(1))
+    piece = PrefillInputs(one, tokens, one, one, tables, one > 0, one > 0, -one, words, _asked(1))
     return _sent(cache, programs.feed, piece)
 
 
@@ -285,7 +293,7 @@ def _rounds(cache):
     """And rounds of decoding, of all rows."""
     rows, tables = jnp.arange(cache.batch), tuple(pool.table for pool in cache.pools)
     forced, words = jnp.full((cache.batch, 8), -1), jnp.zeros((cache.batch, 8), jnp.uint32)
-    call = Rounds(rows, cache.length, rows, tables, forced, words, _asked(cache.batch))
+    call = DecodeInputs(rows, cache.length, rows, tables, forced, words, _asked(cache.batch))
     return _sent(cache, programs.decode, call, exact=True)
 
 
@@ -293,23 +301,23 @@ def _drafted(cache, rows):
     tables = tuple(pool.table[:rows] for pool in cache.pools)
     words, tokens = jnp.zeros((rows, 8, 8), jnp.uint32), jnp.ones((rows, 8), jnp.int32)
     which = jnp.arange(rows)
-    return Drafted(which, tokens, which, cache.length[:rows], tables, words, _asked(rows))
+    return VerifyInputs(which, tokens, which, cache.length[:rows], tables, words, _asked(rows))
 
 
 def _checked(cache):
     """And drafts of all rows, as accelerators check them."""
-    return _sent(cache, check, _drafted(cache, cache.batch))
+    return _sent(cache, verify, _drafted(cache, cache.batch))
 
 
 def _checked_alone(cache):
     """And of one, as a CPU does."""
-    return _sent(cache, check, _drafted(cache, 1))
+    return _sent(cache, verify, _drafted(cache, 1))
 
 
 def _proposed(cache):
     """And what a draft's model reads, and proposes, of all rows."""
     drafted = _drafted(cache, cache.batch)
-    wanted = Wanted(drafted.count, drafted.starts, drafted.count, drafted.tables)
+    wanted = ProposeInputs(drafted.count, drafted.starts, drafted.count, drafted.tables)
     drafter = Second(7, None, _Attention(), 256, 256)
     return _sent(cache, propose, drafter, None, _held(cache).past, drafted, wanted)
 

@@ -110,7 +110,7 @@ def settled(engine):
     """Whether nobody has anything any more, by three ways of counting."""
     while engine.step():
         pass
-    stats, texts = engine.stats(), engine._texts
+    stats, texts = engine.stats(), engine._prefixes
     kept = [set() for _ in stats.pages]
     for node in texts.nodes:
         assert node.locked == 0
@@ -120,9 +120,9 @@ def settled(engine):
     assert [sorted(numbers) for numbers in kept] == [found.tolist() for found in refs]
     assert [len(each) for each in kept] == list(stats.cached)
     assert all((counts.refs <= 1).all() for counts in texts.pool.counts)
-    assert all((table == -1).all() for table in engine._rows.pages.tables)
-    assert stats.used == (0,) * len(stats.used) and stats.parked_bytes == 0
-    return stats.running == stats.waiting == 0 and stats.parked_bytes == 0
+    assert all((table == -1).all() for table in engine._runner.page_tables.tables)
+    assert stats.used == (0,) * len(stats.used) and stats.swapped_bytes == 0
+    return stats.running == stats.waiting == 0 and stats.swapped_bytes == 0
 
 
 def until(engine, condition):
@@ -155,7 +155,7 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
     share what they begin with; and nothing is compiled for it."""
     wanted, meter = alone(policy), Meter()
-    states = 2 * engine_of(policy).terms.state_bytes
+    states = 2 * engine_of(policy).pool_config.state_bytes
     # Of an order in which pages run out often enough.
     seed = {"int8": 7, "sinks of 8 bits": 10}.get(policy, len(policy))
     for host in ("1GiB", states):
@@ -165,7 +165,7 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
             handles = in_any_order(engine, asked(), seed=seed)
         assert meter.compilations == 0
         stats = engine.stats()
-        assert stats.preemptions > 0 and (stats.parked < stats.preemptions or host != states)
+        assert stats.preemptions > 0 and (stats.swapped < stats.preemptions or host != states)
         assert stats.cached_tokens > 100 and settled(engine)
         for number, handle in handles.items():
             tokens, text, scores, reason = wanted[number]
@@ -294,7 +294,7 @@ def test_other_parameters_between_steps():
         engine.update(jax.device_put(params, jax.devices()[1]))
     for tenant in range(9):
         engine.run([[1, 2]], tenant=tenant)
-    assert len(engine._texts.nodes.roots) < 3
+    assert len(engine._prefixes.nodes.roots) < 3
 
 
 @pytest.mark.slow
@@ -323,12 +323,16 @@ def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
         its = 0 if draft is None else weights
         # Committed parameters are arrays of their own, in the same memory.
         assert new - weights - its == stats.pool_bytes + stats.row_bytes + stats.draft_bytes - its
-        assert pointers(engine._rows.params) == pointers(lm.params)
+        assert pointers(engine._runner.params) == pointers(lm.params)
         assert stats.weight_bytes == weights and stats.draft_bytes >= its
         # A full device has no room for a second pool, even if it is let go at once.
         assert held.pop(0) < stats.pool_bytes
         planned = kvjax.plan(
-            lm.architecture, list(engine.terms.policies), batch=ROWS, max_len=MOST, compiled=False
+            lm.architecture,
+            list(engine.pool_config.policies),
+            batch=ROWS,
+            max_len=MOST,
+            compiled=False,
         )
         tails = planned.cache["device"] - stats.pool_bytes
         assert 0 <= tails < stats.row_bytes
@@ -363,7 +367,7 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
 @pytest.mark.parametrize("policy", ["raw", "int8", "hybrid"])
 def test_requests_that_need_all_pages(policy):
     """One that fits just so, behind texts that were kept, and beside others."""
-    kinds = engine_of(policy).terms.kinds
+    kinds = engine_of(policy).pool_config.kinds
     engine = engine_of(policy, pages=max(kind.most(180) for kind in kinds), checkpoint_every=1)
     first = [*range(60), *range(60)]
     second = [*first[:100], 1, 2, 3]
@@ -410,7 +414,7 @@ def test_whose_turn_it_is():
     engine.cancel(dropped)
     ended = []
     for each in (first, late, urgent, never, dropped):
-        each._listener = ended.append
+        each._callback = ended.append
     while engine.step():
         pass
     last = [x for n, x in enumerate(ended) if x.done and x not in ended[n + 1 :]]
@@ -497,9 +501,9 @@ def test_a_guide_says_what_may_come(host):
 def test_a_program_that_fails_ends_all_requests(monkeypatch):
     engine, ended = engine_of(), []
     for n in range(6):
-        engine.submit([1, 2, n], max_new_tokens=30, listener=ended.append)
+        engine.submit([1, 2, n], max_new_tokens=30, callback=ended.append)
     engine.step()
-    monkeypatch.setattr(engine._rows, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._runner, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert {handle.reason for handle in ended} == {"error"} and len(set(ended)) == 6
@@ -511,14 +515,14 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
     """What it had sent comes back with the next."""
     engine = engine_of()
     handles = [engine.submit(prompt, **settings) for prompt, settings in asked()[:6]]
-    send, left = engine._rows.decode, iter([False, True, False, True])
+    send, left = engine._runner.decode, iter([False, True, False, True])
 
     def decode(*given):
         if next(left, False):
             raise KeyboardInterrupt
         return send(*given)
 
-    monkeypatch.setattr(engine._rows, "decode", decode)
+    monkeypatch.setattr(engine._runner, "decode", decode)
     while engine.busy:
         with contextlib.suppress(KeyboardInterrupt):
             engine.step()
@@ -531,26 +535,26 @@ def test_what_is_parked_leaves_the_device():
     late = engine.submit([1] * 40, max_new_tokens=60)
     until(engine, lambda: len(late.tokens) >= 4)
     engine.submit([2] * 60, max_new_tokens=60, priority=-1)
-    until(engine, lambda: late.parked is not None)
+    until(engine, lambda: late.swapped is not None)
     engine.step()
     engine.step()
-    kept = [late.parked.rows, late.parked.stands, [each() for each in late.parked.contents]]
+    kept = [late.swapped.rows, late.swapped.stands, [each() for each in late.swapped.contents]]
     assert all(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(kept))
-    assert late.parked.landed and engine.stats().parked_bytes == late.parked.nbytes
+    assert late.swapped.landed and engine.stats().swapped_bytes == late.swapped.nbytes
     while engine.step():
         pass
     assert len(late.tokens) == 60 and settled(engine)
 
 
-def test_a_guide_or_a_listener_that_fails_ends_its_own_request():
+def test_a_guide_or_a_callback_that_fails_ends_its_own_request():
     engine = engine_of()
 
-    def listener(handle):
+    def callback(handle):
         raise RuntimeError("a user's")
 
     fine = engine.submit([1, 2, 3], max_new_tokens=9)
     wrong = [
-        engine.submit([1, 2], guide=Choice([])), engine.submit([1, 2], listener=listener),
+        engine.submit([1, 2], guide=Choice([])), engine.submit([1, 2], callback=callback),
     ]  # fmt: skip
     while engine.step():
         pass
@@ -632,7 +636,7 @@ def test_a_service_serves_its_readers():
 
     gone, found = asyncio.run(all_of_them())
     assert gone.reason == "cancelled" and found == alone("raw")[:12]
-    engine.cancel(next(iter([slot.handle for slot in engine._scheduler.running]), gone))
+    engine.cancel(next(iter([seq.handle for seq in engine._scheduler.running]), gone))
     assert settled(engine)
 
 
@@ -684,7 +688,7 @@ def test_it_works_on_a_mesh(policy):
 def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""
     engine, sent = engine_of(policy, pages=400, exact=exact), {}
-    run, rows = engine._rows.run, engine._rows
+    run, rows = engine._runner.run, engine._runner
 
     def noted(program, *args, **static):
         shapes = jax.tree.map(
@@ -696,7 +700,7 @@ def test_programs_leave_the_pools_where_they_are(policy, exact):
 
     rows.run = noted
     engine.compile()
-    bodies = [jax.tree.leaves(body) for body in engine._texts.pool.bodies]
+    bodies = [jax.tree.leaves(body) for body in engine._prefixes.pool.bodies]
     sizes = [sum(x.nbytes for x in body) for body in bodies]
     assert {program.__name__ for program in sent} == {
         "branch", "check", "decode", "feed", "mark", "put",
@@ -816,7 +820,7 @@ def test_pools_take_what_there_is(monkeypatch):
 
     limits = InferenceLimits(max_batch_size=ROWS, max_seq_len=MOST)
     whole = default()
-    needed = sum(x.nbytes for x in jax.tree.leaves(whole._texts.pool.bodies))
+    needed = sum(x.nbytes for x in jax.tree.leaves(whole._prefixes.pool.bodies))
     other = 10**12 - memory_left(lettered(), batch=ROWS, capacity=MOST, memory=10**12)
     found = []
     for part in (2, 0.5):

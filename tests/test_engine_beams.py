@@ -46,12 +46,12 @@ def test_texts_and_scores_are_those_of_generate(policy):
         given = {"cache": POLICIES[policy], "max_len": MOST, "prefill_chunk": CHUNK}
         wanted = kvjax.generate(one_layer(), [PROMPT], **given, **way)
         (handle,) = mine.run([PROMPT], **way)
-        assert [found.tokens for found in handle.found] == wanted.tokens
-        scores = [found.score for found in handle.found]
+        assert [found.tokens for found in handle.beam_results] == wanted.tokens
+        scores = [found.score for found in handle.beam_results]
         np.testing.assert_allclose(scores, wanted.sequence_scores, atol=1e-4)
-        assert [found.reason for found in handle.found] == list(wanted.stats.stop_reasons)
-        assert handle.tokens == wanted.tokens[0] and handle.reason == handle.found[0].reason
-        for found, row in zip(handle.found, wanted.logprobs, strict=True):
+        assert [found.reason for found in handle.beam_results] == list(wanted.stats.stop_reasons)
+        assert handle.tokens == wanted.tokens[0] and handle.reason == handle.beam_results[0].reason
+        for found, row in zip(handle.beam_results, wanted.logprobs, strict=True):
             for one, other in zip(found.logprobs, row, strict=True):
                 assert [token for token, _ in one.likeliest] == [x for x, _ in other.likeliest]
                 assert abs(one.logprob - other.logprob) < 1e-4
@@ -64,7 +64,7 @@ def test_it_works_on_a_mesh(policy):
     mesh, found = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2]), []
     for lm in (one_layer(), one_layer().on(mesh)):
         mine = engine_of(policy, lm=lm, pages=40)
-        found.append(mine.run([PROMPT], **WIDE)[0].found)
+        found.append(mine.run([PROMPT], **WIDE)[0].beam_results)
         assert settled(mine)
     assert [x.tokens for x in found[0]] == [x.tokens for x in found[1]]
 
@@ -81,7 +81,7 @@ def test_searches_and_others_are_what_they_are_alone():
     searches = [WIDE, WIDE | {"num_beams": 2, "n": 2, "max_new_tokens": 40}]
     quiet = engine()
     alone = [told(quiet.run([prompt], **settings)[0]) for prompt, settings in ordinary()]
-    found = [quiet.run([PROMPT], **search)[0].found for search in searches]
+    found = [quiet.run([PROMPT], **search)[0].beam_results for search in searches]
     with (meter := Meter()).running():
         mine, rng = engine(), random.Random(0)
         handles, beams, left = [], [], list(range(12))
@@ -100,20 +100,20 @@ def test_searches_and_others_are_what_they_are_alone():
     reasons = [handle.reason for _, handle in beams]
     assert 0 < reasons.count("cancelled") < 5
     for which, handle in beams:
-        assert handle.found == ([] if handle.reason == "cancelled" else found[which])
+        assert handle.beam_results == ([] if handle.reason == "cancelled" else found[which])
 
 
 @pytest.mark.rare
 def test_a_search_that_gives_its_pages_away_begins_again():
     mine, (prompt, settings) = engine(), ordinary()[2]
-    wanted = mine.run([PROMPT], **WIDE)[0].found
+    wanted = mine.run([PROMPT], **WIDE)[0].beam_results
     other = mine.run([prompt], **settings | {"max_new_tokens": 192 - len(prompt)})[0]
     search = mine.submit(PROMPT, priority=1, **WIDE)
     until(mine, lambda: mine.stats().used[0] > 5)
     handle = mine.submit(prompt, **settings | {"max_new_tokens": 192 - len(prompt)})
     until(mine, lambda: search.done and handle.done)
     assert search.preemptions and not handle.preemptions
-    assert search.found == wanted and told(handle) == told(other)
+    assert search.beam_results == wanted and told(handle) == told(other)
     assert settled(mine)
 
 
@@ -130,7 +130,7 @@ def test_a_search_ends_in_its_middle():
     until(mine, lambda: mine.stats().used[0] > 5)
     mine.update(jax.tree.map(lambda x: x * jnp.nan, one_layer().params))
     until(mine, lambda: search.done)
-    assert search.found == [] and search.reason == "error" and settled(mine)
+    assert search.beam_results == [] and search.reason == "error" and settled(mine)
     with pytest.raises(NonFiniteError, match=r"after [1-9]"):
         list(mine.stream(search))
 
@@ -189,8 +189,8 @@ def test_beams_keep_to_guides(policy):
         handle = mine.submit(PROMPT, guide=guide, **some, **way)
         (other,) = mine.run([PROMPT], guide=Thirds(), **some)
         assert settled(mine)
-        assert [found.tokens for found in handle.found] == wanted.tokens
-        scores = [found.score for found in handle.found]
+        assert [found.tokens for found in handle.beam_results] == wanted.tokens
+        scores = [found.score for found in handle.beam_results]
         np.testing.assert_allclose(scores, wanted.sequence_scores, atol=1e-4)
         assert guide.tokens == handle.tokens
         plain = kvjax.generate(one_layer(), [PROMPT], guide=Thirds(), **given, **some)
@@ -231,6 +231,6 @@ def test_a_guide_that_ends_too_early_says_so():
     given = {"num_beams": 3, "n": 2, "max_new_tokens": 16, "eos_token_ids": [7], "logprobs": 5}
     handle = mine.submit(PROMPT, guide=guide, **given)
     assert settled(mine) and guide.error == "no further" and len(guide.tokens) == 3
-    assert [found.guide.error for found in handle.found] == ["no further"] * 2
-    last = handle.found[0].logprobs[-1].likeliest
+    assert [found.guide.error for found in handle.beam_results] == ["no further"] * 2
+    last = handle.beam_results[0].logprobs[-1].likeliest
     assert [token for token, _ in last] == [7] and all(x > -np.inf for _, x in last)

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.core.trees import tree_bytes
 from kvjax.engine import second
-from kvjax.engine.drafts import Drafting, Drafts
+from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import beside_others, price_of
 from kvjax.generation.results import Meter
 from kvjax.memory import InferenceLimits
@@ -55,7 +55,7 @@ def alike(noise=0.05):
 def engine(policy="raw", draft=None, together=1, **more):
     """``together``: rows that are checked in a program; on a CPU it would be one."""
     found = engine_of(policy, lm=lm(), rows=ROWS, draft=draft, **more)
-    found._checks.together = together
+    found._speculative.together = together
     return found
 
 
@@ -131,12 +131,12 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
 def test_a_draft_misses_nothing_of_a_text():
     """It is often wrong, and proposes next what it would write behind the text itself."""
     mine, proposed = engine(draft=kvjax.DraftModel(alike(), adaptive=False), pages=40), []
-    its, propose = mine._checks._second, mine._checks._second.propose
+    its, propose = mine._speculative._draft_runner, mine._speculative._draft_runner.propose
 
     def noting(drafted, some, past):
         found = propose(drafted, some, past)
-        for at, slot, more in some:
-            text = [*slot.prompt, *slot.handle.drawn]
+        for at, seq, more in some:
+            text = [*seq.prompt, *seq.handle.drawn]
             proposed.append((text, found.tokens[at, 1 : 1 + more].tolist()))
         return found
 
@@ -190,12 +190,12 @@ def test_it_works_on_a_mesh():
 @pytest.mark.parametrize("together", [1, ROWS])
 def test_programs_leave_pools_where_they_are(together, monkeypatch):
     """Those of the model, and those of the draft, of pools that are larger than all texts."""
-    fewer = second._terms
+    fewer = second._pool_config
     monkeypatch.setattr(
         second, "_terms", lambda lm, draft, count, *more: fewer(lm, draft, 99, *more)
     )
     mine = engine(draft=kvjax.DraftModel(alike()), together=together, pages=400)
-    its, sent = mine._checks._second._rows, {}
+    its, sent = mine._speculative._draft_runner._runner, {}
 
     def noting(rows):
         run = rows.run
@@ -210,20 +210,20 @@ def test_programs_leave_pools_where_they_are(together, monkeypatch):
 
         rows.run = noted
 
-    noting(mine._rows)
+    noting(mine._runner)
     noting(its)
     mine.compile()
-    assert (its, "propose") in sent and (mine._rows, "check") in sent
+    assert (its, "propose") in sent and (mine._runner, "verify") in sent
     for (rows, name), (program, shapes, static) in sent.items():
         if name in ("propose", "check") or rows is its:
-            sizes = [sum(x.nbytes for x in jax.tree.leaves(b)) for b in rows.texts.pool.bodies]
+            sizes = [sum(x.nbytes for x in jax.tree.leaves(b)) for b in rows.prefixes.pool.bodies]
             assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 
 
 def test_drafts_rest_by_what_they_save():
     price, alone = price_of("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
-    drafts = Drafts(Drafting(kvjax.PromptLookup(shortest=1), price), text)
+    drafts = DraftState(DraftPlan(kvjax.PromptLookup(shortest=1), price), text)
     assert drafts.takes(7, alone, True) == pytest.approx((1 + price.check) / (1 + 3.8503), rel=1e-4)
     assert drafts.takes(7, lambda price: replace(price, check=9.0), True) > 2
     assert drafts.takes(0, alone, True) == math.inf
@@ -243,9 +243,9 @@ def test_drafts_rest_by_what_they_save():
     assert drafts.takes(7, alone, True) == math.inf and drafts.takes(7, alone, False) < 1
     drafts.push([3, 1] * 8)
     assert not drafts.idle(7, alone) and drafts.next(3, alone) == (3, [3, 1, 3])
-    dear = Drafts(Drafting(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
+    dear = DraftState(DraftPlan(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
     assert dear.by_model and dear.next(7, alone) == (0, [])
-    free = Drafts(Drafting(kvjax.DraftModel(lm(), 3), None), text)
+    free = DraftState(DraftPlan(kvjax.DraftModel(lm(), 3), None), text)
     free.checked(3, 0)
     assert free.next(7, alone) == (3, [])
 
@@ -258,20 +258,20 @@ def test_rows_draft_together_or_not_at_all():
     drafted = lambda: mine.stats().drafted_tokens  # noqa: E731
     first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
     until(mine, lambda: drafted() > 0)
-    (slot,) = mine._scheduler.running
+    (seq,) = mine._scheduler.running
     busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
-    assert slot.checking and first.drafts.idle(7, busy) and slot.rounds(8, 7, busy) == 0
+    assert seq.checking and first.drafts.idle(7, busy) and seq.rounds(8, 7, busy) == 0
     other = mine.submit([5, 6], max_new_tokens=16, eos_token_ids=(), draft=None)
     until(mine, lambda: len(other.tokens) > 0)
     before = drafted()
     until(mine, lambda: len(other.tokens) > 10)
     assert drafted() == before and not first.done and other.drafts is None
     assert settled(mine) and drafted() > before
-    load, price = mine._checks.load, price_of("cpu", 1, 7, 0.0)
+    load, price = mine._speculative.load, price_of("cpu", 1, 7, 0.0)
     row = lambda takes: SimpleNamespace(taking=[0], takes=lambda most, load: takes)  # noqa: E731
     assert load([])(price) == price
     assert load([row(1.4), row(0.5)])(price).check == 0.0
-    for mine._checks.together in 1, ROWS:
+    for mine._speculative.together in 1, ROWS:
         for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
             assert load([*map(row, each)])(price).check == math.inf
     assert load([row(0.5)])(price) == replace(price, check=0.0)
@@ -322,10 +322,10 @@ def test_drafts_that_an_engine_can_not_have(draft, words):
 
 def test_a_draft_takes_its_part_of_the_device():
     """Its pages, and parameters that are not the model's; the model's pages are so many fewer."""
-    own, shared = (engine(draft=draft)._checks._second for draft in (alike(), lm()))
-    cache = tree_bytes(shared._rows.texts.pool.bodies)
+    own, shared = (engine(draft=draft)._speculative._draft_runner for draft in (alike(), lm()))
+    cache = tree_bytes(shared._runner.prefixes.pool.bodies)
     assert shared.nbytes == cache and own.nbytes == cache + tree_bytes(lm().params)
-    page = sum(kind.page_bytes for kind in engine().terms.kinds)
+    page = sum(kind.page_bytes for kind in engine().pool_config.kinds)
     found = []
     for draft, pages in ((None, 10), (lm(), 10 + cache // page)):
         free = 2**30 - memory_left(lm(), batch=ROWS, capacity=MOST, memory=2**30)

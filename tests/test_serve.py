@@ -229,7 +229,8 @@ def test_the_best_of_several_samples_are_those_of_generate(running, logprobs):
 
 def test_a_beam_search_is_that_of_the_engine(running):
     search = {"n": 2, "length_penalty": 0.5, "early_stopping": True}
-    wanted = alone(running, "import", max_new_tokens=8, num_beams=3, logprobs=1, **search).found
+    handle = alone(running, "import", max_new_tokens=8, num_beams=3, logprobs=1, **search)
+    wanted = handle.beam_results
     body = {"prompt": ["import", "import"], "max_tokens": 8, "logprobs": 1, **search}
     answer = running.post(use_beam_search=True, beam_width=3, **body).json()
     assert [choice["text"] for choice in answer["choices"]] == 2 * [x.text for x in wanted]
@@ -241,7 +242,7 @@ def test_a_beam_search_is_that_of_the_engine(running):
     body = {"messages": MESSAGE, "max_tokens": 4, "best_of": 2}
     answer = running.post("chat/completions", use_beam_search=True, **body).json()
     tokens = running.lm.chat(MESSAGE)
-    (found,) = alone(running, tokens, max_new_tokens=4, num_beams=2).found
+    (found,) = alone(running, tokens, max_new_tokens=4, num_beams=2).beam_results
     assert answer["choices"][0]["message"]["content"] == found.text
     running.idle()
 

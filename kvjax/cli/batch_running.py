@@ -102,7 +102,7 @@ class Batch:
                 self._names.add(number, name_of(entry))
                 prompt, own = asked_for(entry, self._lm, self._chat)
                 settings = self._settings | {"seed": self._settings["seed"] + number} | own
-                handle = self._engine.submit(prompt, listener=self._listen, **settings)
+                handle = self._engine.submit(prompt, callback=self._listen, **settings)
             except ValueError as error:
                 self._bad(number, key, name_of(entry), error)
             else:

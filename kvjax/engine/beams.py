@@ -3,13 +3,18 @@ with. Its steps are those of ``kvjax.generation.beams.steps``, of the likeliest 
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from kvjax.core.device import fetch
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, PerRow
+from kvjax.engine.programs import EngineState
 from kvjax.engine.request import MOST_ENDS, Request
 from kvjax.generation.beams.guided import BeamGuides, go_along
 from kvjax.generation.beams.history import History
@@ -17,6 +22,8 @@ from kvjax.generation.beams.results import best
 from kvjax.generation.beams.steps import Numbers, begun, extended
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
+from kvjax.placement.pages import copied_pages
+from kvjax.prefixes.checkpoints import own, with_own
 from kvjax.sampling.scores import MOST_SCORES, Scores, TokenScore
 
 _begun = jax.jit(begun, static_argnames=("beams", "scores"))
@@ -24,7 +31,7 @@ _extended = jax.jit(extended, static_argnames=("beams", "scores"))
 
 
 @dataclass(frozen=True)
-class Found:
+class BeamResult:
     """A text that a search has found: its ``text`` and ``tokens``; ``score``, what it is worth;
     ``logprobs``, of its tokens, where they were asked for; ``reason``: ``"eos"`` or ``"length"``;
     ``guide``: behind its tokens, of a search with one; ``starts``: of each token, the characters
@@ -40,7 +47,7 @@ class Found:
     starts: list[int]
 
 
-class BeamRows:
+class BeamSearchState:
     """The beams of a request, each a row of the engine from the second token on.
 
     ``width``: beams; ``running``: whether they have rows; ``going``: the beams that are fed next;
@@ -97,7 +104,7 @@ class BeamRows:
             self._step()
         return bool(self._state.done.all())
 
-    def found(self) -> list[Found]:
+    def results(self) -> list[BeamResult]:
         """The best texts, the best one first."""
         request, ended = self._request, self._state.ended
         if request.scores is not None:
@@ -113,7 +120,7 @@ class BeamRows:
             if guide is not None:
                 go_along(guide, tokens, self._words)
             found.append(
-                Found(text.text, tokens, score, told, str(text.reason), guide, text.starts())
+                BeamResult(text.text, tokens, score, told, str(text.reason), guide, text.starts())
             )
         return found
 
@@ -154,14 +161,21 @@ class BeamRows:
     def _extended(self, known: Any, eos: Any) -> tuple[Any, Any]:
         search, limit = self._search, self._request.limit
         numbers: Any = (
-            np.float32(search.length_penalty), np.int32(search.early_stopping),
+            np.float32(search.length_penalty),
+            np.int32(search.early_stopping),
             np.float32(search.diversity_penalty),
-        )  # fmt: skip
+        )
         with _on_the_host():
             found = _extended(
-                self._state, known, known, eos, Numbers(*numbers), np.int32(limit), self._beams,
+                self._state,
+                known,
+                known,
+                eos,
+                Numbers(*numbers),
+                np.int32(limit),
+                self._beams,
                 None,
-            )  # fmt: skip
+            )
             return fetch(found)
 
     def _scores(self, steps: np.ndarray, beams: np.ndarray, tokens: np.ndarray) -> Scores:
@@ -191,3 +205,62 @@ def _on_the_host() -> Any:
     """Where small programs run that nobody should wait behind."""
     device = _cpu()
     return contextlib.nullcontext() if device is None else jax.default_device(device)
+
+
+@state
+class BranchInputs:
+    """``count``: int32[], rows that go on from others, the first of ``targets``, each from its
+    entry of ``sources``, none of which is a target; ``pages``: of each kind of layers, pages and
+    what is copied to them, -1 for none. ``rows``: whose newest tokens are ``tokens`` instead,
+    numbers that are no row's behind the last. int32[rows] each."""
+
+    count: Array
+    sources: PerRow
+    targets: PerRow
+    pages: tuple[tuple[PerRow, PerRow], ...]
+    rows: PerRow
+    tokens: PerRow
+
+
+@functools.partial(jax.jit, static_argnames="kinds", donate_argnames="held")
+def branch(held: EngineState, branches: BranchInputs, *, kinds: Any) -> tuple[EngineState, None]:
+    """Let rows have what others have beside full pages, and stand where these do; and rows another
+    newest token. ``kinds``: the numbers of the layers of each kind. Of the texts that filters go by
+    nothing is taken along."""
+    cache = held.cache
+
+    def copy(number: Array, tree: Any) -> Any:
+        source, target = branches.sources[number], branches.targets[number]
+        return jax.tree.map(lambda x: x.at[target].set(x[source]), tree)
+
+    owns = [own(layer.near()) for layer in cache.layers], cache.written, held.progress
+    owns, written, progress = lax.fori_loop(0, branches.count, copy, owns)
+    layers = [with_own(layer, mine) for layer, mine in zip(cache.layers, owns, strict=True)]
+    for entries, (sources, targets) in zip(kinds, branches.pages, strict=True):
+        for entry in entries:
+            layer = layers[entry]
+            body, placement = (layer.keys, layer.values), layer.policy.placement
+            keys, values = copied_pages(body, layer.orders, placement, sources, targets)
+            layers[entry] = replace(layer, keys=keys, values=values)
+    token = progress.token.at[branches.rows].set(branches.tokens, mode="drop")
+    cache = replace(cache, layers=tuple(layers), written=written)
+    return replace(held, cache=cache, progress=replace(progress, token=token)), None
+
+
+def branch_inputs(
+    rows: int,
+    pairs: Sequence[tuple[int, int]],
+    pages: Sequence[Sequence[tuple[int, int]]],
+    newest: Sequence[tuple[int, int]],
+) -> BranchInputs:
+    """Of an engine of so many rows: ``pairs`` of rows, and of each kind of ``pages``, sources and
+    targets; ``newest``: rows and tokens."""
+
+    def columns(some: Sequence[tuple[int, int]], fill: int) -> Any:
+        found = np.full((2, rows), fill, np.int32)
+        found[:, : len(some)] = np.reshape(some, (-1, 2)).T
+        return tuple(found)
+
+    (sources, targets), (led, tokens) = columns(pairs, 0), columns(newest, rows)
+    count, copied = np.int32(len(pairs)), tuple(columns(some, -1) for some in pages)
+    return BranchInputs(count, sources, targets, copied, led, tokens)  # type: ignore[arg-type]

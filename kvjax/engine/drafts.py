@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.engine.lookups import Lookups
-from kvjax.generation.drafts.acceptance import Acceptance, Price
-from kvjax.generation.drafts.asked import Draft, PromptLookup
+from kvjax.generation.drafts.acceptance import Acceptance, Price, price_of
+from kvjax.generation.drafts.asked import Draft, DraftModel, PromptLookup, draft_of, relative_size
+from kvjax.generation.loaded_model import LanguageModel
 
 Load = Callable[[Price], Price]
 """What a draft's price is beside the rows that decode now."""
-CHECKED = 7
+MAX_DRAFT_TOKENS = 7
 """Tokens of a draft that a program checks, at most."""
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftPlan:
     """How a request's tokens are to be drafted; ``price``: of a draft, None where that does not
     matter."""
 
@@ -26,14 +26,16 @@ class Drafting:
     price: Price | None
 
 
-class Drafts:
+class DraftState:
     """Of a request, as its text goes on; ``by_model``: whether the engine's draft proposes them."""
 
-    def __init__(self, drafting: Drafting, tokens: Sequence[int]) -> None:
+    def __init__(self, drafting: DraftPlan, tokens: Sequence[int]) -> None:
         draft = drafting.draft
-        self._most, self._price = draft.length or CHECKED, drafting.price
+        self._most, self._price = draft.length or MAX_DRAFT_TOKENS, drafting.price
         self._fared = Acceptance.new(1)
-        self._lookups = Lookups(draft, tokens) if isinstance(draft, PromptLookup) else None
+        self._lookups = (
+            PromptLookupState(draft, tokens) if isinstance(draft, PromptLookup) else None
+        )
         self.by_model = self._lookups is None
 
     def push(self, tokens: Sequence[int]) -> None:
@@ -82,3 +84,74 @@ class Drafts:
         sent, right, active = np.array([count]), np.array([accepted]), np.array([True])
         each: Any = sent, right, self._most, self._price, active
         self._fared = self._fared.after(*each)
+
+
+class PromptLookupState:
+    """The text of a request, and where its beginnings have ended before: see ``PromptLookup``."""
+
+    def __init__(self, draft: PromptLookup, tokens: Sequence[int]) -> None:
+        self._draft, self._text = draft, list(tokens[:1])
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.push(tokens[1:])
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+        for token in tokens:
+            for count in range(self._draft.shortest, self._draft.longest + 1):
+                if count <= len(self._text):
+                    self._ends[tuple(self._text[-count:])] = len(self._text)
+            self._text.append(token)
+
+    def found(self, most: int) -> list[int]:
+        """So many tokens that it may go on with; none where nothing was met before."""
+        for count in range(self._draft.longest, self._draft.shortest - 1, -1):
+            end = self._ends.get(tuple(self._text[-count:])) if count <= len(self._text) else None
+            if end is not None:
+                followed = self._text[end:]
+                return [followed[n % len(followed)] for n in range(most)]
+        return []
+
+
+ENGINE_DRAFT = "engine"
+"""What the engine was made with."""
+
+
+@dataclass(frozen=True)
+class DraftPlanner:
+    """What requests of an engine can be drafted by.
+
+    ``lm``: the model; ``own``: what the engine was made with, None for nothing; ``platform``; and
+    how many rows are checked ``together``.
+    """
+
+    lm: LanguageModel
+    own: Draft | None
+    platform: str
+    together: int
+
+    def asked(self, given: Any, guide: Any, beams: int) -> DraftPlan | None:
+        """For a request that asks for ``given``; None for nothing.
+
+        Raises:
+          ValueError: if it is no draft, or a model that the engine does not have; for a guide that
+            can't be copied.
+        """
+        along = guide is None or hasattr(guide, "copy")
+        if isinstance(given, str) and given == ENGINE_DRAFT:
+            # Not asked for: where it can't be, the request goes without.
+            draft = self.own if along and beams == 1 else None
+        else:
+            draft = draft_of(self.lm, given)
+        if draft is None:
+            return None
+        if isinstance(draft, DraftModel) and draft is not self.own:
+            raise ValueError(
+                "an engine drafts with the model that it was made with, Engine(lm, draft=...): a "
+                "request asks for that, 'engine', or for 'lookup', a PromptLookup or None"
+            )
+        if not along:
+            raise ValueError("a guide beside a draft has copy(), and goes along it with that")
+        if not draft.adaptive:
+            return DraftPlan(draft, None)
+        share = relative_size(self.lm, draft.lm) if isinstance(draft, DraftModel) else 0.0
+        return DraftPlan(draft, price_of(self.platform, self.together, MAX_DRAFT_TOKENS, share))

@@ -4,25 +4,24 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from kvjax.core.checks import truth_value, whole_number
 from kvjax.core.context import outside, sending
-from kvjax.engine.arrays import alike
-from kvjax.engine.checks import Checks
-from kvjax.engine.draft_request import Proposers
-from kvjax.engine.flights import Flight, Flights
-from kvjax.engine.handle import Handle
-from kvjax.engine.memory import Memory
-from kvjax.engine.request import Asking, Request, asked
-from kvjax.engine.rows import Rows
-from kvjax.engine.runs import Runs
+from kvjax.engine.cache_manager import CacheManager
+from kvjax.engine.draft_model import draft_runner_of
+from kvjax.engine.drafts import DraftPlanner
+from kvjax.engine.handle import Handle, Piece
+from kvjax.engine.model_runner import ModelRunner, alike
+from kvjax.engine.pool_config import DEFAULT_ROWS, engine_pool_config, max_sequence_length
+from kvjax.engine.request import Request, RequestParams, asked
+from kvjax.engine.results import InFlightStep, InFlightSteps
 from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.second import second_of
+from kvjax.engine.speculative import SpeculativeDecoder
 from kvjax.engine.stats import Counters, EngineStats, counted
-from kvjax.engine.terms import DEFAULT_ROWS, engine_terms, longest
 from kvjax.generation.aot.compiling import Compiled
+from kvjax.generation.best_of import best_rows
 from kvjax.generation.drafts.asked import DraftChoice, draft_of
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
@@ -33,7 +32,7 @@ from kvjax.prefixes.terms import in_bytes
 from kvjax.prefixes.texts import Texts
 
 
-class Engine(Runs):
+class Engine:
     """Requests that come and go, in the rows of one paged cache: continuous batching (Yu et al.,
     Orca, OSDI 2022), with chunks of prompts between rounds of decoding (Agrawal et al.,
     Sarathi-Serve, arXiv:2403.02310) over pages (Kwon et al., arXiv:2309.06180).
@@ -107,23 +106,36 @@ class Engine(Runs):
         exact = truth_value("exact", exact)
         prefix_cache = truth_value("prefix_cache", prefix_cache)
         own = draft_of(lm, draft)
-        second = second_of(lm, own, count, longest(lm, limits), prefill_chunk)
-        self.terms = engine_terms(
-            lm, policy, limits, pages, memory, prefill_chunk, rounds, exact, checkpoint_every,
-            0 if second is None else second.nbytes, rotary_len,
-        )  # fmt: skip
+        second = draft_runner_of(lm, own, count, max_sequence_length(lm, limits), prefill_chunk)
+        self.pool_config = engine_pool_config(
+            lm,
+            policy,
+            limits,
+            pages,
+            memory,
+            prefill_chunk,
+            rounds,
+            exact,
+            checkpoint_every,
+            0 if second is None else second.nbytes,
+            rotary_len,
+        )
         least = prefill_chunk + count
         tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)
         host = in_bytes("host_memory", host_memory)
-        self._texts = Texts(self.terms, (host, 0, None))
-        self._rows = Rows(lm, self.terms, self._texts, count, rounds, exact)
-        self._memory = Memory(self._rows, host, prefix_cache)
+        self._prefixes = Texts(self.pool_config, (host, 0, None))
+        self._runner = ModelRunner(lm, self.pool_config, self._prefixes, count, rounds, exact)
+        self._cache_manager = CacheManager(self._runner, host, prefix_cache)
         self._counters = Counters()
-        self._checks = Checks(self._rows, second)
-        self._scheduler = Scheduler(self._rows, self._memory, self._checks, tokens, self._counters)
-        self._proposers = Proposers(lm, own, self._rows.platform, self._checks.together)
+        self._speculative = SpeculativeDecoder(self._runner, second)
+        self._scheduler = Scheduler(
+            self._runner, self._cache_manager, self._speculative, tokens, self._counters
+        )
+        self._draft_planner = DraftPlanner(
+            lm, own, self._runner.platform, self._speculative.together
+        )
         self._ahead = limits.prefetch_steps
-        self._flights = Flights(self._counters, self._memory.land, self._end)
+        self._in_flight = InFlightSteps(self._counters, self._cache_manager.land, self._end)
         self._inbox: deque[Callable[[], Any]] = deque()
         self._numbers, self.stepping = itertools.count(1), threading.RLock()
 
@@ -133,21 +145,21 @@ class Engine(Runs):
         is what chooses in a beam search of a width, and what scores prompts."""
         start, meter = time.perf_counter(), Meter()
         with meter.running():
-            programs = self._rows.compile() + self._checks.compile()
+            programs = self._runner.compile() + self._speculative.compile()
         return Compiled(time.perf_counter() - start, programs, meter.compilations, None)
 
     def submit(
         self,
         prompt: str | Sequence[int],
         *,
-        listener: Callable[[Handle], None] | None = None,
-        **settings: Unpack[Asking],
+        callback: Callable[[Handle], None] | None = None,
+        **settings: Unpack[RequestParams],
     ) -> Handle:
         """Ask for a text, from any thread; it comes with the steps that follow.
 
         Args:
           prompt: a text, or token ids.
-          listener: called, in the thread of ``step``, when the request has something new or ended.
+          callback: called, in the thread of ``step``, when the request has something new or ended.
           max_new_tokens, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
             frequency_penalty, presence_penalty, no_repeat_ngram_size, logit_bias, min_new_tokens,
             stop, eos_token_ids: as of ``generate``.
@@ -162,21 +174,21 @@ class Engine(Runs):
           tenant: whose prefixes it shares; by default everybody's who names none.
           priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.
           num_beams, n, length_penalty, early_stopping: a beam search, as of ``generate``: each beam
-            takes a row. ``Handle.found`` has its ``n`` best texts, and the handle the best of them,
-            when it is at its end; who gives its memory away begins again. Penalties and a bias go
-            with none, and beams and tokens that end a text are 20 together, at most.
+            takes a row. ``Handle.beam_results`` has its ``n`` best texts, and the handle the
+            best of them, when it is at its end; who gives its memory away begins again. Penalties
+            and a bias go with none, and beams and tokens that end a text are 20 together, at most.
 
         Raises:
           ValueError: naming what can't be, and its limit.
         """
         request = self.check(prompt, **settings)
-        handle = Handle(request, next(self._numbers), self._rows.lm.tokenizer, listener)
+        handle = Handle(request, next(self._numbers), self._runner.lm.tokenizer, callback)
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
 
-    def check(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Request:
+    def check(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Request:
         """What ``submit`` would have it do, or the ``ValueError`` that it would raise."""
-        return asked(self._proposers, self.terms, self._rows.count, prompt, **settings)
+        return asked(self._draft_planner, self.pool_config, self._runner.count, prompt, **settings)
 
     def cancel(self, handle: Handle) -> None:
         """End a request as it is, from any thread; its pages are free with the next step."""
@@ -199,19 +211,72 @@ class Engine(Runs):
             return self.busy
 
     def _step(self) -> None:
-        told, flight = self._take_in(), Flight()
+        told, flight = self._take_in(), InFlightStep()
         try:
             self._scheduler.send(flight)
         finally:  # what was sent comes back, whatever stopped the rest
-            self._flights.add(flight)
+            self._in_flight.add(flight)
         # What waits fits alone, so that somebody can always go on.
-        assert self._flights or told or not self._scheduler.handles, "no request goes on"
-        self._flights.absorb(self._ahead if flight.sent else 0)
+        assert self._in_flight or told or not self._scheduler.handles, "no request goes on"
+        self._in_flight.absorb(self._ahead if flight.sent else 0)
 
     @property
     def busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._flights or self._inbox or self._scheduler.handles)
+        return bool(self._in_flight or self._inbox or self._scheduler.handles)
+
+    def run(
+        self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[RequestParams]
+    ) -> list[Handle]:
+        """Submit requests with the same settings, each with a seed one higher than the one before,
+        and a copy of the guide, and step until all have ended."""
+        first, handles, guide = settings.get("seed", 0), [], settings.get("guide")
+        if guide is not None and len(prompts) > 1 and not hasattr(guide, "copy"):
+            raise ValueError(
+                "a guide of several requests has copy(): each goes along one of its own"
+            )
+        for number, prompt in enumerate(prompts):
+            settings["seed"] = first + number
+            if guide is not None and len(prompts) > 1:
+                settings["guide"] = guide.copy()  # type: ignore[attr-defined]
+            handles.append(self.submit(prompt, **settings))
+        while not all(handle.done for handle in handles):
+            self.step()
+        return handles
+
+    def best_of(
+        self, prompt: str | Sequence[int], samples: int, **settings: Unpack[RequestParams]
+    ) -> list[Handle]:
+        """Of so many samples of a prompt, each with a seed one higher than the one before, the
+        ``n`` with the highest mean log-probability, by default one, the best one first; as
+        ``best_of`` of ``generate``.
+
+        Raises:
+          ValueError: as of ``submit``; if there are fewer samples than are to be the best, or a
+            search.
+          NonFiniteError: if logits are not finite numbers.
+        """
+        n = whole_number("n", settings.pop("n", 1), 1)
+        samples = whole_number("samples", samples, n)
+        if settings.get("num_beams", 1) != 1:
+            raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
+        if settings.get("logprobs") is None:
+            settings["logprobs"] = 0
+        handles = self.run([prompt] * samples, **settings)
+        for handle in handles:
+            if handle.error is not None:
+                raise handle.error
+        (rows,), _ = best_rows([handle.logprobs or [] for handle in handles], samples, n)
+        return [handles[row] for row in rows.tolist()]
+
+    def stream(self, handle: Handle) -> Iterator[Piece]:
+        """A request's text as it comes, by steps that do the work of all. Who stops in the middle
+        may go on later, or ``cancel`` it.
+
+        Raises:
+          NonFiniteError: if its logits are not finite numbers.
+        """
+        return handle.pieces(self.step, self.stepping)
 
     def update(self, params: Any) -> None:
         """Send other parameters from the next step on, from any thread: requests go on with them,
@@ -220,18 +285,22 @@ class Engine(Runs):
         Raises:
           ValueError: if they are not of the same shapes and dtypes, or elsewhere.
         """
-        params = alike(params, self._rows.params)
-        self._inbox.append(lambda: self._memory.swap(params))
+        params = alike(params, self._runner.params)
+        self._inbox.append(lambda: self._cache_manager.swap(params))
 
     def stats(self) -> EngineStats:
         """What it has done, and has; from any thread."""
         scheduler = self._scheduler
         return EngineStats(
-            **counted(self._counters), **self._rows.pages.counted(), rows=self._rows.count,
-            running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self._inbox),
-            parked_bytes=self._memory.parked, **self._rows.allocated,
-            draft_bytes=self._checks.draft_bytes,
-        )  # fmt: skip
+            **counted(self._counters),
+            **self._runner.page_tables.counted(),
+            rows=self._runner.count,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(self._inbox),
+            swapped_bytes=self._cache_manager.swapped,
+            **self._runner.allocated,
+            draft_bytes=self._speculative.draft_bytes,
+        )
 
     def _take_in(self) -> bool:
         """What was asked from outside, and whose time is over; whether there was something."""
@@ -250,7 +319,7 @@ class Engine(Runs):
 
     def _fail(self, error: Exception) -> None:
         """End all requests."""
-        for handle in {*self._flights.lost(), *self._scheduler.handles}:
-            handle.error, handle.flying = handle.error or error, 0
+        for handle in {*self._in_flight.lost(), *self._scheduler.handles}:
+            handle.error, handle.in_flight = handle.error or error, 0
             if not handle.done:
                 self._end(handle, "error")

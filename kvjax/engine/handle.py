@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.core.device import fetch
-from kvjax.engine.beams import BeamRows, Found
-from kvjax.engine.drafts import Drafts
+from kvjax.engine.beams import BeamResult, BeamSearchState
+from kvjax.engine.drafts import DraftState
 from kvjax.engine.request import Request
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import bits_along, bits_of
@@ -43,8 +43,8 @@ class Handle:
 
     ``request``: what was asked for. ``error``: why it could not go on, else None.
     ``cached_tokens``: of its prompt, those that were not computed for it. ``preemptions``: how
-    often it gave its memory to others. ``times``: when what happened. ``found``: the best texts of
-    a beam search, when it has come to its end; the best one is the request's own.
+    often it gave its memory to others. ``times``: when what happened. ``beam_results``: the best
+    texts of a beam search, when it has come to its end; the best one is the request's own.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class Handle:
         request: Request,
         number: int,
         tokenizer: Tokenizer | None,
-        listener: "Callable[[Handle], None] | None" = None,
+        callback: "Callable[[Handle], None] | None" = None,
     ) -> None:
         self.request, self.number = request, number
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
-        self._text, self._listener = _row_text(request, tokenizer), listener
+        self._text, self._callback = _row_text(request, tokenizer), callback
         self._scores: list[TokenScore] = []
         self._prompt_scores: list[TokenScore] = []
         self._told = 0
-        self.found: list[Found] = []
+        self.beam_results: list[BeamResult] = []
         # The engine's own: all tokens that were chosen, those behind a stop string among them;
         # programs under way that it is in; what it has on the host while it waits; its drafts.
         self.drawn: list[int] = []
-        self.flying = 0
-        self.parked: Any = None
+        self.in_flight = 0
+        self.swapped: Any = None
         drafting = request.drafting
-        self.drafts = None if drafting is None else Drafts(drafting, request.tokens)
-        self.beams = None if request.search is None else BeamRows(request, tokenizer)
+        self.drafts = None if drafting is None else DraftState(drafting, request.tokens)
+        self.beams = None if request.search is None else BeamSearchState(request, tokenizer)
 
     def __repr__(self) -> str:
         state = self.reason or "not done"
@@ -169,8 +169,8 @@ class Handle:
     def searched(self) -> None:
         """Take in what its search has found."""
         assert self.beams is not None
-        self.found = self._tried(self.beams.found) or []
-        for best in self.found[:1]:
+        self.beam_results = self._tried(self.beams.results) or []
+        for best in self.beam_results[:1]:
             tokens, told = best.tokens, best.logprobs or []
             self.pushed(tokens[:-1], told[:-1])
             if self.request.guide is not None:
@@ -186,8 +186,8 @@ class Handle:
 
     def tell(self) -> None:
         """Tell whoever listens that there is something new."""
-        if self._listener is not None:
-            self._tried(self._listener, self)
+        if self._callback is not None:
+            self._tried(self._callback, self)
 
     def allowed(self, words: int, beam: int = 0) -> Any:
         """uint32[words]: bits of the tokens that may come next, of a search behind a beam, where it

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 
 from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
+from kvjax.core.trees import state
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
-from kvjax.engine.calls import Asked, Held, Piece, Report, Rounds
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose, whole
@@ -26,8 +26,109 @@ from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
 from kvjax.sampling.filters import EVERY, Allowed, Logits
 from kvjax.sampling.history import Past
+from kvjax.sampling.params import Sampling
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
+
+
+@state
+class EngineState:
+    """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
+    program; ``progress``, where each row stands; ``past``: the text of each row, which its filters
+    go by, where they do; else anything."""
+
+    cache: KVCache
+    progress: Progress
+    past: Past
+
+
+@state
+class SamplingParams:
+    """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
+    tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
+    the likeliest tokens that are told; ``search``: bool, whether these are of those allowed."""
+
+    sampling: Sampling
+    limit: PerRow
+    scores: PerRow
+    search: RowMask
+
+
+@state
+class PrefillInputs:
+    """A chunk of the prompts of some rows.
+
+    ``rows``: int32[n], which; ``tokens``: int32[n, new], ``lengths`` of them real, behind the
+    ``starts`` that they have; ``tables``: of each kind of layers, int32[n, columns]. ``fresh``:
+    bool[n], rows that begin, and have nothing but pages; ``ends``: bool[n], prompts that end here;
+    ``forced``: int32[n], their first tokens, where these are known, or -1; ``allowed``: bits of
+    what these may be.
+    """
+
+    rows: PerRow
+    tokens: Tokens
+    lengths: PerRow
+    starts: PerRow
+    tables: tuple[Array, ...]
+    fresh: RowMask
+    ends: RowMask
+    forced: PerRow
+    allowed: Allowed
+    asked: SamplingParams
+
+
+@state
+class DecodeInputs:
+    """Some rounds of decoding, of all rows in order, or of some.
+
+    ``rows``: int32[n], which; ``lengths``: int32[n], tokens that each has in the cache; ``rounds``:
+    int32[n], how many it takes part in; ``tables``: as of ``PrefillInputs``; ``forced``: int32[n,
+    most], tokens that are known already, or -1. ``allowed``: bits of what the first of them may be.
+    """
+
+    rows: PerRow
+    lengths: PerRow
+    rounds: PerRow
+    tables: tuple[Array, ...]
+    forced: Int[Array, "rows most"]
+    allowed: Allowed
+    asked: SamplingParams
+
+
+@state
+class VerifyInputs:
+    """Drafts of some rows.
+
+    ``rows``: int32[n], which; ``tokens``: int32[n, 1 + most], each row's newest token, and behind
+    it ``count`` drafted ones, int32[n]; ``starts``: int32[n], tokens that each has in the cache;
+    ``tables``: of each kind of layers, int32[n, columns]. ``allowed``:
+    bits of what may come behind each token.
+    """
+
+    rows: PerRow
+    tokens: Tokens
+    count: PerRow
+    starts: PerRow
+    tables: tuple[Array, ...]
+    allowed: UInt[Array, "rows places words"]
+    asked: SamplingParams
+
+
+@state
+class ProgramOutput:
+    """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
+    as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
+    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache; ``prompt``: scores of the
+    tokens of a prompt, [1, new], each of the next one, if they were requested."""
+
+    tokens: Int[Array, "rows most"]
+    scores: Scores
+    count: PerRow
+    done: RowMask
+    broken: RowMask
+    status: PerRow
+    prompt: Scores | None = None
+
 
 SCORED = 32
 """Places of a prompt that are scored at once."""
@@ -35,8 +136,12 @@ SCORED = 32
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
 def feed(
-    held: Held, model: Model, params: Any, piece: Piece, following: Tokens | None = None
-) -> tuple[Held, Report]:
+    held: EngineState,
+    model: Model,
+    params: Any,
+    piece: PrefillInputs,
+    following: Tokens | None = None,
+) -> tuple[EngineState, ProgramOutput]:
     """Feed a chunk of prompts, and choose the first token of those that end in it; ``following``:
     int32[1, new], the token after each one of a single prompt, to be scored."""
     before = some_of(held, piece.rows)
@@ -58,7 +163,7 @@ def feed(
     progress = jax.tree.map(
         lambda new, old: jnp.where(piece.ends, new, old), progress, before.progress
     )
-    after = Held(context.cache, progress, past)
+    after = EngineState(context.cache, progress, past)
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
     report = replace(report_of(after, tokens, scores), prompt=told)
     return with_some(held, piece.rows, after), report
@@ -66,8 +171,8 @@ def feed(
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
 def decode(
-    held: Held, model: Model, params: Any, call: Rounds, *, exact: bool
-) -> tuple[Held, Report]:
+    held: EngineState, model: Model, params: Any, call: DecodeInputs, *, exact: bool
+) -> tuple[EngineState, ProgramOutput]:
     """Decode, until each row has taken part in its rounds, or is done; ``exact``: such that what it
     gets does not depend on the others."""
     before, (rows, most) = some_of(held, call.rows), call.forced.shape
@@ -100,18 +205,21 @@ def decode(
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
         tokens, scores = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            (tokens, scores), (progress.token, found),
-        )  # fmt: skip
+            (tokens, scores),
+            (progress.token, found),
+        )
         return step + 1, context, progress, past, (tokens, scores)
 
     begin = jnp.int32(0), context, before.progress, before.past, out
     _, context, progress, past, (tokens, scores) = lax.while_loop(go_on, one, begin)
-    after = Held(context.cache, progress, past)
+    after = EngineState(context.cache, progress, past)
     return with_some(held, call.rows, after), report_of(after, tokens, scores)
 
 
 @functools.partial(jax.jit, donate_argnames="held")
-def mark(held: Held, row: Array, tokens: Int[Array, " n"], length: Array) -> tuple[Held, None]:
+def mark(
+    held: EngineState, row: Array, tokens: Int[Array, " n"], length: Array
+) -> tuple[EngineState, None]:
     """Let a row's text be so many of these tokens, padded with numbers that are none's."""
     past = held.past
     assert past.seen is not None and past.tokens is not None and past.length is not None
@@ -125,7 +233,7 @@ def mark(held: Held, row: Array, tokens: Int[Array, " n"], length: Array) -> tup
 
 
 @functools.partial(jax.jit, static_argnames="splits")
-def take(held: Held, row: Array, parts: list[Array], *, splits: Any) -> Any:
+def take(held: EngineState, row: Array, parts: list[Array], *, splits: Any) -> Any:
     """What a row has beside full pages, and where it stands.
 
     ``parts``: of each kind of layers whose pages are of blocks int32[1], the page that is not full;
@@ -147,7 +255,7 @@ def take(held: Held, row: Array, parts: list[Array], *, splits: Any) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnames="held")
-def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
+def put(held: EngineState, row: Array, rows: Any, stands: Any) -> tuple[EngineState, None]:
     """A row with what ``take`` gave of its layers, and where it stands."""
     cache = held.cache
 
@@ -160,10 +268,10 @@ def put(held: Held, row: Array, rows: Any, stands: Any) -> tuple[Held, None]:
         for layer, mine in zip(cache.layers, owns, strict=True)
     )
     cache = replace(cache, layers=layers, written=into(cache.written, written))
-    return Held(cache, *into((held.progress, held.past), stands)), None
+    return EngineState(cache, *into((held.progress, held.past), stands)), None
 
 
-def some_of(held: Held, rows: PerRow) -> Held:
+def some_of(held: EngineState, rows: PerRow) -> EngineState:
     """Some rows, int32[n]; what is behind the last is anything. All of them, in order, are as they
     are."""
     if len(rows) == held.cache.batch:
@@ -174,10 +282,10 @@ def some_of(held: Held, rows: PerRow) -> Held:
         lambda x: jnp.take(x, rows, axis=0, mode="clip"),
         (cache.written, held.progress, held.past),
     )
-    return Held(replace(cache, layers=layers, written=written), progress, past)
+    return EngineState(replace(cache, layers=layers, written=written), progress, past)
 
 
-def with_some(held: Held, rows: PerRow, after: Held) -> Held:
+def with_some(held: EngineState, rows: PerRow, after: EngineState) -> EngineState:
     """With some rows as a program has left them; lengths and tables are given with the next."""
     cache, new = held.cache, after.cache
     if len(rows) == cache.batch:
@@ -189,7 +297,7 @@ def with_some(held: Held, rows: PerRow, after: Held) -> Held:
     both = zip(cache.layers, new.layers, strict=True)
     layers = tuple(layer.with_rows(rows, found) for layer, found in both)
     cache = replace(cache, layers=layers, written=into(cache.written, new.written))
-    return Held(cache, into(held.progress, after.progress), into(held.past, after.past))
+    return EngineState(cache, into(held.progress, after.progress), into(held.past, after.past))
 
 
 def context_of(
@@ -212,9 +320,9 @@ def written_to(cache: KVCache, ends: PerRow) -> Array:
     return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)
 
 
-def report_of(after: Held, tokens: Array, scores: Scores) -> Report:
+def report_of(after: EngineState, tokens: Array, scores: Scores) -> ProgramOutput:
     progress = after.progress
-    return Report(
+    return ProgramOutput(
         tokens, scores, progress.count, progress.done, progress.broken, after.cache.status
     )
 
@@ -236,31 +344,50 @@ def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Co
 
 
 def choose_next(
-    progress: Progress, past: Past, logits: Logits, context: Context, asked: Asked, forced: PerRow,
+    progress: Progress,
+    past: Past,
+    logits: Logits,
+    context: Context,
+    asked: SamplingParams,
+    forced: PerRow,
     allowed: Allowed | None,
-) -> tuple[Progress, Past, Scores]:  # fmt: skip
+) -> tuple[Progress, Past, Scores]:
     """The next token of the rows that are not done, and its scores where some row asks for them."""
     settings, cache = asked.sampling, context.cache
     filters = replace(settings.filters, mesh=cache is not None and cache.spread is not None)
     logits = whole(logits, context)
     after, then = choose(
-        progress, past, logits, filters, settings, asked.limit,
-        forced=forced, allowed=allowed,
-    )  # fmt: skip
+        progress,
+        past,
+        logits,
+        filters,
+        settings,
+        asked.limit,
+        forced=forced,
+        allowed=allowed,
+    )
     batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
 
     def scored(logits: Logits) -> Scores:
         filtered = filter_logits(
-            logits.astype(jnp.float32), filters, settings, count=progress.count,
-            past=past, allowed=allowed,
-        )  # fmt: skip
+            logits.astype(jnp.float32),
+            filters,
+            settings,
+            count=progress.count,
+            past=past,
+            allowed=allowed,
+        )
         among = None
         if allowed is not None:
             among = jnp.where(asked.search[:, None], allowed, EVERY)
         found = scores_of(
-            logits, after.token, most, filtered=filtered, temperature=settings.temperature,
+            logits,
+            after.token,
+            most,
+            filtered=filtered,
+            temperature=settings.temperature,
             among=among,
-        )  # fmt: skip
+        )
         more = ((0, 0), (0, MOST_SCORES - most))
         likeliest = jnp.pad(found.likeliest, more, constant_values=-jnp.inf)
         return replace(found, ids=jnp.pad(found.ids, more), likeliest=likeliest)

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from kvjax.core.checks import plain, short, whole_number
-from kvjax.engine.beam_request import most_pages, search_of
-from kvjax.engine.draft_request import ENGINES, Proposers
-from kvjax.engine.drafts import Drafting
-from kvjax.generation.beams.searching import Search
+from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
+from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.inputs import biases, end_tokens, stop_strings, token_ids, told_scores
 from kvjax.generation.options import Options
 from kvjax.policies.positions import positions_needed
 from kvjax.prefixes.keys import named
+from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.terms import Terms
-from kvjax.sampling.params import Sampling, make_settings
+from kvjax.sampling.params import Filters, Sampling, make_settings
+from kvjax.sampling.scores import MOST_SCORES
 
 MOST_ENDS = 16
 """End-of-text tokens that a request can have."""
@@ -25,7 +25,7 @@ MOST_BIASED = 304
 """Tokens whose logits a request can change."""
 
 
-class Asking(TypedDict, total=False):
+class RequestParams(TypedDict, total=False):
     """The keywords of ``Engine.submit``."""
 
     max_new_tokens: int
@@ -83,7 +83,7 @@ class Request:
     deadline: float | None
     by_text: bool
     guide: Guide | None
-    drafting: Drafting | None
+    drafting: DraftPlan | None
     search: Search | None
     least: int
 
@@ -94,8 +94,8 @@ class Request:
 
 
 def asked(
-    proposers: Proposers,
-    terms: Terms,
+    proposers: DraftPlanner,
+    pool_config: Terms,
     rows: int,
     prompt: str | Sequence[int],
     *,
@@ -117,7 +117,7 @@ def asked(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     guide: Guide | None = None,
-    draft: PromptLookup | str | None = ENGINES,
+    draft: PromptLookup | str | None = ENGINE_DRAFT,
     tenant: Hashable = None,
     priority: int = 0,
     deadline: float | None = None,
@@ -139,19 +139,20 @@ def asked(
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     need = positions_needed(len(tokens), limit)
-    if need > terms.max_len:
-        name = "rotary_len" if terms.max_len == terms.rotary_len else "max_seq_len"
+    if need > pool_config.max_len:
+        name = "rotary_len" if pool_config.max_len == pool_config.rotary_len else "max_seq_len"
         raise ValueError(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} need {need} positions, but "
-            f"the engine's {name} is {terms.max_len}"
+            f"the engine's {name} is {pool_config.max_len}"
         )
     eos = end_tokens(lm, eos_token_ids)
     if guide is not None:
         check_guide(guide, eos, least)
     bias = biases(lm.config, logit_bias)
     for name, count, most in (
-        ("eos_token_ids", len(eos), MOST_ENDS), ("logit_bias", len(bias), MOST_BIASED),
-    ):  # fmt: skip
+        ("eos_token_ids", len(eos), MOST_ENDS),
+        ("logit_bias", len(bias), MOST_BIASED),
+    ):
         if count > most:
             raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
     deadline, priority = plain(deadline), plain(priority)
@@ -160,22 +161,36 @@ def asked(
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"priority is {short(priority)}: give a whole number, lower goes first")
     options: Any = Options(
-        n=n, num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
-        temperature=temperature, stop=stop, guide=guide,  # type: ignore[arg-type]
-        draft=None if isinstance(draft, str) and draft == ENGINES else draft,
-        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
-    )  # fmt: skip
+        n=n,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        temperature=temperature,
+        stop=stop,
+        guide=guide,  # type: ignore[arg-type]
+        draft=None if isinstance(draft, str) and draft == ENGINE_DRAFT else draft,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )
     filters, sampling = make_settings(
-        seeds=[seed], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        typical_p=typical_p, repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=least, eos_token_ids=eos,
+        seeds=[seed],
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        min_new_tokens=least,
+        eos_token_ids=eos,
         logit_bias=bias,
-    )  # fmt: skip
+    )
     if (search := search_of(options, filters, len(eos), rows)) is not None:
         # Its rows go on to wherever they are led.
         sampling = make_settings(seeds=[seed])[1]
-    for number, kind in enumerate(terms.kinds):
+    for number, kind in enumerate(pool_config.kinds):
         pages = most_pages(kind, len(tokens), need, num_beams)
         if pages > (pool := kind.paging.layout.pool or 0):
             raise ValueError(
@@ -185,10 +200,65 @@ def asked(
     drafting = proposers.asked(draft, guide, num_beams)
     by_model = drafting is not None and isinstance(drafting.draft, DraftModel)
     return Request(
-        tokens=tokens, limit=limit, eos=frozenset(eos), stops=stop_strings(lm, stop),
-        sampling=sampling, scores=told_scores(lm.config, logprobs),
+        tokens=tokens,
+        limit=limit,
+        eos=frozenset(eos),
+        stops=stop_strings(lm, stop),
+        sampling=sampling,
+        scores=told_scores(lm.config, logprobs),
         prompt_scores=told_scores(lm.config, prompt_logprobs, name="prompt_logprobs"),
-        tenant=named("tenant", tenant), priority=priority, deadline=deadline,
-        by_text=filters.marks or filters.whole or by_model, guide=guide, drafting=drafting,
-        search=search, least=least,
-    )  # fmt: skip
+        tenant=named("tenant", tenant),
+        priority=priority,
+        deadline=deadline,
+        by_text=filters.marks or filters.whole or by_model,
+        guide=guide,
+        drafting=drafting,
+        search=search,
+        least=least,
+    )
+
+
+def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Search | None:
+    """The search of a request, None for one of a single text; ``ends``: tokens that end a text;
+    ``rows``: of the engine.
+
+    Raises:
+      ValueError: naming what does not go together, or is more than there can be.
+    """
+    beams, search = rows_asked(options)
+    if search is None:
+        if beams > 1:
+            raise ValueError(
+                f"n is {beams}, and num_beams is 1: an engine has several texts of a beam search "
+                "alone; of samples each is a request, see Engine.best_of"
+            )
+        return None
+    if beams > rows:
+        raise ValueError(f"num_beams is {beams}, each a row, and the engine has {rows}")
+    if beams + ends > MOST_SCORES:
+        raise ValueError(
+            f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
+            f"{MOST_SCORES} likeliest tokens, so both may be {MOST_SCORES} together"
+        )
+    if options.guide is not None and not hasattr(options.guide, "copy"):
+        raise ValueError("a guide beside num_beams has copy(): a copy goes along each beam")
+    for name, given in (
+        ("logit_bias", filters.bias),
+        ("repetition_penalty", filters.repetition_penalty),
+        ("frequency_penalty", options.frequency_penalty),
+        ("presence_penalty", options.presence_penalty),
+        ("no_repeat_ngram_size", filters.ngrams),
+    ):
+        if given:
+            raise ValueError(
+                f"{name} was given together with num_beams: it changes what any token is worth, "
+                f"and an engine's searches see the {MOST_SCORES} likeliest alone"
+            )
+    return search
+
+
+def most_pages(kind: Kind, prompt: int, tokens: int, beams: int) -> int:
+    """Pages that the beams of a text have at once, at most, on their way to so many tokens: those
+    that its prompt fills are the same."""
+    shared = 0 if kind.moves else len(kind.needed(prompt)[0])
+    return shared + beams * (kind.most(tokens) - shared)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle, Piece
-from kvjax.engine.request import Asking
+from kvjax.engine.request import RequestParams
 
 
 class StoppedError(RuntimeError):
@@ -44,9 +44,11 @@ class Service:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         await self.stop()
 
     @property
@@ -54,7 +56,7 @@ class Service:
         """Whether requests are done."""
         return self._thread.is_alive() and not self._stopping and self.error is None
 
-    def submit(self, prompt: str | Sequence[int], **settings: Unpack[Asking]) -> Handle:
+    def submit(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Handle:
         """Ask for a text; see ``Engine.submit``. Who reads its ``pieces`` gets them all.
 
         Raises:
@@ -65,11 +67,11 @@ class Service:
             raise StoppedError("the engine does not run") from self.error
         news: asyncio.Queue[Piece | None] = asyncio.Queue()
 
-        def listener(handle: Handle) -> None:
+        def callback(handle: Handle) -> None:
             piece, done = handle.take(), handle.done
             self._loop.call_soon_threadsafe(_add, news, piece, done)
 
-        handle = self.engine.submit(prompt, listener=listener, **settings)
+        handle = self.engine.submit(prompt, callback=callback, **settings)
         self._news[handle] = news
         self._work.set()
         return handle

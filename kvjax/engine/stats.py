@@ -12,7 +12,7 @@ class Counters:
     and those of them that others had computed; ``prefill_tokens``, ``padding_tokens``: of prompts,
     that were computed, and what they were filled up with; ``new_tokens``: that were chosen, those
     behind a stop string among them; ``preemptions``: requests that gave their memory to others,
-    ``parked`` of them with all that they had on the host; ``drafted_tokens``, ``accepted_tokens``:
+    ``swapped`` of them with all that they had on the host; ``drafted_tokens``, ``accepted_tokens``:
     that were proposed, and that were what the model said, but for those that it had not said yet
     when their request gave its memory away. ``host_seconds``: in ``step``, without
     ``waiting_seconds``, in which it waited for the device.
@@ -26,7 +26,7 @@ class Counters:
     padding_tokens: int = 0
     new_tokens: int = 0
     preemptions: int = 0
-    parked: int = 0
+    swapped: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     host_seconds: float = 0.0
@@ -39,7 +39,7 @@ class EngineStats(Counters):
 
     ``rows``: that there are; ``running``, ``waiting``: requests with a row and without; ``pages``,
     ``free``, ``used``: of each pool, all, those that nobody has, and those that requests have;
-    ``parked_bytes``: on the host, of requests that wait. Bytes that are allocated as long as the
+    ``swapped_bytes``: on the host, of requests that wait. Bytes that are allocated as long as the
     engine lives: ``weight_bytes``, parameters, which are the model's own arrays; ``pool_bytes``,
     all pages, used or not; ``row_bytes``, what rows have beside them: tails, windows, and texts and
     numbers that their tokens are drawn by; ``draft_bytes``, all of a draft's model that is not the
@@ -52,7 +52,7 @@ class EngineStats(Counters):
     pages: tuple[int, ...] = ()
     free: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
-    parked_bytes: int = 0
+    swapped_bytes: int = 0
     weight_bytes: int = 0
     pool_bytes: int = 0
     row_bytes: int = 0

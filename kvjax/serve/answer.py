@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvjax.core.errors import KvjaxError
-from kvjax.engine.beams import Found
+from kvjax.engine.beams import BeamResult
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
@@ -51,13 +51,13 @@ class Answer:
             choices.append(self._form.choice(at, text, scored if self._asked.told else None, why))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    def _given(self) -> list[tuple[Handle, Handle | Found, str]]:
+    def _given(self) -> list[tuple[Handle, Handle | BeamResult, str]]:
         """The texts that are given back: whose they are, and why they end."""
         asked, handles, which = self._asked, self._handles, range(len(self._handles))
         if asked.beams > 1:
             for at in which:
                 self._reason(at)
-            every = [(handle, found) for handle in handles for found in handle.found]
+            every = [(handle, found) for handle in handles for found in handle.beam_results]
             return [(handle, found, self._why(found.reason)) for handle, found in every]
         if asked.samples > asked.n:
             logprobs = [handle.logprobs or [] for handle in handles]
@@ -78,7 +78,7 @@ class Answer:
         scores = handle.prompt_logprobs
         return echo.text, [] if scores is None else echo.scored(scores)
 
-    def _scored(self, handle: Handle, each: Handle | Found | Piece, scores: Any) -> Scored:
+    def _scored(self, handle: Handle, each: Handle | BeamResult | Piece, scores: Any) -> Scored:
         """Scores of new tokens. After an echoed prompt the token that ends the text is among them,
         because clients that score prompts cut off as many entries as there are new tokens."""
         if not self._asked.told:
@@ -137,7 +137,7 @@ class Answer:
           Refused: if it is no end of a text.
         """
         handle = self._handles[at]
-        for guide in (handle.request.guide, *(found.guide for found in handle.found)):
+        for guide in (handle.request.guide, *(found.guide for found in handle.beam_results)):
             problem = getattr(guide, "error", None)
             if problem is not None:
                 raise Refused(500, f"the grammar could not be kept to: {problem}")
@@ -158,7 +158,7 @@ class Answer:
         # A prompt counts once, and as what its first sample has found of it.
         firsts = self._handles[:: self._asked.samples]
         prompt = sum(len(handle.request.tokens) for handle in firsts)
-        every = [each for handle in self._handles for each in handle.found or [handle]]
+        every = [each for handle in self._handles for each in handle.beam_results or [handle]]
         new = sum(len(each.tokens) for each in every) if self._asked.limit else 0
         cached = sum(handle.cached_tokens for handle in firsts)
         return {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.engine.request import Asking
+from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
 from kvjax.serve.echoes import Echo
@@ -40,7 +40,7 @@ class Asked:
     samples: int = 1
     beams: int = 1
     seed: int = 0
-    settings: Asking = field(default_factory=Asking)
+    settings: RequestParams = field(default_factory=RequestParams)
     guides: list[Guide | None] = field(default_factory=list)
     stream: bool = False
     usage: bool = False
@@ -52,11 +52,11 @@ class Asked:
         """Samples and beams of all prompts."""
         return self.samples * self.beams * len(self.prompts)
 
-    def each(self, tenant: str | None) -> list[tuple[list[int], Asking]]:
+    def each(self, tenant: str | None) -> list[tuple[list[int], RequestParams]]:
         """Each sample's prompt and settings; ``tenant``: whose prefixes they share."""
         found = []
         for at in range(self.samples * len(self.prompts)):
-            mine: Asking = {
+            mine: RequestParams = {
                 **self.settings, "max_new_tokens": max(self.limit, 1),
                 "seed": (self.seed + at % self.samples) % _SEEDS, "guide": self.guides[at],
                 "tenant": tenant,

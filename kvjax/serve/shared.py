@@ -39,7 +39,7 @@ class Shared:
         self.figures = Figures(engine)
         self.keys = Keys(self.settings.keys, self.settings.share_prefixes)
         places = self.settings.places
-        self.queue, self.limits = Queue(places), Limits(self.lm, engine.terms, places)
+        self.queue, self.limits = Queue(places), Limits(self.lm, engine.pool_config, places)
         self.texts = None if self.lm.tokenizer is None else TokenTexts(self.lm.tokenizer)
         self._guides: Guides | None = None
 

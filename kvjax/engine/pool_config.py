@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.core.checks import COUNTED, whole_number
-from kvjax.engine.drafts import CHECKED
+from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
@@ -20,11 +20,19 @@ DEFAULT_RATIO = 0.9
 """Of what weights leave of a device, what pools take at most, where nothing else is said."""
 
 
-def engine_terms(
-    lm: LanguageModel, policy: PolicyChoice, limits: InferenceLimits, pages: int | None,
-    memory: int | str | None, prefill_chunk: int, rounds: int, exact: bool, checkpoint_every: int,
-    beside: int, rotary_len: int | None = None,
-) -> Terms:  # fmt: skip
+def engine_pool_config(
+    lm: LanguageModel,
+    policy: PolicyChoice,
+    limits: InferenceLimits,
+    pages: int | None,
+    memory: int | str | None,
+    prefill_chunk: int,
+    rounds: int,
+    exact: bool,
+    checkpoint_every: int,
+    beside: int,
+    rotary_len: int | None = None,
+) -> Terms:
     """The terms of an engine, by its arguments; see ``Engine``. ``beside``: bytes of the device
     that a draft takes.
 
@@ -32,13 +40,22 @@ def engine_terms(
       ValueError: as it says.
     """
     chunk = whole_number("prefill_chunk", prefill_chunk, 1, COUNTED)
-    policies = with_slack(per_layer(policy, lm.config), max(chunk, rounds, 1 + CHECKED) - 1)
+    policies = with_slack(
+        per_layer(policy, lm.config), max(chunk, rounds, 1 + MAX_DRAFT_TOKENS) - 1
+    )
 
     def terms(pages: int | None, memory: int | str | None) -> Terms:
         return terms_for(
-            lm, policies, pages, memory, limits.max_seq_len, chunk, exact, checkpoint_every,
+            lm,
+            policies,
+            pages,
+            memory,
+            limits.max_seq_len,
+            chunk,
+            exact,
+            checkpoint_every,
             rotary_len,
-        )  # fmt: skip
+        )
 
     rows = limits.max_batch_size or DEFAULT_ROWS
     named = any(layout.pages for each in policies if (layout := paged(each.layout)) is not None)
@@ -65,7 +82,7 @@ def engine_terms(
     return terms(None, allowed - own)
 
 
-def longest(lm: LanguageModel, limits: InferenceLimits) -> int:
+def max_sequence_length(lm: LanguageModel, limits: InferenceLimits) -> int:
     """Tokens of an engine's texts.
 
     Raises:

@@ -11,14 +11,13 @@ from kvjax.cache.creation import allocate
 from kvjax.core.device import committed
 from kvjax.core.trees import tree_bytes
 from kvjax.engine import programs
-from kvjax.engine.arrays import flag, ints, sent
-from kvjax.engine.board import Board
-from kvjax.engine.branching import branch, branches_of
-from kvjax.engine.calls import Held, Piece, Report, Rounds
-from kvjax.engine.pages import RowPages
-from kvjax.engine.slots import Slot
+from kvjax.engine.beams import branch, branch_inputs
+from kvjax.engine.page_tables import PageTables
+from kvjax.engine.programs import DecodeInputs, EngineState, PrefillInputs, ProgramOutput
+from kvjax.engine.sampling_state import SamplingState
+from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.guides.masks import words_for
-from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.loaded_model import LanguageModel, check_like, strong
 from kvjax.generation.programs import Progress
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
@@ -35,7 +34,7 @@ SIZES = 3
 depend on the others there is one, for another number may be multiplied in another order."""
 
 
-class Rows:
+class ModelRunner:
     """So many rows, whose pages are those of ``texts``.
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
@@ -47,11 +46,17 @@ class Rows:
     """
 
     def __init__(
-        self, lm: LanguageModel, terms: Terms, texts: Texts, count: int, rounds: int, exact: bool
+        self,
+        lm: LanguageModel,
+        pool_config: Terms,
+        texts: Texts,
+        count: int,
+        rounds: int,
+        exact: bool,
     ) -> None:
-        self.lm, self.terms, self.texts, self.count = lm, terms, texts, count
+        self.lm, self.pool_config, self.prefixes, self.count = lm, pool_config, texts, count
         self.params, self.rounds, self.exact = sent(lm.params), rounds, exact
-        self.widths = [terms.prefill_chunk]
+        self.widths = [pool_config.prefill_chunk]
         while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
             self.widths.insert(0, finer)
         self.sizes = [count]
@@ -60,9 +65,13 @@ class Rows:
         # All that its programs are given is committed: else they would be compiled again beside
         # parameters of a trainer, which are.
         cache = allocate(
-            lm.config, list(terms.policies), batch=count, max_len=terms.max_len, mesh=lm.mesh,
-            rotary_len=terms.rotary_len,
-        )  # fmt: skip
+            lm.config,
+            list(pool_config.policies),
+            batch=count,
+            max_len=pool_config.max_len,
+            mesh=lm.mesh,
+            rotary_len=pool_config.rotary_len,
+        )
         cache = committed(cache)
         placement = cache.layers[0].policy.placement
         self.revocable, self.platform = cache.revocable, placement.platform()
@@ -70,31 +79,42 @@ class Rows:
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
         rows = committed(placement.put((Progress(*numbers), past)))
-        self._held = Held(replace(cache, pools=()), *rows)
+        self._held = EngineState(replace(cache, pools=()), *rows)
         texts.pool.take_up(cache.layers)
-        self.pages, self.board = RowPages(texts, count), Board(count, placement)
+        self.page_tables, self.sampling_state = (
+            PageTables(texts, count),
+            SamplingState(count, placement),
+        )
         pool = texts.pool.nbytes
-        rest = tree_bytes(self._held) - pool + tree_bytes(self.board.all())
+        rest = tree_bytes(self._held) - pool + tree_bytes(self.sampling_state.all())
         self.allocated: dict[str, Any] = {
-            "weight_bytes": tree_bytes(self.params), "pool_bytes": pool, "row_bytes": rest,
-        }  # fmt: skip
+            "weight_bytes": tree_bytes(self.params),
+            "pool_bytes": pool,
+            "row_bytes": rest,
+        }
 
     def width(self, tokens: int) -> int:
         """What a chunk of so many tokens is padded to."""
         return next(width for width in self.widths if width >= tokens)
 
-    def feed(self, slot: Slot, length: int) -> Report:
+    def feed(self, seq: RunningSequence, length: int) -> ProgramOutput:
         """Send the next tokens of a prompt; their pages are the row's already."""
-        start, end = slot.filled, slot.filled + length
-        ends = end == len(slot.prompt)
-        words = slot.handle.allowed(words_for(self.lm.config)) if ends else None
+        start, end = seq.filled, seq.filled + length
+        ends = end == len(seq.prompt)
+        words = seq.handle.allowed(words_for(self.lm.config)) if ends else None
         following = None
-        if slot.handle.request.prompt_scores is not None:
-            following = slot.prompt[start + 1 : end + 1]
+        if seq.handle.request.prompt_scores is not None:
+            following = seq.prompt[start + 1 : end + 1]
         return self._fed(
-            slot.row, slot.prompt[start:end], start, slot.fresh, slot.forced(1)[0], ends, words,
+            seq.row,
+            seq.prompt[start:end],
+            start,
+            seq.fresh,
+            seq.forced(1)[0],
+            ends,
+            words,
             following=following,
-        )  # fmt: skip
+        )
 
     def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
         """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
@@ -102,10 +122,17 @@ class Rows:
         self._fed(row, tokens, start, start == 0 and len(tokens) > 0, width=width)
 
     def _fed(
-        self, row: int, tokens: Sequence[int], start: int, fresh: bool, first: int = -1,
-        ends: bool = False, words: Any = None, width: int = 1,
+        self,
+        row: int,
+        tokens: Sequence[int],
+        start: int,
+        fresh: bool,
+        first: int = -1,
+        ends: bool = False,
+        words: Any = None,
+        width: int = 1,
         following: Sequence[int] | None = None,
-    ) -> Report:  # fmt: skip
+    ) -> ProgramOutput:
         """Send a chunk; ``first``: the token to choose after it, if known; ``following``: the token
         after each of its tokens, if their scores are requested."""
         one, count, allowed = ints(row), len(tokens), self.every(1)
@@ -113,37 +140,47 @@ class Rows:
         padded[0, :count] = tokens
         if words is not None:
             allowed[0] = words
-        piece = Piece(
-            one, padded, ints(count), ints(start), self.tables(one), flag(fresh),
-            flag(ends), ints(first), allowed, self.board.of(one),
-        )  # fmt: skip
+        piece = PrefillInputs(
+            one,
+            padded,
+            ints(count),
+            ints(start),
+            self.tables(one),
+            flag(fresh),
+            flag(ends),
+            ints(first),
+            allowed,
+            self.sampling_state.of(one),
+        )
         then: Any = None
         if following is not None:
             then = np.zeros_like(padded)
             then[0, : len(following)] = following
-        report: Report = self.run(programs.feed, self.lm.architecture, self.params, piece, then)
+        report: ProgramOutput = self.run(
+            programs.feed, self.lm.architecture, self.params, piece, then
+        )
         return report
 
     def decode(
-        self, taking: Sequence[tuple[Slot, int]], least: int = 0
-    ) -> tuple[Report, list[int]]:
+        self, taking: Sequence[tuple[RunningSequence, int]], least: int = 0
+    ) -> tuple[ProgramOutput, list[int]]:
         """Send so many rounds of some rows, whose pages are theirs already, in a program for
         ``least`` rows at least; and where each of them stands in the report."""
-        each = [(slot, rounds, *taken) for slot, rounds in taking for taken in slot.taking]
+        each = [(seq, rounds, *taken) for seq, rounds in taking for taken in seq.taking]
         size = next(n for n in self.sizes if n >= max(len(each), least))
         rows, places = self.some([row for _, _, row, _ in each], size)
         lengths: Any = np.zeros(size, np.int32)
         number: Any = np.zeros(size, np.int32)
         forced: Any = np.full((size, self.rounds), -1, np.int32)
         allowed = self.every(size)
-        for at, (slot, rounds, _, beam) in zip(places, each, strict=True):
-            lengths[at], number[at] = slot.filled, rounds
-            forced[at, :rounds] = slot.forced(rounds)
-            words = slot.handle.allowed(allowed.shape[1], beam) if forced[at, 0] < 0 else None
+        for at, (seq, rounds, _, beam) in zip(places, each, strict=True):
+            lengths[at], number[at] = seq.filled, rounds
+            forced[at, :rounds] = seq.forced(rounds)
+            words = seq.handle.allowed(allowed.shape[1], beam) if forced[at, 0] < 0 else None
             if words is not None:
                 allowed[at] = words
-        tables, asked = self.tables(rows), self.board.some(rows)
-        call = Rounds(rows, lengths, number, tables, forced, allowed, asked)
+        tables, asked = self.tables(rows), self.sampling_state.some(rows)
+        call = DecodeInputs(rows, lengths, number, tables, forced, allowed, asked)
         report = self.run(
             programs.decode, self.lm.architecture, self.params, call, exact=self.exact
         )
@@ -167,7 +204,7 @@ class Rows:
     def tables(self, rows: Any) -> Any:
         """Of some rows; copies, for what is sent may be read later."""
         there = np.minimum(rows, self.count - 1)
-        return tuple(table[there].copy() for table in self.pages.tables)
+        return tuple(table[there].copy() for table in self.page_tables.tables)
 
     def every(self, rows: int) -> Any:
         """What allows all tokens."""
@@ -176,16 +213,18 @@ class Rows:
     def take(self, row: int, tokens: int) -> Any:
         """What a row of so many tokens has beside full pages, and where it stands: see
         ``programs.take``."""
-        pages = self.pages.partly(row, tokens)
+        pages = self.page_tables.partly(row, tokens)
         some = [
             (kind, page)
-            for kind, page in zip(self.terms.kinds, pages, strict=True)
+            for kind, page in zip(self.pool_config.kinds, pages, strict=True)
             if kind.paging.split is not None
         ]
         return programs.take(
-            self._with_pages(), np.int32(row), [ints(page) for _, page in some],
+            self._with_pages(),
+            np.int32(row),
+            [ints(page) for _, page in some],
             splits=tuple(kind.entries for kind, _ in some),
-        )  # fmt: skip
+        )
 
     def put(self, row: int, rows: Any, stands: Any) -> None:
         """Let a row have what ``take`` gave, and stand there."""
@@ -198,30 +237,32 @@ class Rows:
         leaves, form = jax.tree.flatten(like)
         rows = jax.tree.unflatten(form, [np.asarray(x) for x in state[: len(leaves)]])
         at = len(leaves)
-        for number, kind in enumerate(self.terms.kinds):
+        for number, kind in enumerate(self.pool_config.kinds):
             if kind.paging.split is None:
                 continue
-            count = len(jax.tree.leaves([self.texts.pool.bodies[n] for n in kind.entries]))
+            count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in kind.entries]))
             if fresh[number] >= 0:
                 part = [np.asarray(x) for x in state[at : at + count]]
-                self.texts.pool.fill(number, [fresh[number]], [part])
+                self.prefixes.pool.fill(number, [fresh[number]], [part])
             at += count
         self.put(row, rows, self._nowhere())
 
     def branch(
-        self, pairs: Sequence[tuple[int, int]], pages: Sequence[Sequence[tuple[int, int]]],
+        self,
+        pairs: Sequence[tuple[int, int]],
+        pages: Sequence[Sequence[tuple[int, int]]],
         newest: Sequence[tuple[int, int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let rows go on from others, and have other newest tokens; ``pages``: of each pair, and of
-        each kind, what is copied: see ``branches_of``."""
-        kinds = self.terms.kinds
+        each kind, what is copied: see ``branch_inputs``."""
+        kinds = self.pool_config.kinds
         copied = [[each[number] for each in pages] for number in range(len(kinds))]
-        branches = branches_of(self.count, pairs, copied, newest)
+        branches = branch_inputs(self.count, pairs, copied, newest)
         self.run(branch, branches, kinds=tuple(kind.entries for kind in kinds))
 
     def mark(self, row: int, tokens: Sequence[int]) -> None:
         """Let these be the tokens that a row's filters go by."""
-        ids = np.full(self.terms.max_len, self.lm.config.vocab_size, np.int32)
+        ids = np.full(self.pool_config.max_len, self.lm.config.vocab_size, np.int32)
         ids[: len(tokens)] = tokens
         self.run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
 
@@ -236,8 +277,8 @@ class Rows:
         self.mark(0, [])
         self.branch([], [], [])
         self.put(0, rows, stands)
-        for number in range(len(self.terms.kinds)):
-            self.texts.pool.warm(number)
+        for number in range(len(self.pool_config.kinds)):
+            self.prefixes.pool.warm(number)
         jax.block_until_ready(self._with_pages())
         return len(self.widths) + len(self.sizes)
 
@@ -249,21 +290,60 @@ class Rows:
     def _no_text(self, rows: int) -> Any:
         """Of so many rows."""
         return past_of(
-            [[]] * rows, vocab=self.lm.config.vocab_size, room=self.terms.max_len, marks=True,
+            [[]] * rows,
+            vocab=self.lm.config.vocab_size,
+            room=self.pool_config.max_len,
+            marks=True,
             whole=True,
-        )  # fmt: skip
+        )
 
     def run(self, program: Any, *args: Any, **settings: Any) -> Any:
         """Send a program that uses up what the device has, and gives it back first."""
         self._held, report = program(self._with_pages(), *args, **settings)
-        self.texts.pool.take_up(self._held.cache.layers)
+        self.prefixes.pool.take_up(self._held.cache.layers)
         return report
 
-    def _with_pages(self) -> Held:
+    def _with_pages(self) -> EngineState:
         """What the device has, with the pool's pages as they are now."""
         held = self._held
         layers = [
             layer if body is None else replace(layer, keys=body[0], values=body[1])
-            for layer, body in zip(held.cache.layers, self.texts.pool.bodies, strict=True)
+            for layer, body in zip(held.cache.layers, self.prefixes.pool.bodies, strict=True)
         ]
         return replace(held, cache=replace(held.cache, layers=tuple(layers)))
+
+
+def ints(*numbers: int) -> Any:
+    """int32[n]."""
+    return np.array(numbers, np.int32)
+
+
+def flag(truth: bool) -> Any:
+    """bool[1]."""
+    return np.array([truth])
+
+
+def sent(params: Any) -> Any:
+    """Parameters as programs are given them: arrays of JAX, committed, none weakly typed."""
+    there = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
+    return committed(strong(there))
+
+
+def alike(params: Any, those: Any) -> Any:
+    """Parameters that are to be sent in the place of ``those``, committed.
+
+    Raises:
+      ValueError: if they are not of the same shapes, dtypes and devices.
+    """
+    try:
+        check_like(params, those)
+    except ValueError as error:
+        raise ValueError(f"the parameters are not those of the engine's model: {error}") from None
+    params = sent(params)
+    each = zip(jax.tree.leaves(params), jax.tree.leaves(those), strict=True)
+    if any(x.sharding != there.sharding for x, there in each):
+        raise ValueError(
+            "the parameters are not those of the engine's model: they are on other devices, or "
+            "divided otherwise; lm.put(params) moves them"
+        )
+    return params

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 
 from kvjax.core.device import committed
-from kvjax.engine.calls import Asked
+from kvjax.engine.programs import SamplingParams
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
 from kvjax.placement.device import Device
 from kvjax.sampling.params import NO_TOKEN, Sampling, make_settings
 from kvjax.sampling.scores import MOST_SCORES
 
 
-class Board:
+class SamplingState:
     """What each row is asked for, as arrays of the host; on the device as long as nobody changes
     them."""
 
@@ -30,7 +30,7 @@ class Board:
             arrays[name] = np.full((rows, width), self._fill[name], arrays[name].dtype)
         zeros = np.zeros(rows, np.int32)
         asked: Any = Sampling(**arrays), zeros, zeros.copy(), zeros > 0
-        self._asked: Any = Asked(*asked)
+        self._asked: Any = SamplingParams(*asked)
 
     def set(self, row: int, request: Request) -> None:
         """Let a row be this request's."""
@@ -63,18 +63,18 @@ class Board:
         self._asked.scores[row], self._asked.search[row] = 0, False
         self._there = None
 
-    def all(self) -> Asked:
+    def all(self) -> SamplingParams:
         """Of all rows, on the device."""
         if self._there is None:
             # A copy: what is put may be read later.
             self._there = committed(self._placement.put(jax.tree.map(np.array, self._asked)))
         return self._there
 
-    def some(self, rows: Any) -> Asked:
+    def some(self, rows: Any) -> SamplingParams:
         """Of all rows, or of some, int32[n], among which may be such as are none."""
         count = len(self._asked.limit)
         return self.all() if len(rows) == count else self.of(np.minimum(rows, count - 1))
 
-    def of(self, rows: Any) -> Asked:
+    def of(self, rows: Any) -> SamplingParams:
         """Of some rows, on the host; copies, for a program may read them later."""
         return jax.tree.map(lambda x: x[rows].copy(), self._asked)

@@ -10,7 +10,7 @@ from kvjax.prefixes.nodes import Node
 from kvjax.prefixes.texts import Texts
 
 
-class RowPages:
+class PageTables:
     """Which pages each row has. ``tables``: of each kind of layers int32[rows, columns].
 
     Rows take pages before a program writes in them, and give back those that their windows have
@@ -18,7 +18,7 @@ class RowPages:
     """
 
     def __init__(self, texts: Texts, rows: int) -> None:
-        self._texts, self._kinds = texts, texts.terms.kinds
+        self._prefixes, self._kinds = texts, texts.terms.kinds
         self.tables = [
             np.full((rows, kind.paging.layout.columns), -1, np.int32) for kind in self._kinds
         ]
@@ -31,10 +31,10 @@ class RowPages:
         those that are not full; these, of each kind, -1 for none."""
         fresh = []
         for number, kind in enumerate(self._kinds):
-            layout, counts = kind.paging.layout, self._texts.pool.counts[number]
+            layout, counts = kind.paging.layout, self._prefixes.pool.counts[number]
             table, (full, part) = self.tables[number], kind.needed(tokens)
             for page in full:
-                found = self._texts.page(path, number, page).number
+                found = self._prefixes.page(path, number, page).number
                 counts.hold(found)
                 table[row, kind.column(page)] = found
             if part is not None:
@@ -51,11 +51,12 @@ class RowPages:
         found = []
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
-            counts, table = self._texts.pool.counts[number], self.tables[number]
+            counts, table = self._prefixes.pool.counts[number], self.tables[number]
             leaving = Counter(
                 int(table[row, kind.column(page)])
-                for row in rows for page in self._left(number, row, gone)
-            )  # fmt: skip
+                for row in rows
+                for page in self._left(number, row, gone)
+            )
             # Beams may share what they leave.
             spare = sum(page >= 0 and counts.refs[page] == n for page, n in leaving.items())
             new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
@@ -66,7 +67,7 @@ class RowPages:
         """Let a row have the pages of so many tokens, which are free."""
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
-            counts, table = self._texts.pool.counts[number], self.tables[number]
+            counts, table = self._prefixes.pool.counts[number], self.tables[number]
             for page in self._left(number, row, gone):
                 column = kind.column(page)
                 if table[row, column] >= 0:
@@ -86,7 +87,7 @@ class RowPages:
 
     def release(self, row: int) -> None:
         """Let a row have none."""
-        for counts, table in zip(self._texts.pool.counts, self.tables, strict=True):
+        for counts, table in zip(self._prefixes.pool.counts, self.tables, strict=True):
             for page in table[row][table[row] >= 0].tolist():
                 counts.release(page)
             table[row] = -1
@@ -97,7 +98,7 @@ class RowPages:
         kind the page that is not full, and a free one that is to be the same, -1 for none."""
         found = []
         for number, kind in enumerate(self._kinds):
-            counts, table = self._texts.pool.counts[number], self.tables[number]
+            counts, table = self._prefixes.pool.counts[number], self.tables[number]
             table[row], part = table[source], kind.needed(tokens)[1]
             pages = -1, -1
             if part is not None:
@@ -148,7 +149,7 @@ class RowPages:
         found = []
         for number, (kind, some) in enumerate(zip(self._kinds, columns, strict=True)):
             layout, units = kind.paging.layout, int(kind.paging.units(tokens))
-            pages = [self._texts.pool.counts[number].take() for _ in some]
+            pages = [self._prefixes.pool.counts[number].take() for _ in some]
             self.tables[number][row, list(some)] = pages
             self._first[number, row] = int(layout.gone_before(units))
             self._end[number, row] = int(layout.filled(units))
@@ -158,7 +159,7 @@ class RowPages:
     def counted(self) -> dict[str, Any]:
         """Of each pool how many pages there are, are free, and are had by rows; by the names of
         ``EngineStats``."""
-        counts = self._texts.pool.counts
+        counts = self._prefixes.pool.counts
         return {
             "pages": tuple(len(each.refs) for each in counts),
             "free": tuple(len(each.free) for each in counts),

@@ -1,23 +1,15 @@
 """Requests that have a row, and those that wait for one."""
 
 import math
-from bisect import insort
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvjax.engine.drafts import Load
 from kvjax.engine.handle import Handle
 from kvjax.prefixes.nodes import Key
 
 
-def rank(handle: Handle) -> tuple[int, int]:
-    """Whose turn comes first: the smallest."""
-    return handle.request.priority, handle.number
-
-
 @dataclass
-class Slot:
+class RunningSequence:
     """A request in a row.
 
     ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
@@ -51,7 +43,7 @@ class Slot:
 
     @property
     def taking(self) -> list[tuple[int, int]]:
-        """The rows that take part in what is sent next, with what a ``Flight`` notes of each."""
+        """The rows that take part in what is sent next, with what an ``InFlightStep`` notes."""
         beams, rows = self.handle.beams, self.rows
         if beams is None:
             return [(self.row, self.count)]
@@ -75,32 +67,32 @@ class Slot:
         if self.checking:
             return 0
         if handle.beams is not None:
-            return 0 if handle.flying else 1
+            return 0 if handle.in_flight else 1
         guided, drafts = handle.request.guide is not None, handle.drafts
         if not guided and (drafts is None or drafts.idle(drafted, load)):
             return most
         known = len(handle.drawn) - self.count
-        if known > 0 or handle.flying:
+        if known > 0 or handle.in_flight:
             return min(most, max(known, 0))
         return min(most, 1) if guided else most
 
     def takes(self, most: int, load: Load) -> float:
-        """What its tokens take with drafts, of what they take without: see ``Drafts.takes``."""
+        """What its tokens take with drafts, of what they take without: see ``DraftState.takes``."""
         drafts = self.handle.drafts
-        known = not self.handle.flying
+        known = not self.handle.in_flight
         return math.inf if drafts is None else drafts.takes(min(most, self.left - 1), load, known)
 
     def draft(self, most: int, load: Load) -> tuple[int, list[int]]:
         """How many drafted tokens to check next, at most so many, and which, where that is known:
         none where the text's own are known, or under way."""
         handle = self.handle
-        if handle.drafts is None or handle.flying or len(handle.drawn) > self.count:
+        if handle.drafts is None or handle.in_flight or len(handle.drawn) > self.count:
             return 0, []
         return handle.drafts.next(min(most, self.left - 1), load)
 
     def settled(self) -> int:
         """Take in how much of a draft was taken, if that is back: of its tokens so many."""
-        if not self.checking or self.handle.flying:
+        if not self.checking or self.handle.in_flight:
             return 0
         taken, sent = len(self.handle.drawn) - self.count, self.checking
         self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken
@@ -115,31 +107,3 @@ class Slot:
         """The next tokens, where they are known from before, else -1."""
         known = self.handle.drawn[self.count : self.count + rounds]
         return [*known, *[-1] * (rounds - len(known))]
-
-
-class Waiting:
-    """Requests without a row, the next one first."""
-
-    def __init__(self) -> None:
-        self._order: list[tuple[tuple[int, int], Handle]] = []
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Any:
-        return (handle for _, handle in list(self._order))
-
-    def add(self, handle: Handle) -> None:
-        insort(self._order, (rank(handle), handle), key=lambda each: each[0])
-
-    def remove(self, handle: Handle) -> None:
-        self._order = [each for each in self._order if each[1] is not handle]
-
-    def first(self) -> Handle | None:
-        """The next that may run: of one that gave its row away all that was sent must be back."""
-        return next((handle for _, handle in self._order if not handle.flying), None)
-
-
-def youngest(slots: Sequence[Slot]) -> Slot:
-    """The one that the others would rather do without."""
-    return max(slots, key=lambda slot: rank(slot.handle))
