@@ -381,7 +381,7 @@ def test_readme_examples_run(capsys, monkeypatch, tmp_path, tiny_llama_dir, full
         text = text.replace("models.load()", f'models.load("{tiny_llama_dir.as_posix()}")')
     for block in fenced(text, "python"):
         exec(compile(block, "README.md", "exec"), namespace)
-    assert re.search(r"^[1-9]\d* of \d+ tokens were there$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* of \d+ tokens were cached$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_version_is_that_of_the_changelog():

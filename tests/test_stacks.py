@@ -420,7 +420,7 @@ def test_the_page_of_one_s_own_model_runs(capsys):
     code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
     found = {}
     exec(compile(code, "your-model.md", "exec"), found)
-    laws.close(found["found"], found["wanted"], 2e-2)  # 8 bits beside none
+    laws.close(found["scan_logits"], found["loop_logits"], 2e-2)  # 8 bits beside none
     assert found["cache"].length.tolist() == [32, 27] and len(found["stacked"].layers) == 1
     stacks, tokens = capsys.readouterr().out.splitlines()
     assert stacks == "((0, 0), (1, 0), (0, 1), (1, 1))"
