@@ -16,8 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.kernels.choice import kernels_for
-from kvjax.cache.places import arguments, places
-from kvjax.cache.sizes import share_of
+from kvjax.cache.sizes import arguments, places, share_of
 from kvjax.codecs import Float8, Int4, Rotated
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.core.compat import jax_0_8_options, jax_0_8_text

@@ -24,7 +24,7 @@ import kvjax
 from kvjax import models
 from kvjax.codecs import HalfQuadratic, Int8, Integer, Rotated, Unrotated
 from kvjax.models.tiny.data import part_tokens
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
 from kvjax.quality.figures import CacheBytes, Quality, quality_of

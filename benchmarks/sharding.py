@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import kvjax
 from benchmarks.programs import collectives, operations
 from benchmarks.report import markdown_table
-from kvjax.cache.places import places
+from kvjax.cache.sizes import places
 from kvjax.core.trees import tree_bytes
 from kvjax.memory.devices import plan_on
 from kvjax.models.architecture import Architecture

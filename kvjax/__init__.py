@@ -11,11 +11,11 @@ from kvjax.attention.attending import attend
 from kvjax.attention.step import Step, step
 from kvjax.attention.uncached import self_attend
 from kvjax.cache.appending import advance, append
+from kvjax.cache.checks import check, clear_status
 from kvjax.cache.creation import init_cache
 from kvjax.cache.reading import read
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check, clear_status
 from kvjax.chats.chat import Chat
 from kvjax.chats.turns import Turn
 from kvjax.core.errors import (
@@ -47,12 +47,10 @@ from kvjax.operations.room import make_room
 from kvjax.operations.rows import fork, repeat, reset, select
 from kvjax.operations.saving import save_cache
 from kvjax.operations.stacks import stack, unstack
-from kvjax.placement.device import Device
-from kvjax.placement.host import Host
+from kvjax.placement.device import Device, Host
 from kvjax.placement.mesh import make_mesh
 from kvjax.policies.cache_policy import CachePolicy, Hybrid
-from kvjax.policies.presets import Auto, Edges, policy
-from kvjax.policies.transformers import transformers_policy
+from kvjax.policies.presets import Auto, Edges, policy, transformers_policy
 from kvjax.prefixes.tree import PrefixTree
 from kvjax.quality.evaluation import evaluate
 from kvjax.rollouts.results import Rollout

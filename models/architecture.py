@@ -11,10 +11,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache.explicit import automatic
+from kvjax.cache.checks import note_non_finite, note_tokens, usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import note_non_finite, note_tokens
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, refuse_symbolic
 from kvjax.core.context import sending
 from kvjax.core.typing import Counts, Tokens

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.placement.mesh import TENSOR
-from kvjax.placement.spread import COPIES, Spread, spread_over
+from kvjax.placement.mesh import COPIES, TENSOR, Spread, spread_over
 
 
 class Divided(Enum):

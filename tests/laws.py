@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache.sections import sections
-from kvjax.cache.view import View
+from kvjax.cache.sections import View, sections
 from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.rotary import rotary_table
 from tests import matrix, naive

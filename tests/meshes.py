@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache.places import places
+from kvjax.cache.sizes import places
 from tests.matrix import HEADS, MESHES, tiny_model
 
 SHAPES = MESHES

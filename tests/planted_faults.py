@@ -80,7 +80,7 @@ FAULTS = (
         "return rounded(reach / self._levels, kind, up=False), zero", ("codecs",),
     ),
     Fault(
-        "an overflow sets no status", "cache/admission.py",
+        "an overflow sets no status", "cache/appending.py",
         "status = cache.status | bit_where(count < asked, OVERFLOW)",
         "status = cache.status | bit_where(count < asked, 0)", ("cache",),
     ),
@@ -135,7 +135,7 @@ FAULTS = (
         "return jnp.where(written > slots, written, written)", ("operations", "cache"),
     ),
     Fault(
-        "a device of the mesh has its neighbour's slots", "layouts/part.py",
+        "a device of the mesh has its neighbour's slots", "layouts/split.py",
         "return Part(layout, slots, share.index * slots)",
         "return Part(layout, slots, (share.count - 1 - share.index) * slots)", ("mesh",),
     ),
@@ -208,12 +208,12 @@ FAULTS = (
         "found.append((pool, copies))", ("pages",),
     ),
     Fault(
-        "a table that names no page sets no status", "cache/admission.py",
+        "a table that names no page sets no status", "cache/appending.py",
         "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)",
         "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, 0)", ("pages",),
     ),
     Fault(
-        "a row without pages takes its tokens", "cache/admission.py",
+        "a row without pages takes its tokens", "cache/appending.py",
         "count = jnp.where(had, asked, 0)",
         "count = jnp.where(had, asked, asked)", ("pages",),
     ),
@@ -517,7 +517,7 @@ FAULTS = (
         "leading = () if layer is None else (0 * layer,)", ("stacks",),
     ),
     Fault(
-        "the tail of a long call goes to a stack's first layer", "cache/stacking.py",
+        "the tail of a long call goes to a stack's first layer", "cache/layer.py",
         "lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), arrays, new",
         "lambda x, y: lax.dynamic_update_index_in_dim(x, y, 0, 0), arrays, new", ("stacks",),
     ),
@@ -842,7 +842,7 @@ FAULTS = (
         "        pass", ("prefixes",),
     ),
     Fault(
-        "texts go on where rotary frequencies would be others", "policies/positions.py",
+        "texts go on where rotary frequencies would be others", "policies/model_config.py",
         "            return chosen, chosen",
         "            return chosen, None", ("rope",),
     ),

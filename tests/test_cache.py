@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvjax
-from kvjax.cache.status import OVERFLOW, REWOUND_TOO_FAR
+from kvjax.cache.checks import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.core.rotary import rotary_table
 from kvjax.layouts import Dense, Growing, Ring
 from tests import naive

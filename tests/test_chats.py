@@ -15,7 +15,7 @@ import kvjax.models
 from kvjax.chats.known import Known
 from kvjax.core.progress import heard_by
 from kvjax.generation import programs, streaming
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 from tests.conftest import ROOT
 from tests.scripted import scripted
 from tests.threads import together

@@ -26,8 +26,7 @@ from kvjax.models import (
 from kvjax.models.config_families import Config
 from kvjax.models.config_json import READERS
 from kvjax.models.generation import GenerationDefaults, read_generation
-from kvjax.policies.model_config import layer_heads
-from kvjax.policies.positions import same_rotary
+from kvjax.policies.model_config import layer_heads, same_rotary
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

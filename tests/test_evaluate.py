@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
 from kvjax.quality.figures import cache_bytes, pareto_front

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache.status import LOST, OVERFLOW
+from kvjax.cache.checks import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
 from kvjax.operations import growth
 from tests import laws

@@ -15,8 +15,7 @@ import kvjax
 from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
 from kvjax.layouts import Dense, Growing, Ring
-from kvjax.placement.mesh import parse_mesh
-from kvjax.placement.spread import spread_over
+from kvjax.placement.mesh import parse_mesh, spread_over
 from tests import laws
 from tests.matrix import CODECS, FULL, tiny_config
 from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of

@@ -13,7 +13,7 @@ from benchmarks.programs import collectives, counted, operations
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Dense, Ring
 from kvjax.memory.planning import plan
-from kvjax.placement.spread import spread_over
+from kvjax.placement.mesh import spread_over
 from tests.copies import assert_no_copy
 from tests.matrix import CODECS, tiny_config, tiny_model
 from tests.meshes import (

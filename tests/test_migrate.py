@@ -14,7 +14,7 @@ from kvjax.layouts import Dense, Growing
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
-from kvjax.placement.budget import Budget, Sizes
+from kvjax.placement.device import Budget, Sizes
 from tests import laws
 from tests.alive import alive
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model

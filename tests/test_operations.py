@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.status import NO_SUCH_ROW, OVERFLOW
+from kvjax.cache.checks import NO_SUCH_ROW, OVERFLOW
 from kvjax.codecs import Raw
 from kvjax.core.device import committed
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kvjax
-from kvjax.cache.status import BAD_PAGE, OUT_OF_PAGES
+from kvjax.cache.checks import BAD_PAGE, OUT_OF_PAGES
 from kvjax.core.errors import CacheOverflowError
 from kvjax.layouts import Dense, Paged, Ring
 from tests import laws

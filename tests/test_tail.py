@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import kvjax
-from kvjax.cache.status import BAD_NUMBERS
+from kvjax.cache.checks import BAD_NUMBERS
 from kvjax.codecs import Int2, Int8, Raw, Unrotated
 from kvjax.layouts import Dense, Growing, Ring, Split
 from tests import laws

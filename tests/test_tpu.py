@@ -24,7 +24,7 @@ from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.compat import JAX
 from kvjax.core.target import Target, computing_on
 from kvjax.layouts import Growing, Paged, Ring
-from kvjax.placement.spread import Spread
+from kvjax.placement.mesh import Spread
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
 

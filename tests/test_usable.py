@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.status import NO_SUCH_TOKEN, OUT_OF_STEP
+from kvjax.cache.checks import NO_SUCH_TOKEN, OUT_OF_STEP
 from kvjax.layouts import Dense, Growing, Ring
 from tests import laws
 from tests.matrix import CODECS, tiny_config, tiny_model

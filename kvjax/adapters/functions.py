@@ -12,7 +12,7 @@ from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.generation.model import in_parts
-from kvjax.placement.spread import spread_over
+from kvjax.placement.mesh import spread_over
 from kvjax.policies.model_config import common_heads
 
 

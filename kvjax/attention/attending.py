@@ -21,12 +21,13 @@ from kvjax.attention.blocks import blockwise
 from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
-from kvjax.cache.admission import in_step, positions_from
-from kvjax.cache.explicit import automatic
-from kvjax.cache.stacking import strip_is_there
+from kvjax.cache.appending import in_step
+from kvjax.cache.checks import usable
+from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.layer import strip_is_there
+from kvjax.cache.sections import View
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.cache.usable import usable
-from kvjax.cache.view import View
+from kvjax.cache.storing import positions_from
 from kvjax.core.checks import refuse_symbolic
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import Target, computing_on

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
-from kvjax.cache.sections import Section, sections
-from kvjax.cache.view import View
+from kvjax.cache.sections import Section, View, sections
 from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.layouts import Share
 

@@ -11,8 +11,7 @@ from kvjax.core.checks import keep_whole
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, PerRow, Positions, Visible
 from kvjax.layouts import UNLIMITED, Split
-from kvjax.placement.mesh import TENSOR
-from kvjax.placement.spread import COPIES, Spread
+from kvjax.placement.mesh import COPIES, TENSOR, Spread
 
 Bias = Callable[[Array, Array], Array]
 """``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,

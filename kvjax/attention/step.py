@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from kvjax.attention.attending import attend
 from kvjax.attention.uncached import self_attend
-from kvjax.cache.admission import begun, positions_from
-from kvjax.cache.appending import advance, append
-from kvjax.cache.explicit import automatic
+from kvjax.cache.appending import advance, append, begun
+from kvjax.cache.checks import usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import usable
+from kvjax.cache.storing import positions_from
 from kvjax.core.checks import whole_number
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.trees import state, static_field

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from kvjax.attention.attending import check_queries, mixture, scale_of
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.mask import Bias, Mask
-from kvjax.cache.explicit import automatic
+from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.sections import View
 from kvjax.cache.state import LayerCache
-from kvjax.cache.view import View
 from kvjax.codecs import Raw
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import AttentionOutput, KeysValues, Queries

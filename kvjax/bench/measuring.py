@@ -45,7 +45,7 @@ from kvjax.generation.options import Drawing, spelled_out
 from kvjax.generation.programs import CHUNK
 from kvjax.memory.sizes import bytes_read
 from kvjax.memory.weights import weight_bytes_read
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 
 

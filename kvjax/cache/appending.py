@@ -1,17 +1,4 @@
-"""Write a call's tokens, a layer at a time, and count them as held.
-
-A step appends each layer's new keys and values, lets its queries attend, and at the end advances
-all rows at once::
-
-    cache = append(cache, layer, keys, values, rotary=table)
-    mixed = attend(queries, cache, layer, rotary=table)
-    ...                                                    # the other layers
-    cache = advance(cache, new)
-
-Rows are independent. Each has its own cursor, ``length``, where its next token goes, so rows of
-different lengths need no padding on the left. Keys and queries come unrotated: the cache knows
-the positions and turns them.
-"""
+"""Append the keys and values of a call to a cache, layer by layer, and advance its rows."""
 
 import functools
 from dataclasses import replace
@@ -19,22 +6,173 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from kvjax.cache.admission import begun, check_new, in_step, note_numbers
-from kvjax.cache.explicit import automatic
-from kvjax.cache.fetching import fetched_ahead
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.checks import (
+    BAD_LENGTHS,
+    BAD_NUMBERS,
+    BAD_PAGE,
+    MISSED_LAYER,
+    OUT_OF_PAGES,
+    OUT_OF_STEP,
+    OVERFLOW,
+    usable,
+)
+from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.layer import Body, LayerCache
+from kvjax.cache.paging import pages_taken
 from kvjax.cache.state import KVCache, Pending, with_rows
-from kvjax.cache.status import MISSED_LAYER
 from kvjax.cache.storing import store_tokens
-from kvjax.cache.usable import usable
-from kvjax.core.checks import is_traced, whole_number
+from kvjax.core.checks import is_traced, refuse_symbolic, whole_number
 from kvjax.core.device import fetch
-from kvjax.core.numbers import bit_where
+from kvjax.core.numbers import bit_where, each_place
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.target import Target, computing_on
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, PerRow
+
+
+def fetched_ahead(
+    layers: tuple[LayerCache, ...],
+    entry: int,
+    sources: tuple[int, ...] | None,
+    number: int,
+    after: tuple[KeysValues, PerRow],
+) -> tuple[LayerCache, ...]:
+    """The layers, with those bodies on the device, or on their way, that are to be by the turn of
+    layer ``number`` of the model at ``entry``, and no others: but for the first layer, fetching
+    begins when ``after`` is there, its keys and the rows' lengths."""
+    later = set(() if sources is None else sources[number:])
+    found = list(layers)
+    for n, held in enumerate(layers):
+        placement = held.policy.placement
+        ahead = placement.ahead if held.stack is None and placement.memory_kind else 0
+        if n < entry and n not in later:
+            found[n] = replace(held, fetched=None)
+        elif ahead and entry <= n <= entry + ahead and held.fetched is None:
+            found[n] = replace(held, fetched=_near(held, after if entry else None))
+    return tuple(found)
+
+
+def _near(held: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
+    """A layer's body on the device; on a mesh, each device's own."""
+    placement, stores = held.policy.placement, (held.keys, held.values)
+    spread = placement.spread
+    if spread is None or after is None:
+        return placement.near(stores, after)
+    specs = held.specs()
+    bodies, rest = (specs.keys, specs.values), (spread.of_tokens(), spread.of_rows())
+    return spread.run(placement.near, (bodies, rest), bodies, stores, after)
+
+
+def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
+    """The cache in a call of ``new`` tokens a row: that of an earlier layer's ``append``, or one
+    that begins. Rows that are given other ``lengths`` than before get the status ``OUT_OF_STEP``.
+
+    Raises:
+      ValueError: if the call has begun with another number of tokens; as ``admit``.
+    """
+    pending = cache.pending
+    if pending is None:
+        cache, asked = admit(cache, new, lengths)
+        count = asked
+        if cache.pools:
+            pools, had, astray = pages_taken(cache, new, asked)
+            wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)
+            cache = replace(cache, pools=pools, status=cache.status | wrong)
+            count = jnp.where(had, asked, 0)
+        stacks = (layer.stack for layer in cache.layers if layer.stack is not None)
+        turns = tuple(jnp.zeros(each, jnp.int32) for each in stacks)
+        return replace(cache, pending=Pending(count, asked, new, (), turns))
+    if new != pending.new:
+        raise ValueError(
+            f"{new} token(s), and the call began with {pending.new}: all layers of a call are "
+            "given the same tokens"
+        )
+    return in_step(cache, lengths)
+
+
+def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
+    """A cache whose call has begun; rows whose ``lengths`` are not those that it began with get the
+    status ``OUT_OF_STEP``. None goes by those.
+
+    Raises:
+      ValueError: if that can be seen.
+    """
+    pending = cache.pending
+    if lengths is None or pending is None:
+        return cache
+    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.asked
+    if not is_traced(other) and np.any(rows := fetch(other)):
+        raise ValueError(
+            f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "
+            "call was given, by which it goes; kvjax.rewind takes tokens back"
+        )
+    return replace(cache, status=cache.status | bit_where(other, OUT_OF_STEP))
+
+
+def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, PerRow]:
+    """How many of a call's tokens each row takes, and the cache with the status of those that take
+    none because they can't hold them, or because ``lengths`` is wrong.
+
+    Raises:
+      ValueError: if ``lengths`` is wrong and not traced, naming the row.
+    """
+    asked = _real(cache, new, lengths)
+    count = _taken(cache, asked)
+    status = cache.status | bit_where(count < asked, OVERFLOW)
+    if lengths is not None:
+        status |= bit_where(asked != jnp.asarray(lengths), BAD_LENGTHS)
+    return replace(cache, status=status), count
+
+
+def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: PerRow) -> KVCache:
+    """Record the rows that are given what is no number: a codec of blocks would hide it."""
+    real = each_place(numbers[0].shape[2]) < count[:, None]
+    bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
+    wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
+    return replace(cache, status=cache.status | bit_where(wrong, BAD_NUMBERS))
+
+
+def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
+    """Raise ``ValueError`` for new keys or values that do not fit a layer."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
+    refuse_symbolic(name, x.shape)
+    expected = (cache.batch, held.kv_heads, held.head_dim)
+    if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
+        raise ValueError(
+            f"{name} must be [batch={cache.batch}, kv_heads={held.kv_heads}, new, "
+            f"head_dim={held.head_dim}], got {list(x.shape)}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
+    chunk = held.policy.layout.chunk
+    if chunk is not None and x.shape[2] > chunk:
+        raise ValueError(
+            f"{x.shape[2]} tokens in a call, but the ring has slack for {chunk}: feed the text in "
+            f"chunks of at most {chunk}, or give the ring more slack (slack={x.shape[2] - 1})"
+        )
+
+
+def _taken(cache: KVCache, asked: PerRow) -> PerRow:
+    """int32[batch]: all of the tokens that a row is to take, or none when they would not fit."""
+    return jnp.where(cache.length + asked <= cache.max_len, asked, 0)
+
+
+def _real(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
+    """int32[batch]: real tokens of a call, a row."""
+    if lengths is None:
+        return jnp.full_like(cache.length, new)
+    if jnp.shape(lengths) != (cache.batch,):
+        raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
+    if not is_traced(lengths):
+        lengths = np.asarray(fetch(lengths))
+        for row in np.flatnonzero((lengths < 0) | (lengths > new)):
+            raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}")
+    return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
 @automatic

@@ -22,8 +22,8 @@ from kvjax.core.device import check_here, committed_alike
 from kvjax.core.errors import CacheMemoryError
 from kvjax.core.sizes import readable_bytes
 from kvjax.core.trees import tell_flax, tree_bytes
-from kvjax.placement.budget import Budget
-from kvjax.placement.spread import spread_over
+from kvjax.placement.device import Budget
+from kvjax.placement.mesh import spread_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
     CacheShape,
@@ -33,9 +33,10 @@ from kvjax.policies.model_config import (
     layer_sources,
     layer_windows,
     model_dtype,
+    position_limit,
+    rotary_terms,
     scanned,
 )
-from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 

@@ -15,8 +15,7 @@ from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.numbers import each_place
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.paging.allocator import Copies, PageAllocator
-from kvjax.paging.kinds import Paging
+from kvjax.paging.allocator import Copies, PageAllocator, Paging
 from kvjax.placement.pages import copied_pages
 
 Pools = tuple[PageAllocator, ...]

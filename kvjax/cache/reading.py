@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.explicit import automatic
-from kvjax.cache.layer import Body, LayerCache
-from kvjax.cache.sections import sections
-from kvjax.cache.stacking import strip_is_there
+from kvjax.cache.checks import usable
+from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.layer import Body, LayerCache, strip_is_there
+from kvjax.cache.sections import View, sections
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import usable
-from kvjax.cache.view import View
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, PerRow, SlotPositions
 

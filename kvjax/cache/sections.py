@@ -1,7 +1,4 @@
-"""What a layer is read as: a short list of sections, each of slots that are stored alike.
-
-Attention, ``read`` and ``convert`` go by these alone: where the newest tokens stand, and what is
-encoded, is known here and where a layer is written."""
+"""The sections of a layer: ranges of slots that attention and `read` walk one after another."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,17 +9,119 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import Strip, Tail
-from kvjax.cache.regions import own_tokens, placed, regions_of
-from kvjax.cache.view import View
+from kvjax.cache.layer import LayerCache, Strip, Tail, opened
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
-from kvjax.core.numbers import each_place
+from kvjax.core.numbers import beside_slots, each_place, slots_beside
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.typing import Array, PerRow
-from kvjax.layouts import Region, Share, Split, divided, shared
+from kvjax.core.trees import state
+from kvjax.core.typing import Array, Cursors, PerRow
+from kvjax.layouts import Layout, Part, Region, Share, Split, divided, paged, shared
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
 from kvjax.placement.pages import fitting, from_pages
+
+
+@state
+class View:
+    """A layer, with the tokens of a call appended.
+
+    ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
+    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table. ``pages``:
+    int32[batch, columns], where the layer is in pages, those of each row. ``index``: int32[], which
+    layer of a stack it is, and ``layer`` the same of one that is ``opened``.
+    """
+
+    held: LayerCache
+    before: PerRow
+    length: PerRow
+    marks: PerRow
+    rotary: RotaryTable | None = None
+    pages: Array | None = None
+    index: Array | None = None
+    layer: Array | None = None
+
+    def opened(self) -> "View":
+        """That of a layer alone, on a device."""
+        if self.index is None:
+            return self
+        held = opened(self.held, self.index)
+        return replace(self, held=held, layer=self.index, index=None)
+
+    def taken(self, rows: PerRow) -> "View":
+        """That of some rows, int32[n], of a layer in pages, which stay as they are."""
+        held = self.held
+        own = held.tail, held.strip, held.low
+        mine = own, (self.before, self.length, self.marks, self.pages)
+        (tail, strip, low), cursors = jax.tree.map(lambda x: x[rows], mine)
+        before, length, marks, pages = cursors
+        held = replace(held, tail=tail, strip=strip, low=low)
+        return replace(self, held=held, before=before, length=length, marks=marks, pages=pages)
+
+
+def regions_of(
+    layout: Layout, of: Callable[[Layout, Share], Part], together: bool, share: Share | None
+) -> Sequence[tuple[Region, Layout | Part]]:
+    """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
+    if together:
+        return [(Region(0, layout.slots), layout)]
+    if (pages := paged(layout)) and layout.sinks:
+        # A page may have both: each walks it from its beginning, and counts its own.
+        ends = [(each, each.first + each.size) for each in layout.regions()]
+        return [
+            (
+                Region(0, pages.whole(end), each.capped),
+                Part(layout, layout.slots, 0, each.first, end),
+            )
+            for each, end in ends
+        ]
+    if share is None:
+        return [(region, layout) for region in layout.regions()]
+    return of(layout, share).regions()
+
+
+def placed(
+    of: Callable[[Share | None], Any], share: Share | None, length: PerRow, written: PerRow
+) -> dict[str, Any]:
+    """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
+    is a cursor as well."""
+
+    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
+        own = None if share is None else Share(beside_slots(index[0]), share.count)
+        return of(own).positions(length, written, slots)
+
+    cursors = (length, written)
+    if share is not None:
+        cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
+    return {"position_of": position_of, "cursors": cursors}
+
+
+def own_tokens(split: Split, before: PerRow, length: PerRow, count: int) -> dict[str, Any]:
+    """The same, and what else a section is asked, of a long call's own tokens, ``count`` of them
+    from ``before`` on."""
+    share = split.share
+    each = count if share is None else -(-count // share.count)
+    first = jnp.int32(0) if share is None else share.index * each
+
+    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
+        slots = slots_beside(slots, before)
+        positions = beside_slots(before) + slots
+        there = (positions >= split.tail.sinks) & (positions < beside_slots(length))
+        if share is not None:
+            there &= (slots >= beside_slots(first)) & (slots < beside_slots(first) + each)
+        return jnp.where(there, positions, -1)
+
+    def span(start: Array, size: int) -> tuple[Array, Array]:
+        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
+        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
+        return jnp.min(before) + low, jnp.where(low < high, last, -1)
+
+    return {
+        "position_of": position_of,
+        "cursors": (before, length, jnp.broadcast_to(first, length.shape)),
+        "span": span,
+        "filled": lambda near: jnp.minimum(jnp.max(near - before), first + each),
+        "slot_of": lambda positions: positions - before[:, None],
+    }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a cache takes, by place, on one device or on each of a mesh."""
+"""Where the arrays of a cache are stored, and their sizes in bytes."""
 
 import functools
 from collections.abc import Sequence
@@ -6,15 +6,56 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
+from jax.sharding import SingleDeviceSharding
 
+from kvjax.cache.checks import check_cache
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import check_cache
+from kvjax.core.absent import check_host
 from kvjax.core.trees import tree_bytes
-from kvjax.placement.budget import Budget, Sizes
-from kvjax.placement.device import Device
-from kvjax.placement.spread import Spread
+from kvjax.placement.device import Budget, Device, Sizes
+from kvjax.placement.mesh import Spread
 from kvjax.policies.cache_policy import CachePolicy
+
+
+def places(cache: KVCache, device: Any = None) -> Any:
+    """The sharding of each array of a cache: on its mesh, or on a device. A pytree like it.
+
+    Raises:
+      ValueError: if it has bodies on the host of a device that is not here and knows none.
+    """
+    spread = cache.spread
+    if device is not None and any(x.policy.placement.behind_tail for x in cache.layers):
+        check_host(device)
+    near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.of_rows())
+
+    def of(layer: Any) -> Any:
+        kind = layer.policy.placement.memory_kind
+        if spread is not None:
+            specs, of_body = layer.specs(), functools.partial(spread.sharding, kind=kind)
+            every = jax.tree.map(spread.sharding, specs)
+            body = jax.tree.map(of_body, (specs.keys, specs.values))
+        else:
+            far = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
+            every = jax.tree.map(lambda _: near, layer)
+            body = jax.tree.map(lambda _: far, (layer.keys, layer.values))
+        return replace(every, keys=body[0], values=body[1])
+
+    every = jax.tree.map(lambda _: near, cache)
+    return replace(every, layers=tuple(of(layer) for layer in cache.layers))
+
+
+def arguments(tree: Any, places: Any) -> Any:
+    """Arrays that are not there, in the kinds of memory that their shardings say, for a program
+    that is given these shardings as its own."""
+
+    def one(x: Any, place: Any) -> Any:
+        far = place.memory_kind == "pinned_host"
+        space = jax.memory.Space.Host if far else jax.memory.Space.Device
+        return ShapedArray(x.shape, x.dtype, memory_space=space)
+
+    return jax.tree.map(one, tree, places)
 
 
 def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:

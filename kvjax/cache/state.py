@@ -11,10 +11,9 @@ from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, LayerNumber, PerRow, PerRowAndLayer
 from kvjax.layouts import UNLIMITED
-from kvjax.paging.allocator import PageAllocator
-from kvjax.paging.kinds import Paging
-from kvjax.placement.budget import Budget
-from kvjax.placement.spread import Spread
+from kvjax.paging.allocator import PageAllocator, Paging
+from kvjax.placement.device import Budget
+from kvjax.placement.mesh import Spread
 
 
 @state

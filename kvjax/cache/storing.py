@@ -8,18 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.admission import positions_from
-from kvjax.cache.layer import Body, LayerCache, Strip, Tail
-from kvjax.cache.stacking import one_of, with_one
+from kvjax.cache.layer import Body, LayerCache, Strip, Tail, one_of, with_one
 from kvjax.codecs import Codec, Store
 from kvjax.core import control
 from kvjax.core.numbers import each_place
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import traced_for
-from kvjax.core.typing import Array, PerRow
+from kvjax.core.typing import Array, PerRow, Positions
 from kvjax.layouts import Ring, Run, shared
-from kvjax.placement.mesh import TENSOR
-from kvjax.placement.spread import Spread
+from kvjax.placement.mesh import TENSOR, Spread
 from kvjax.placement.writing import write_far, write_row, write_rows
 
 Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
@@ -191,6 +188,11 @@ def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerRow)
     return jax.tree.map(
         lambda old, x: jnp.where(mine[:, None, :, None], _taken(x, index), old), tail, fresh
     )
+
+
+def positions_from(length: PerRow, new: int) -> Positions:
+    """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
+    return length[:, None] + each_place(new)
 
 
 def _taken(x: Array, index: Array) -> Array:

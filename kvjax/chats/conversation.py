@@ -22,7 +22,7 @@ from kvjax.generation.request import Request, prepare
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
-from kvjax.policies.positions import new_tokens_for
+from kvjax.policies.model_config import new_tokens_for
 from kvjax.policies.presets import PolicyChoice
 
 _SETTINGS = Answering.__annotations__.keys() | {"max_new_tokens", "stop"}

@@ -14,9 +14,8 @@ from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import abstract_cache
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import reset
-from kvjax.placement.spread import spread_over
-from kvjax.policies.model_config import common_heads
-from kvjax.policies.positions import trained_context
+from kvjax.placement.mesh import spread_over
+from kvjax.policies.model_config import common_heads, trained_context
 from kvjax.policies.presets import PolicyChoice
 
 _LENGTH = 4096

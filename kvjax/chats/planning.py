@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvjax.chats.known import Known
 from kvjax.chats.texts import Rendering, messages_of
 from kvjax.chats.turns import Turn
-from kvjax.policies.positions import positions_needed
+from kvjax.policies.model_config import positions_needed
 
 WHEN_FULL = ("stop", "drop")
 

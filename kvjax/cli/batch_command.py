@@ -17,7 +17,7 @@ from kvjax.cli.batch_running import Batch, Counts
 from kvjax.cli.common import given_mesh, use_compilation_cache
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import parting, shown
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 AHEAD = 4
 """Requests that the engine has at once, for each of its rows: while one ends, others wait."""

@@ -18,7 +18,7 @@ from kvjax.memory.limits import device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import layer_windows
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 if TYPE_CHECKING:
     from kvjax.generation.loaded_model import LanguageModel

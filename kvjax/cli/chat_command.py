@@ -12,7 +12,7 @@ from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.waiting import raised, shown
 from kvjax.core.files import at_home
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 
 def chat(

@@ -9,7 +9,7 @@ from kvjax.core.errors import CheckpointError
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.operations.loading import load_cache
 from kvjax.operations.saving import save_cache
-from kvjax.policies.positions import positions_needed
+from kvjax.policies.model_config import positions_needed
 
 
 def taken_up(

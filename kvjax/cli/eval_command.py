@@ -9,7 +9,7 @@ from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 
 def evaluate(

@@ -20,7 +20,7 @@ from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.files import can_be_saved
 from kvjax.generation.options import Settings
 from kvjax.generation.results import GenerationResult, GenerationStats
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 
 def generate(

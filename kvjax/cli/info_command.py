@@ -15,7 +15,7 @@ from kvjax.core.sizes import readable_bytes
 from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_a_token
 from kvjax.policies.model_config import layer_heads
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 
 def info(

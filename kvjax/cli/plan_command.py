@@ -21,7 +21,7 @@ from kvjax.core.target import Target
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import AXES, parse_mesh
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 
 def plan(

@@ -11,7 +11,7 @@ from kvjax.cli.common import given_mesh, use_compilation_cache
 from kvjax.cli.waiting import INTERRUPTED, leave, shown
 from kvjax.core.files import at_home
 from kvjax.core.sizes import parse_bytes
-from kvjax.policies.words import parse_policy
+from kvjax.policies.presets import parse_policy
 
 MOST_TOKENS = 4096
 """Of a text, where nobody says more: positions of a model may be many, or have no end."""

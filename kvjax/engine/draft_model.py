@@ -30,7 +30,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress, choose
 from kvjax.layouts import Paged, paged
 from kvjax.memory.sizes import device_bytes
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 from kvjax.prefixes.texts import Texts

@@ -10,7 +10,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import Ring, paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 

@@ -21,7 +21,7 @@ from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose, whole
-from kvjax.paging.given import GivenPages
+from kvjax.paging.allocator import GivenPages
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
 from kvjax.sampling.filters import EVERY, Allowed, Logits

@@ -12,7 +12,7 @@ from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.inputs import biases, end_tokens, stop_strings, token_ids, told_scores
 from kvjax.generation.options import Options
-from kvjax.policies.positions import positions_needed
+from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.terms import Terms

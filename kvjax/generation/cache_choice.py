@@ -18,7 +18,7 @@ from kvjax.memory.planning import PREFILL
 from kvjax.memory.sizes import abstract_cache
 from kvjax.memory.weights import encodes
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.positions import positions_needed, same_rotary
+from kvjax.policies.model_config import positions_needed, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.tree import Tenant

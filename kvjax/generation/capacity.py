@@ -4,7 +4,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.checks import whole_number
 from kvjax.generation.model import ModelConfig
 from kvjax.layouts import UNLIMITED
-from kvjax.policies.positions import position_limit, positions_needed, same_rotary
+from kvjax.policies.model_config import position_limit, positions_needed, same_rotary
 
 _SMALLEST_CAPACITY = 64
 

@@ -20,7 +20,7 @@ from kvjax.generation.results import GenerationResult
 from kvjax.generation.session import Session
 from kvjax.generation.streaming import Stream
 from kvjax.memory.planning import PREFILL
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.sampling.filters import Logits
 
 Running = Stream | BeamStream | BestOf

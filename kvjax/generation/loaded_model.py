@@ -23,7 +23,7 @@ from kvjax.generation.encoder import SOURCE, has_read, read, refuse_auto, withou
 from kvjax.generation.model import GenerationDefaults
 from kvjax.memory.weights import encodes
 from kvjax.placement.device import Device
-from kvjax.placement.spread import spread_over
+from kvjax.placement.mesh import spread_over
 from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 

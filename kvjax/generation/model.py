@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.admission import admit
+from kvjax.cache.appending import admit
 from kvjax.cache.state import KVCache
 from kvjax.core import control
 from kvjax.core.checks import is_traced, refuse_traced

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax.cache.checks import check, usable
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
-from kvjax.cache.usable import usable
 from kvjax.core.checks import COUNTED, SIZED, plain, whole_number, whole_or_none
 from kvjax.core.context import home
 from kvjax.core.device import fetch
@@ -40,9 +39,8 @@ from kvjax.generation.options import Options
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.room import check_room
 from kvjax.placement.device import Device
-from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import common_heads
-from kvjax.policies.positions import positions_needed, same_rotary
+from kvjax.placement.mesh import Spread, spread_over
+from kvjax.policies.model_config import common_heads, positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
 from kvjax.sampling.params import Filters, Sampling, make_settings

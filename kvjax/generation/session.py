@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.stages import Lowered
 
+from kvjax.cache.checks import check
 from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
 from kvjax.core.device import committed_as, fetch, put_beside
 from kvjax.core.typing import Array
 from kvjax.generation import programs

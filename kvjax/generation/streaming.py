@@ -29,7 +29,7 @@ from kvjax.generation.results import (
     speculation,
 )
 from kvjax.generation.session import Report, Session
-from kvjax.policies.positions import beyond_context
+from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore, token_scores
 
 _WATCHED_STEPS = 32

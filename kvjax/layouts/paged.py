@@ -22,8 +22,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
-from kvjax.layouts.dense import Dense
-from kvjax.layouts.layout import Layout, Region, Run
+from kvjax.layouts.layout import Dense, Layout, Region, Run
 
 LEAST, MOST, MULTIPLE = 16, 1024, 8
 """Tokens of a page."""

@@ -17,8 +17,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
-from kvjax.layouts.dense import Dense
-from kvjax.layouts.layout import Layout, Region, Run, check_growth
+from kvjax.layouts.layout import Dense, Layout, Region, Run, check_growth
 
 
 @dataclass(frozen=True)

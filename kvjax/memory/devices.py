@@ -16,8 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.creation import init_cache
-from kvjax.cache.places import arguments, places
-from kvjax.cache.sizes import nbytes, shares_of
+from kvjax.cache.sizes import arguments, nbytes, places, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import Named, compiling_for, device_or_mesh, is_absent, kind_of, named
 from kvjax.core.another_process import in_another_process

@@ -12,8 +12,7 @@ from kvjax.memory.limits import device_memory
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import cache_nbytes, device_bytes
 from kvjax.memory.weights import Plannable, weight_bytes
-from kvjax.policies.model_config import common_heads
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import common_heads, position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
 

@@ -11,8 +11,7 @@ from kvjax.core.target import default_device
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import device_bytes
 from kvjax.memory.weights import Loaded, Plannable, weight_bytes
-from kvjax.placement.mesh import TENSOR, make_mesh
-from kvjax.placement.spread import spread_over
+from kvjax.placement.mesh import TENSOR, make_mesh, spread_over
 from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 

@@ -7,15 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.checks import check_arrays
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import check_arrays
 from kvjax.core.checks import refuse_traced
 from kvjax.core.device import fetch
 from kvjax.core.files import at_home
 from kvjax.core.plots import pyplot
 from kvjax.core.sizes import readable_bytes
 from kvjax.core.trees import tree_bytes
-from kvjax.paging.kinds import Paging
+from kvjax.paging.allocator import Paging
 
 FREE, HELD, SHARED = -1, -2, -3
 """Owners that are no row: nobody, whoever called ``retain``, and several rows."""

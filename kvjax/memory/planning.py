@@ -26,9 +26,8 @@ from kvjax.memory.weights import (
     weight_bytes,
     weight_bytes_read,
 )
-from kvjax.placement.spread import Spread, spread_over
-from kvjax.policies.model_config import common_heads, layer_heads, model_dtype
-from kvjax.policies.positions import beyond_context
+from kvjax.placement.mesh import Spread, spread_over
+from kvjax.policies.model_config import beyond_context, common_heads, layer_heads, model_dtype
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL = 512

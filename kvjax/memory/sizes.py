@@ -7,17 +7,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from kvjax.cache.checks import check_cache
 from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.cache.usable import check_cache
 from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Growing, paged
-from kvjax.placement.budget import ahead_bytes
-from kvjax.placement.spread import Spread
+from kvjax.placement.device import ahead_bytes
+from kvjax.placement.mesh import Spread
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import CacheShape
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import CacheShape, position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
 
 _LONG = 2**24

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.explicit import automatic
+from kvjax.cache.checks import usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.typing import Array
 from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.explicit import automatic
+from kvjax.cache.checks import LOST, usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.filling import filled
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
 from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.cache.status import LOST
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_or_none
 from kvjax.core.device import fetch
 from kvjax.core.numbers import bit_where

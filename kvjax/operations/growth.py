@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.checks import usable
 from kvjax.cache.creation import naming_no_memory
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.cache.usable import usable
 from kvjax.core import control
 from kvjax.core.checks import COUNTED, is_traced, whole_number
 from kvjax.core.context import sending

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from kvjax.cache.checks import LOST, usable
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import LOST
-from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.device import committed_alike, put_on_one
@@ -22,11 +21,10 @@ from kvjax.core.typing import Array
 from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
 from kvjax.operations.stacks import layer_by_layer
-from kvjax.paging.allocator import PageAllocator
-from kvjax.paging.kinds import Paging
+from kvjax.paging.allocator import PageAllocator, Paging
 from kvjax.placement.device import Device, beside, check_placement
+from kvjax.placement.mesh import Spread, spread_over
 from kvjax.placement.order import given, kept
-from kvjax.placement.spread import Spread, spread_over
 from kvjax.policies.cache_policy import CachePolicy
 
 KEEP: Any = object()

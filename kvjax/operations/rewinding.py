@@ -5,11 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.explicit import automatic
+from kvjax.cache.checks import OUT_OF_PAGES, REWOUND_TOO_FAR, usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import trimmed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.cache.status import OUT_OF_PAGES, REWOUND_TOO_FAR
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Counts, PerRow

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from kvjax.cache.checks import usable
 from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.trees import tree_bytes
 from kvjax.operations.growth import enlarged, grow

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.explicit import automatic
+from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, usable
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import forked, freed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.cache.status import NO_SUCH_ROW, OUT_OF_PAGES
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced, whole_number
 from kvjax.core.numbers import bit_where
 from kvjax.core.typing import Array, RowMask

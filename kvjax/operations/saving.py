@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.checks import check, usable
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
-from kvjax.cache.usable import usable
 from kvjax.core.context import outside
 from kvjax.core.device import fetch
 from kvjax.core.files import Saving, save_folder

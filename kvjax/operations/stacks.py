@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.checks import LOST, usable
 from kvjax.cache.creation import check_stacks, stacks_of
-from kvjax.cache.explicit import automatic
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.cache.status import LOST
-from kvjax.cache.usable import usable
 from kvjax.core.checks import is_traced
 from kvjax.core.device import fetch
 from kvjax.core.numbers import bit_where

@@ -1,20 +1,34 @@
-"""Pages of a pool: who has which, and which are free.
-
-Source: the block tables and reference counts of Kwon et al., "Efficient Memory Management for Large
-Language Model Serving with PagedAttention", arXiv:2309.06180, as pure functions.
-"""
+"""Page tables: which pages of a pool each row holds."""
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.checks import COUNTED, whole_number
-from kvjax.core.trees import state
+from kvjax.core.trees import state, static_field
 from kvjax.core.typing import Array, PerRow, RowMask
+from kvjax.layouts import Paged, Split
+
+
+@dataclass(frozen=True)
+class Paging:
+    """What layers have in common that go by the same tables: their ``layout``, of tokens or, where
+    ``split`` says how these are divided, of a body's blocks."""
+
+    layout: Paged
+    split: Split | None = None
+
+    def units(self, tokens: Any) -> Any:
+        """Units that stand in pages where the text has so many tokens."""
+        return tokens if self.split is None else self.split.flushed(tokens)
+
+    def new_units(self, tokens: int) -> int:
+        """Units that a call of so many tokens puts into pages, at most."""
+        return tokens if self.split is None else -(-tokens // self.split.block)
 
 
 class Copies(NamedTuple):
@@ -252,3 +266,30 @@ class PageAllocator:
         at = jnp.where(freed, self.left[0] + count - 1, self.pages)
         stack = self.stack.at[at].set(pages, mode="drop")
         return replace(self, refs=refs, stack=stack, left=self.left + count[-1])
+
+
+@state
+class GivenPages:
+    """Rows' tables alone, in the place of a ``PageAllocator``: a call finds the pages that it
+    writes in there already, or takes none of its tokens.
+
+    ``table``: int32[rows, columns], the page of each column, −1 for none; ``pages``: of the pool.
+    Whoever fills it in must see to it that no page has two writers, and that none is given away
+    which a query may see yet.
+    """
+
+    table: Array
+    pages: int = static_field()
+
+    @property
+    def whole(self) -> Array:
+        """The table."""
+        return self.table
+
+    def append(
+        self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
+    ) -> tuple["GivenPages", RowMask]:
+        """As it is, and bool[rows], the rows that have a page in all columns, int32[rows, n], where
+        one is wanted, bool[rows, n]."""
+        found = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)
+        return self, jnp.all(~wanted | (found >= 0), axis=1)

@@ -1,16 +1,22 @@
-"""On a device, or on the devices of a mesh; what a placement answers."""
+"""Where a layer's arrays are stored: on the device or in host memory."""
 
+import functools
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
+from kvjax.core import control
+from kvjax.core.checks import is_traced, keep_whole
+from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.device import put_here
-from kvjax.core.target import Target, current_target
+from kvjax.core.target import Target, current_target, default_device
 from kvjax.layouts import Share
-from kvjax.placement.mesh import SEQUENCE
-from kvjax.placement.spread import Spread
+from kvjax.placement.mesh import SEQUENCE, Spread
 
 _T = TypeVar("_T")
 
@@ -116,3 +122,145 @@ def beside(array: jax.Array) -> Any:
     """The context in which arrays are put to where ``array`` is, if that is one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
+
+
+@dataclass(frozen=True)
+class Host(Device):
+    """The body in the host's memory, pinned; the tail, and what is computed with, on the device.
+
+    A block crosses to the host once, when it leaves the tail. Updates stay in place inside a
+    donated, jitted step. Gradients do not pass through such a cache.
+
+    ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
+    that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
+    not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
+    device: for accelerators, and not for stacks. Whether a copy goes on beside computation there is
+    not known: none has run it, and a TPU's compiler has it in a branch.
+    """
+
+    prefetch: int = 0
+
+    place: ClassVar[str] = "host"
+    behind_tail: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "prefetch", 0)
+
+    @property
+    def memory_kind(self) -> str | None:
+        return "pinned_host" if jax_0_10_2_host_memory(self.platform()) else None
+
+    @property
+    def ahead(self) -> int:
+        return self.prefetch
+
+    def store(self, body: _T, orders: Any) -> _T:
+        if self.memory_kind is None:  # a move makes new arrays: the old ones are deleted behind it
+            body = jax.device_put(body, may_alias=False)
+        if self.spread is not None:
+            return self.spread.put_bodies(body, orders, self.memory_kind)
+        if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
+            # Which devices these are is up to the user's ``jax.shard_map`` or ``jax.set_mesh``.
+            return self.far(body)
+        sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
+        return jax.device_put(body, sharding)
+
+    def near(self, part: _T, after: Any = None) -> _T:
+        """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
+        there, a call's keys and the rows' lengths."""
+        if self.memory_kind is None:
+            return part
+        if after is None or not is_traced(after[0]):
+            return _fetched(part)
+        # Compilers drop a barrier, or copy on the host for it, and would fetch all layers at once.
+        # This is always true, which they can't know.
+        there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
+        empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return control.cond(there, _fetched, empty, part)
+
+    def far(self, part: _T) -> _T:
+        return part if self.memory_kind is None else jax.device_put(part, self.space)
+
+
+def _fetched(part: _T) -> _T:
+    return jax.device_put(part, jax.memory.Space.Device)
+
+
+_BACK = 0.75
+"""What part of the memory may be full once a layer has come back: the rest keeps it from being
+sent away again by the next few tokens."""
+
+
+class Sizes(NamedTuple):
+    """Bytes of a layer: of the device where it is there, and where it is on the host (its tail),
+    and of the host then; ``grows``: whether it may be enlarged."""
+
+    device: int
+    tail: int
+    host: int
+    grows: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a cache may take of the device, and where layers go that would be too much.
+
+    A layer that moves or grows is there twice for a moment: where layers on the device may grow,
+    room for the largest of them is kept free.
+    """
+
+    memory: int
+    placement: Device = field(default_factory=Host)
+
+    def __post_init__(self) -> None:
+        keep_whole(self, "memory", 1)
+        check_placement(self.placement)
+        if not self.placement.behind_tail:
+            raise ValueError(f"{self.placement!r}: layers that are too much go to the host")
+
+    def away(self, sizes: Sequence[Sizes], out: Collection[int]) -> frozenset[int]:
+        """Which layers are to be on the host, the last ones first.
+
+        Args:
+          sizes: of each layer.
+          out: those that are on the host now. They come back, the first ones first, where that
+            leaves a quarter of the memory free.
+
+        Raises:
+          ValueError: if the device can't hold what stays there of layers on the host.
+        """
+        chosen = set(out)
+        while self._taken(sizes, chosen) > self.memory:
+            here = [n for n, size in enumerate(sizes) if n not in chosen and _leaves(size)]
+            if not here:
+                fetched = " and the layers fetched ahead" if self.placement.ahead else ""
+                raise ValueError(
+                    f"the cache may take {self.memory:,} bytes of the device, but with every layer "
+                    f"on the host its newest tokens{fetched} would take "
+                    f"{self._taken(sizes, chosen):,}"
+                )
+            chosen.add(here[-1])
+        for n in sorted(chosen):
+            if n in out and self._taken(sizes, chosen - {n}) <= _BACK * self.memory:
+                chosen.remove(n)
+        return frozenset(chosen)
+
+    def _taken(self, sizes: Sequence[Sizes], out: Collection[int]) -> int:
+        here = [size for n, size in enumerate(sizes) if n not in out]
+        there = [size for n, size in enumerate(sizes) if n in out]
+        free = max((size.device for size in here if size.grows and _leaves(size)), default=0)
+        fetched = ahead_bytes([(size.host, self.placement) for size in there])
+        return sum(s.device for s in here) + sum(s.tail for s in there) + free + fetched
+
+
+def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
+    """Bytes of the device that layers take which are fetched ahead, at most: of bodies with so many
+    bytes, and their placements."""
+    most = max((placement.ahead for _, placement in bodies), default=0)
+    fetched = sorted((size for size, placement in bodies if placement.ahead), reverse=True)
+    return sum(fetched[: most + 1])
+
+
+def _leaves(size: Sizes) -> bool:
+    """Whether the device has less of the layer when it is on the host."""
+    return size.tail < size.device

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
 from kvjax.core.checks import keep_whole
 from kvjax.layouts import Dense, Layout, Split, paged
-from kvjax.paging.kinds import Paging
+from kvjax.paging.allocator import Paging
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import folded, grain, grain_of_blocks, orders_of
 from kvjax.policies.model_config import layer_windows

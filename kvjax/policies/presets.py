@@ -1,16 +1,15 @@
-"""Policies by their well-known names, and what stands for one in an argument."""
+"""Cache policies by name."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvjax.codecs import quantized_codec
-from kvjax.core.checks import keep_whole, plain
+from kvjax.codecs import MULTIPLE, Codec, HalfQuadratic, Integer, quantized_codec
+from kvjax.core.checks import keep_whole, plain, whole_number
 from kvjax.core.sizes import parse_bytes
 from kvjax.layouts import Dense, Growing, Paged, Ring
-from kvjax.placement.budget import Budget
-from kvjax.placement.device import Device
-from kvjax.placement.host import Host
+from kvjax.placement.device import Budget, Device, Host
 from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
 from kvjax.policies.model_config import decoder_config
 
@@ -222,3 +221,86 @@ def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
             "layout alone goes into CachePolicy(layout)"
         )
     return choice.per_layer(config)
+
+
+def transformers_policy(
+    backend: str = "quanto",
+    *,
+    nbits: int = 4,
+    axis_key: int = 0,
+    axis_value: int = 0,
+    q_group_size: int = 64,
+    residual_length: int = 128,
+) -> CachePolicy:
+    """The policy of the settings of a quantized cache of Transformers, under their names.
+
+    An axis means different things to the two backends: groups along a token's channels are axis 0
+    of quanto and axis 1 of HQQ, groups along a channel's tokens axis -1 of quanto and axis 0 of HQQ
+    (docs/quantization.md).
+
+    Args:
+      backend: ``"quanto"`` or ``"hqq"``.
+      nbits: of each number: 2 or 4 with quanto, 1, 2, 3, 4 or 8 with HQQ.
+      axis_key, axis_value: 0 or -1 with quanto, 0 or 1 with HQQ.
+      q_group_size: numbers that share a scale. Along tokens, no more than a block of 64, nor than
+        ``residual_length``.
+      residual_length: the most tokens that stay raw, rounded down to whole blocks of 64, or of 8
+        where it is less; 8 at least.
+
+    Raises:
+      ValueError: if a setting is none of the backend's.
+    """
+    known = {"quanto": ((2, 4), {0: "token", -1: "channel"}),
+             "hqq": ((1, 2, 3, 4, 8), {1: "token", 0: "channel"})}  # fmt: skip
+    if backend not in known:
+        raise ValueError(f"backend={backend!r}: there are {', '.join(map(repr, known))}")
+    widths, axes = known[backend]
+    of_axes = ("axis_key", axis_key, axes), ("axis_value", axis_value, axes)
+    for name, given, has in (("nbits", nbits, widths), *of_axes):
+        if given not in has:
+            raise ValueError(f"{name}={given!r}: {backend} has {', '.join(map(str, has))}")
+    residual = max(whole_number("residual_length", residual_length, 1), MULTIPLE)
+    block = min(64, residual // MULTIPLE * MULTIPLE)
+
+    def codec(axis: int) -> Codec:
+        group = min(q_group_size, block) if axes[axis] == "channel" else q_group_size
+        plain = Integer(nbits, axes[axis], group, zero_point=True)
+        return plain if backend == "quanto" else HalfQuadratic(plain)
+
+    keys, values = codec(axis_key), codec(axis_value)
+    return CachePolicy(Dense(), keys, values, block=block, recent=residual // block - 1)
+
+
+def parse_policy(words: str, **more: Any) -> PolicyChoice:
+    """A policy from words: ``bits=4``, ``sliding_window,window=128,bits=8``.
+
+    Args:
+      words: a name, by default ``static``, and settings of ``kvjax.policy``.
+      more: further settings; None is none.
+
+    Raises:
+      ValueError: if a setting is not one of ``kvjax.policy`` or is given twice; for two names.
+    """
+    names: list[str] = []
+    settings: dict[str, Any] = {}
+    for part in words.split(","):
+        setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if setting in settings or (names and not equals):
+            twice = f"{setting} twice" if equals else f"two names, {names[0]} and {setting}"
+            raise ValueError(f"the policy {words!r} has {twice}: two policies are given one by one")
+        if not equals:
+            names.append(setting)
+        else:
+            settings[setting] = int(value) if value.lstrip("-").isdigit() else value
+    name = names[0] if names else "static"
+    for setting, value in more.items():
+        if value is not None and settings.setdefault(setting, value) != value:
+            raise ValueError(
+                f"{setting} is {settings[setting]} in {words!r}, and {value} beside it"
+            )
+    known = [name for name in inspect.signature(policy).parameters if name != "name"]
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise ValueError(
+            f"the policy {words!r} has {unknown[0]!r}: settings are {', '.join(known)}"
+        )
+    return policy(name, **settings)

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from kvjax.paging.kinds import Paging
+from kvjax.paging.allocator import Paging
 
 
 @dataclass(frozen=True)

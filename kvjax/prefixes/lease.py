@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.cache.checks import REWOUND_TOO_FAR
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import REWOUND_TOO_FAR
 from kvjax.core.device import fetch
 from kvjax.operations.rewinding import rewind, rewindable
-from kvjax.policies.positions import positions_needed
+from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.checkpoints import State, Taken, put_back, taken
 from kvjax.prefixes.found import found_of
 from kvjax.prefixes.nodes import Key

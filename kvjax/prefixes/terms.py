@@ -13,8 +13,7 @@ from kvjax.core.trees import tree_bytes
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache
 from kvjax.memory.weights import encodes
-from kvjax.policies.model_config import decoder_config, scanned
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import own, state_bytes
 from kvjax.prefixes.kinds import Kind

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.checks import check
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.progress import tell
@@ -29,7 +29,7 @@ from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.stacks import unstack
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.figures import Quality, cache_bytes, quality_of, seen_encoded
 

@@ -11,7 +11,7 @@ from kvjax.core.checks import UNLIMITED, is_traced, whole_number
 from kvjax.generation.inputs import biases, check_ids, end_tokens, token_ids
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Drawing
-from kvjax.policies.positions import position_limit, positions_needed, same_rotary
+from kvjax.policies.model_config import position_limit, positions_needed, same_rotary
 from kvjax.sampling.params import Filters, Sampling, make_settings
 
 

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.checks import check
 from kvjax.cache.state import KVCache
-from kvjax.cache.status import check
 from kvjax.core.context import sending
 from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError

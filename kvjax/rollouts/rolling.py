@@ -8,10 +8,10 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.checks import usable
 from kvjax.cache.creation import allocate
-from kvjax.cache.explicit import automatic
+from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
-from kvjax.cache.usable import usable
 from kvjax.core.checks import whole_number
 from kvjax.core.context import outside
 from kvjax.core.device import committed_as
@@ -32,9 +32,10 @@ from kvjax.policies.model_config import (
     layer_sources,
     layer_windows,
     model_dtype,
+    position_limit,
+    rotary_terms,
     scanned,
 )
-from kvjax.policies.positions import position_limit, rotary_terms
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.policies.positions import new_tokens_for, positions_needed
+from kvjax.policies.model_config import new_tokens_for, positions_needed
 from kvjax.serve.refused import Refused
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.cache.places import arguments, places
+from kvjax.cache.sizes import arguments, places
 from kvjax.cache.state import KVCache
 from kvjax.core.absent import compiling_for, device_or_mesh
 from kvjax.core.compat import jax_0_8_options

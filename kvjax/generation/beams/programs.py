@@ -20,7 +20,7 @@ from kvjax.generation.request import Request
 from kvjax.operations.branching import branched
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.operations.rows import select
-from kvjax.placement.spread import Spread
+from kvjax.placement.mesh import Spread
 from kvjax.sampling.filters import Logits, with_set
 from kvjax.sampling.history import Past
 from kvjax.sampling.params import Filters, Sampling

@@ -22,7 +22,7 @@ from kvjax.generation.request import Chunk, Request, prompt_chunks
 from kvjax.generation.results import GenerationResult, GenerationStats, Meter, Piece, padded
 from kvjax.generation.session import Session
 from kvjax.generation.streaming import Pieces
-from kvjax.policies.positions import beyond_context
+from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore
 
 _WATCHED_STEPS = 8

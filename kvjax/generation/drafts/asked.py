@@ -10,7 +10,7 @@ import jax
 from kvjax.core.checks import keep_truth, keep_whole, whole_number
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
 
 MOST_DRAFTED = 31

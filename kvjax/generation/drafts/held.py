@@ -20,7 +20,7 @@ from kvjax.generation.drafts.speculation import speculate
 from kvjax.generation.model import Model
 from kvjax.generation.request import Chunk, Request, prompt_chunks
 from kvjax.placement.device import Device
-from kvjax.policies.positions import position_limit
+from kvjax.policies.model_config import position_limit
 
 
 class Drafts:

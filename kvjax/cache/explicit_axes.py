@@ -1,9 +1,4 @@
-"""Functions of caches under a mesh of explicit axes, which ``jax.set_mesh`` has set.
-
-There every array's type says how it is divided, and JAX refuses operations whose result could be
-divided in several ways: most of what writes into a cache. So what is here runs with automatic axes,
-where the compiler decides, and its results are divided as what was given is.
-"""
+"""Run functions of caches under a mesh with explicit axes."""
 
 import functools
 import itertools
