@@ -18,10 +18,10 @@ from kvjax.attention import buckets
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.sizes import arguments, places, share_of
 from kvjax.codecs import Float8, Int4, Rotated
-from kvjax.core.absent import compiling_for, device_or_mesh
-from kvjax.core.compat import jax_0_8_options, jax_0_8_text
+from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text
+from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import target_of
-from kvjax.core.trees import tree_bytes
+from kvjax.core.topology import compiling_for, resolve_device_or_mesh
 from kvjax.layouts import Growing, Ring
 from kvjax.memory.links import Collective, collectives
 from kvjax.memory.shapes import ModelShape
@@ -147,7 +147,7 @@ def cell_of(policy: str, feature: str, form: str) -> Cell:
 
 def compiled(cell: Cell, device: Any) -> Found:
     """Compile a cell's program for a device, its name, or a mesh of some."""
-    device, mesh = device_or_mesh(device)
+    device, mesh = resolve_device_or_mesh(device)
     new = cell.new or NEW[cell.form]
     with compiling_for(device):
         make = functools.partial(
@@ -169,10 +169,10 @@ def compiled(cell: Cell, device: Any) -> Found:
             in_shardings=(*near, there), out_shardings=(near[0], there),
         )  # fmt: skip
         found = program.lower(queries, keys, arguments(cache, there)).compile(
-            jax_0_8_options(device)
+            jax_0_8_compiler_options(device)
         )
     memory: Any = found.memory_analysis()
-    text = jax_0_8_text(found)
+    text = jax_0_8_program_text(found)
     layers = [x if spread is None else share_of(x, spread) for x in cache.layers]
     body = min(tree_bytes((layer.keys, layer.values)) // (layer.stack or 1) for layer in layers)
     size = math.prod(near[0].shard_shape(queries.shape)) * queries.dtype.itemsize
@@ -229,7 +229,7 @@ def pages_changed(
       Bytes of its pages, of one page, of what is aliased, of temporaries; and what is made that is
       half as large as the pages of keys, or of values.
     """
-    device, _ = device_or_mesh(device)
+    device, _ = resolve_device_or_mesh(device)
     cell = Cell(policy)
     with compiling_for(device):
         make = functools.partial(kvjax.init_cache, cell.config, policy, batch=cell.batch)
@@ -241,14 +241,14 @@ def pages_changed(
         )  # fmt: skip
         program = jax.jit(
             change, donate_argnums=0, in_shardings=(there,), out_shardings=after
-        ).lower(arguments(cache, there)).compile(jax_0_8_options(device))  # fmt: skip
+        ).lower(arguments(cache, there)).compile(jax_0_8_compiler_options(device))  # fmt: skip
     memory: Any = program.memory_analysis()
     bodies = [(layer.keys, layer.values) for layer in cache.layers]
     small = min(tree_bytes(x) for body in bodies for x in body)
     return (
         tree_bytes(bodies), tree_bytes(bodies) // policy.full.layout.pages,
         memory.alias_size_in_bytes, memory.temp_size_in_bytes,
-        large_results(jax_0_8_text(program), small // 2),
+        large_results(jax_0_8_program_text(program), small // 2),
     )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, TRITON, cell_of, co
 from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
 from benchmarks.report import markdown_table
 from kvjax.attention.kernels.choice import kernels_for
-from kvjax.core.absent import absent
-from kvjax.core.another_process import in_another_process
+from kvjax.core.subprocess_call import call_in_subprocess
 from kvjax.core.target import target_of
+from kvjax.core.topology import target_device
 from kvjax.memory.devices import plan_on
 
 CACHES = {
@@ -51,7 +51,7 @@ def row(device: str, title: str) -> dict[str, Any]:
             moved, ideal = None, None
         else:
             model = model_for(policy, 4)
-            if target_of(absent(device)).before_ampere:
+            if target_of(target_device(device)).before_ampere:
                 model = replace(model, dtype="float16")
             plan = plan_on(model, POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
             moved, ideal = plan.moved, plan.ideal
@@ -75,7 +75,7 @@ KERNELS = {
 
 def _path(found: abstract.Found, device: str) -> str:
     """The title of the kernel in a program, or the path without one."""
-    for kernel in kernels_for(target_of(absent(device))):
+    for kernel in kernels_for(target_of(target_device(device))):
         name, title = KERNELS[kernel]
         if name in found.text:
             return title
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         versions, stem, without = f"{versions} without Triton", f"{stem}-without-triton", TRITON
     for device in given.devices.split(","):
         # By the name that another process finds it by.
-        found += in_another_process(device_table.rows, device, [*CACHES], without)
+        found += call_in_subprocess(device_table.rows, device, [*CACHES], without)
         text = json.dumps({"versions": versions, "rows": found}, indent=1) + "\n"
         (out / f"{stem}.json").write_text(text, encoding="utf-8")
         (out / f"{stem}.md").write_text(markdown(found, versions), encoding="utf-8")

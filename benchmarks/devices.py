@@ -27,7 +27,7 @@ import kvjax
 from benchmarks import abstract, here, tokens
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, cell_of, compiled
 from benchmarks.report import markdown_table
-from kvjax.core.absent import compiling_for, device_of
+from kvjax.core.topology import compiling_for, resolve_device
 from kvjax.memory.devices import compiled_call, plan_on
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.memory.sizes import abstract_cache
@@ -91,7 +91,7 @@ def moved(device: str, policy: str) -> dict[str, Any]:
 
 def compiling(device: str, policy: str) -> float:
     """Seconds to compile a step of four layers."""
-    model, there = model_for(policy, 4), device_of(device)
+    model, there = model_for(policy, 4), resolve_device(device)
     with compiling_for(there):
         cache = abstract_cache(model, POLICIES[policy], batch=BATCH, max_len=FILLED)
         start = time.perf_counter()

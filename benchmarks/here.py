@@ -32,7 +32,7 @@ from benchmarks.abstract import (
 )
 from benchmarks.report import markdown_table
 from kvjax import models
-from kvjax.core.absent import kind_of
+from kvjax.core.target import spec_of
 from kvjax.memory.traffic import bytes_moved
 
 STEPS, REPEATS = 20, 5
@@ -171,7 +171,7 @@ def results(
     # First, while JAX has taken none of the device's memory.
     other = tokens.transformers_tokens(work, on_cpu=work is tokens.QUICK)
     device = jax.devices()[0]
-    kind = kind_of(device)
+    kind = spec_of(device)
     found: dict[str, Any] = {
         "device": device.device_kind,
         "platform": device.platform,

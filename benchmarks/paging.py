@@ -26,7 +26,7 @@ from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
 from benchmarks.engine_kvjax import KvjaxEngine
-from kvjax.core.plots import pyplot
+from kvjax.core.reporting import pyplot
 
 LIMIT, TIMES, BLOCK = 1.10, 10, 64
 CODECS: dict[str, dict[str, Any]] = {"raw": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}}

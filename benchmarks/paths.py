@@ -19,7 +19,7 @@ from benchmarks.report import markdown_table
 from kvjax.attention.blocks import COARSE
 from kvjax.attention.buckets import PIECE, SHORT
 from kvjax.attention.paths import by_table
-from kvjax.core.absent import KINDS
+from kvjax.core.target import DEVICE_SPECS
 from kvjax.memory.traffic import bytes_moved
 
 POLICIES = "raw", "sinks", "8 bits", "4 bits", "2 bits", "rotated", "host"
@@ -47,7 +47,7 @@ def row(device: str, policy: str, new: int, path: str) -> dict[str, Any]:
 
 def chosen(device: str, policy: str, new: int) -> str:
     """The path that the table takes first."""
-    return by_table(KINDS[device].target, policy == "host", new)[0]
+    return by_table(DEVICE_SPECS[device].target, policy == "host", new)[0]
 
 
 def markdown(device: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import kvjax
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes
 from kvjax.memory.planning import plan
 from kvjax.memory.shapes import SHAPES, ModelShape
 

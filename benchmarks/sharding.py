@@ -24,7 +24,7 @@ import kvjax
 from benchmarks.programs import collectives, operations
 from benchmarks.report import markdown_table
 from kvjax.cache.sizes import places
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.memory.devices import plan_on
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import LlamaConfig, RopeConfig

@@ -15,8 +15,7 @@ import jax
 from benchmarks.abstract import POLICIES
 from kvjax import bench
 from kvjax.cli.bench_command import random_model
-from kvjax.core.absent import kind_of
-from kvjax.core.target import target_of
+from kvjax.core.target import spec_of, target_of
 from kvjax.memory.shapes import SHAPES, ModelShape
 
 CACHES = ("raw", "8 bits", "4 bits")
@@ -54,7 +53,7 @@ def kvjax_tokens(work: Work, device: Any) -> dict[str, Any]:
         target.platform, "float16" if target.before_ampere else "bfloat16"
     )
     lm = random_model("random weights", work.shape, dtype)
-    measured, kind = bench.measure_bandwidth(), kind_of(device)
+    measured, kind = bench.measure_bandwidth(), spec_of(device)
     bandwidth = measured.read if kind is None else kind.bandwidth
     found: dict[str, Any] = {}
     for name in CACHES:

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from kvjax.cache.checks import note_non_finite, note_tokens, usable
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced, refuse_symbolic
-from kvjax.core.context import sending
+from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Counts, Tokens
+from kvjax.core.validation import check_not_symbolic, is_traced
 from kvjax.generation.encoder import SOURCE, without_source
 from kvjax.generation.model import in_parts
 from kvjax.policies.model_config import common_heads
@@ -78,7 +78,7 @@ class Architecture:
                 cache.spread.check_context()
         tokens = jnp.asarray(tokens)
         if cache is not None:
-            refuse_symbolic("tokens", tokens.shape)
+            check_not_symbolic("tokens", tokens.shape)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -183,7 +183,7 @@ class Architecture:
         """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
         save(self.config, without_source(params), checkpoint, folder)
 
-    @sending
+    @allow_host_to_device
     def init_params(self, seed: int) -> Params:
         """Random parameters, for training from scratch."""
 

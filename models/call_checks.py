@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Counts
+from kvjax.core.validation import is_traced
 from kvjax.policies.model_config import layer_heads
 
 from .config_families import Config

@@ -17,8 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvjax.core.checks import listed, short, truth_value
 from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import as_bool, as_list, short_repr
 
 from .fields import Fields, read_json, read_text
 
@@ -84,19 +84,19 @@ class ChatTemplates:
           CheckpointError: if the template itself is wrong.
         """
         wanted = "a list of at least one message, each a dict"
-        some = [] if isinstance(messages, str | Mapping) else listed("messages", messages, wanted)
+        some = [] if isinstance(messages, str | Mapping) else as_list("messages", messages, wanted)
         if not some:
-            raise ValueError(f"messages must be {wanted}, got {short(messages)}")
+            raise ValueError(f"messages must be {wanted}, got {short_repr(messages)}")
         for message in some:
             if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(f"a message must be a dict with a role, got {short(message)}")
+                raise ValueError(f"a message must be a dict with a role, got {short_repr(message)}")
         # As Transformers: templates know how to miss a key, not how to read None.
         given = [{k: v for k, v in message.items() if v is not None} for message in some]
         try:
             plain = json.loads(json.dumps({"messages": given, **variables}))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages and variables must be plain data: {error}") from error
-        ending = truth_value("continue_final_message", continue_final_message)
+        ending = as_bool("continue_final_message", continue_final_message)
         if add_generation_prompt is None:
             add_generation_prompt = not ending
         if ending and add_generation_prompt:

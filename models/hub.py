@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvjax.core.array_folder import expand_user
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import at_home
 
 EMBEDDED = Path(__file__).parent / "tiny"
 """The checkpoint that comes with the package."""
@@ -34,7 +34,7 @@ def locate(
         or refuses; it says what to do.
       ValueError: if ``revision`` is given for a folder.
     """
-    folder = EMBEDDED if path_or_id is None else at_home(path_or_id)
+    folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.products import contract_last
+from kvjax.core.array_ops import contract_last
 
 Hidden = Float[Array, "batch new hidden"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes
 
 from .config_parts import read_dtype
 from .fields import Fields, read_json

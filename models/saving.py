@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvjax.core.device import fetch
-from kvjax.core.progress import tell
+from kvjax.core.reporting import report_progress
+from kvjax.core.transfer import fetch
 
 from .config_families import Config
 from .experts import unstack_experts
@@ -68,7 +68,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # the library keeps new files to their owner
         where |= dict.fromkeys(tensors, name)
-        tell("writing the weights", number, len(shards))
+        report_progress("writing the weights", number, len(shards))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         text = json.dumps(index, indent=2) + "\n"

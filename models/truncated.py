@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from kvjax.core.checks import whole_number
+from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel
 
 from .architecture import Architecture
@@ -36,7 +36,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
         raise ValueError(
             f"a {config.model_type} has no model of its first layers: its layers go by others"
         )
-    count = whole_number("layers", layers, 1)
+    count = as_int("layers", layers, 1)
     if count >= config.num_hidden_layers:
         raise ValueError(
             f"layers is {count}, and the model has {config.num_hidden_layers}: give fewer"

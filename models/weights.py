@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kvjax.core.errors import CheckpointError
-from kvjax.core.progress import tell
+from kvjax.core.reporting import report_progress
 from kvjax.placement.device import Device
 
 from .config import NARROWED, TensorNames
@@ -175,7 +175,7 @@ def load_tensors(
     params: dict[str, Any] = {}
     room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
     for number, (name, shape) in enumerate(shapes.items()):
-        tell("loading", number, len(shapes))
+        report_progress("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
@@ -205,7 +205,7 @@ def load_shares(
     """
     params: dict[str, Any] = {}
     for number, (name, shape) in enumerate(shapes.items()):
-        tell("loading", number, len(shapes))
+        report_progress("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T

@@ -81,8 +81,8 @@ FAULTS = (
     ),
     Fault(
         "an overflow sets no status", "cache/appending.py",
-        "status = cache.status | bit_where(count < asked, OVERFLOW)",
-        "status = cache.status | bit_where(count < asked, 0)", ("cache",),
+        "status = cache.status | flag_where(count < asked, OVERFLOW)",
+        "status = cache.status | flag_where(count < asked, 0)", ("cache",),
     ),
     Fault(
         "padding is written over what a row holds", "placement/writing.py",
@@ -209,8 +209,8 @@ FAULTS = (
     ),
     Fault(
         "a table that names no page sets no status", "cache/appending.py",
-        "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)",
-        "wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, 0)", ("pages",),
+        "wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, BAD_PAGE)",
+        "wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, 0)", ("pages",),
     ),
     Fault(
         "a row without pages takes its tokens", "cache/appending.py",
@@ -315,11 +315,11 @@ FAULTS = (
         "full = tokens // layout.page_size", ("prefixes",),
     ),
     Fault(
-        "a changed word of a file is believed", "core/files.py",
+        "a changed word of a file is believed", "core/array_folder.py",
         "if form == _FORM and check != _check_of(words):", "if form is None:", ("saving",),
     ),
     Fault(
-        "the old file goes before the new one is there", "core/files.py",
+        "the old file goes before the new one is there", "core/array_folder.py",
         "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
     ),
     Fault(
@@ -405,7 +405,7 @@ FAULTS = (
     ),
     Fault(
         "arrays that were sent are changed", "engine/sampling_state.py",
-        "self._there = committed(self._placement.put(jax.tree.map(np.array, self._asked)))",
+        "self._there = commit(self._placement.put(jax.tree.map(np.array, self._asked)))",
         "self._there = self._asked", ("engine",),
     ),
     Fault(
@@ -492,8 +492,8 @@ FAULTS = (
     ),
     Fault(
         "the newest tokens of an even walk are not seen", "attention/blocks.py",
-        "control.fori_loop(0, -(-stop_at // size), one, found)",
-        "control.fori_loop(0, stop_at // size, one, found)", ("any_length",),
+        "control_flow.fori_loop(0, -(-stop_at // size), one, found)",
+        "control_flow.fori_loop(0, stop_at // size, one, found)", ("any_length",),
     ),
     Fault(
         "a stack is written in its first layer", "placement/writing.py",
@@ -523,8 +523,8 @@ FAULTS = (
     ),
     Fault(
         "a layer that a scan missed is not told", "cache/appending.py",
-        "status=cache.status | bit_where(other, MISSED_LAYER)",
-        "status=cache.status | bit_where(other, 0)", ("stacks",),
+        "status=cache.status | flag_where(other, MISSED_LAYER)",
+        "status=cache.status | flag_where(other, 0)", ("stacks",),
     ),
     Fault(
         "what a long call showed goes along in the carry", "attention/step.py",
@@ -589,8 +589,8 @@ FAULTS = (
     ),
     Fault(
         "new tokens of a rollout stand one behind their places", "rollouts/rolling.py",
-        "where = jnp.where(real, lengths[:, None] + each_place(new), width + new)",
-        "where = jnp.where(real, lengths[:, None] + each_place(new) + 1, width + new)",
+        "where = jnp.where(real, lengths[:, None] + arange_row(new), width + new)",
+        "where = jnp.where(real, lengths[:, None] + arange_row(new) + 1, width + new)",
         ("rollouts",),
     ),
     Fault(
@@ -833,8 +833,8 @@ FAULTS = (
     ),
     Fault(
         "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
-        "params = committed_as(strong(params), buffer)",
-        "params = committed_as(params, buffer)", ("rollouts",),
+        "params = commit_like(strong(params), buffer)",
+        "params = commit_like(params, buffer)", ("rollouts",),
     ),
     Fault(
         "a pool of a tree that forgets is there beside the new one", "prefixes/texts.py",

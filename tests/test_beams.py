@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.generation.beams import programs as beam_programs
 from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, begun

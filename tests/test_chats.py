@@ -13,7 +13,7 @@ import pytest
 import kvjax
 import kvjax.models
 from kvjax.chats.known import Known
-from kvjax.core.progress import heard_by
+from kvjax.core.reporting import progress_callback
 from kvjax.generation import programs, streaming
 from kvjax.policies.presets import parse_policy
 from tests.conftest import ROOT
@@ -205,7 +205,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         said(chat.send("first"))
         at = "reading the prompt", 2
         answer = chat.send("s" * 60)
-        with heard_by(interrupt), pytest.raises(KeyboardInterrupt):
+        with progress_callback(interrupt), pytest.raises(KeyboardInterrupt):
             next(answer)
         answer.close()
         # Two chunks of it were read, and are not read again.
@@ -215,7 +215,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         assert_sees_its_text(chat)
         at = "generating", 3
         answer = chat.retry()
-        with heard_by(interrupt), pytest.raises(KeyboardInterrupt):
+        with progress_callback(interrupt), pytest.raises(KeyboardInterrupt):
             list(answer)
         said(chat.send("third"))
         assert 0 < len(chat.turns[-2].tokens) < 8 and chat.stats.reread == 0
@@ -227,7 +227,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
 
         # A second one ends it at once: the cache is lost, and read again.
         answer = chat.send("fourth")
-        with heard_by(twice), pytest.raises(KeyboardInterrupt):
+        with progress_callback(twice), pytest.raises(KeyboardInterrupt):
             list(answer)
         assert chat.turns[-1].reason == "stopped" and held(chat) is None
         with pytest.raises(RuntimeError, match="iterate to the end"):

@@ -21,7 +21,7 @@ from kvjax.cli.chat_loop import Talk
 from kvjax.cli.guiding import given_form
 from kvjax.codecs import Raw
 from kvjax.core import compat
-from kvjax.core.progress import heard_by
+from kvjax.core.reporting import progress_callback
 from kvjax.core.target import Target
 from kvjax.memory.devices import DevicePlan
 
@@ -889,7 +889,7 @@ def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llam
 
 def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):
     told = []
-    with heard_by(lambda *words: told.append(words)):
+    with progress_callback(lambda *words: told.append(words)):
         lm = models.load(str(tiny_llama_dir), dtype="float32")
         settings = {"prefill_chunk": 16, "max_new_tokens": 3, "eos_token_ids": ()}
         kvjax.generate(lm, ["a" * 40], **settings)

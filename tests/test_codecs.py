@@ -15,7 +15,7 @@ import kvjax
 from kvjax.codecs import Float8, HalfQuadratic, Int1, Int2, Int3, Int4, Int8, Integer, Raw, Rotated
 from kvjax.codecs._scales import rounded
 from kvjax.codecs.integer import pack, unpack
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from tests.matrix import CODECS, FULL
 
 BLOCK, DIM = 64, 64

@@ -10,7 +10,7 @@ from jax import lax
 
 import kvjax
 from kvjax.codecs import Raw
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Dense, Ring
 from kvjax.models.architecture import Architecture
 from tests.copies import assert_no_copy, copies

@@ -30,19 +30,17 @@ from benchmarks.device_table import KERNELS
 from benchmarks.devices import LIMITS, compiling
 from kvjax import models
 from kvjax.attention.kernels.choice import kernels_for
-from kvjax.core.absent import (
-    KINDS,
-    absent,
-    absent_devices,
+from kvjax.core.compat import JAX, jax_0_8_compiler_options, jax_0_8_program_text
+from kvjax.core.errors import MissingCompilerError
+from kvjax.core.subprocess_call import call_in_subprocess
+from kvjax.core.target import DEVICE_SPECS, spec_of, target_of
+from kvjax.core.topology import (
     check_compiler,
     compiling_for,
-    device_of,
-    kind_of,
+    resolve_device,
+    target_device,
+    target_devices,
 )
-from kvjax.core.another_process import in_another_process
-from kvjax.core.compat import JAX, jax_0_8_options, jax_0_8_text
-from kvjax.core.errors import MissingCompilerError
-from kvjax.core.target import target_of
 from kvjax.engine import programs
 from kvjax.engine.draft_model import ProposeInputs, propose
 from kvjax.engine.programs import (
@@ -81,7 +79,7 @@ COLAB = JAX < (0, 8)
 def missing(device):
     """Why nothing is compiled for a device here; None if it is."""
     try:
-        check_compiler(KINDS[device].platform)
+        check_compiler(DEVICE_SPECS[device].platform)
     except MissingCompilerError as error:
         return str(error)
     return None
@@ -185,7 +183,7 @@ def test_the_copy_law(device, policy, feature, form):
 @pytest.mark.parametrize("device", devices(*OTHERS))
 def test_the_copy_law_on_other_gpus(device):
     """By compute capability: what is compiled, and by which way, goes by that."""
-    for cell, obeyed, figures in in_another_process(law_of, device, OTHERS[device]):
+    for cell, obeyed, figures in call_in_subprocess(law_of, device, OTHERS[device]):
         assert obeyed, (cell, figures)
 
 
@@ -195,7 +193,7 @@ def test_the_copy_law_without_triton(device):
     """Its modules are gone, as they will be in some JAX: all compiles, obeys, and warns of nothing.
     Bytes are those of the Mosaic kernel, where JAX has it."""
     some = [("raw", "8,192", STEP), ("4 bits", "8,192", LOOP), ("pages", "8,192", STEP)]
-    for cell, obeyed, figures in in_another_process(law_of, device, some, without=TRITON):
+    for cell, obeyed, figures in call_in_subprocess(law_of, device, some, without=TRITON):
         assert obeyed, (cell, figures)
 
 
@@ -208,7 +206,7 @@ def law_behind_a_computation(device, cells):
 def test_a_gpu_is_compiled_for_in_a_process_that_has_computed(device):
     """JAX has started without the plugin then, where its libraries are missing."""
     some = [("raw", "8,192", STEP)]
-    ((cell, obeyed, figures),) = in_another_process(law_behind_a_computation, device, some)
+    ((cell, obeyed, figures),) = call_in_subprocess(law_behind_a_computation, device, some)
     assert obeyed, (cell, figures)
 
 
@@ -424,7 +422,7 @@ def test_the_programs_of_a_generation(device, lm):
         assert made.executables[name].memory_analysis().alias_size_in_bytes >= held
     mesh = kvjax.make_mesh(data=2, devices=device)
     of_each = kvjax.compile(lm.architecture, max_len=64, batch=2, device=mesh, logprobs=1)
-    assert "num_partitions=2" in jax_0_8_text(of_each.executables["decode"])
+    assert "num_partitions=2" in jax_0_8_program_text(of_each.executables["decode"])
     aliased = of_each.executables["decode"].memory_analysis().alias_size_in_bytes
     assert aliased >= held // 2 * 64 // 80
 
@@ -459,7 +457,7 @@ def test_a_search_leaves_its_cache_where_it_is(device, policy):
     made = kvjax.compile(model, choice, device=device, logprobs=1, **given)
     assert made.executables.keys() == {"first tokens", "prefill 16", "search"}
     search = made.executables["search"]
-    memory, text = search.memory_analysis(), jax_0_8_text(search)
+    memory, text = search.memory_analysis(), jax_0_8_program_text(search)
     wide = jax.eval_shape(lambda: kvjax.init_cache(model.config, choice, batch=8, max_len=8192))
     held = kvjax.nbytes(wide)["device"]
     assert memory.alias_size_in_bytes >= held
@@ -488,7 +486,7 @@ def test_drafts_leave_their_caches_where_they_are(device, policy, looked_up):
     held = kvjax.nbytes(wide)["device"]
     its = 0 if looked_up else held
     assert memory.alias_size_in_bytes >= held + its
-    assert not large_results(jax_0_8_text(made.executables["decode"]), held // 2)
+    assert not large_results(jax_0_8_program_text(made.executables["decode"]), held // 2)
     assert memory.temp_size_in_bytes < 2**25
 
 
@@ -521,7 +519,7 @@ def test_steps_with_guides_leave_their_caches_where_they_are(device, policy, mor
         # What chooses of one text does not have its cache.
         if name == "feed" or "feed drafts" in name or "num_beams" in more:
             assert memory.alias_size_in_bytes >= held
-        assert not large_results(jax_0_8_text(made.executables[name]), held // 4)
+        assert not large_results(jax_0_8_program_text(made.executables[name]), held // 4)
         assert memory.temp_size_in_bytes < 2**25
 
 
@@ -570,7 +568,7 @@ def test_bytes_that_a_step_moves_on_a_t4(device, policy):
 def test_the_copy_law_in_a_users_shard_map(device):
     """A kernel for each device's rows where there is one, the cache updated in place, and nothing
     exchanged."""
-    there = absent_devices(device, 4)
+    there = target_devices(device, 4)
     mesh = jax.sharding.Mesh(np.array(there), ("rows",), axis_types=(AxisType.Auto,))
     cell = Cell(POLICIES["raw"], max_len=1024)
     rows, one = jax.P("rows"), jax.P()
@@ -601,8 +599,8 @@ def test_the_copy_law_in_a_users_shard_map(device):
             step, mesh=mesh, in_specs=(rows, rows, specs), out_specs=(rows, specs)
         )
         program = jax.jit(mapped, donate_argnums=2).lower(queries, keys, given)
-        program = program.compile(jax_0_8_options(there[0]))
-    text = jax_0_8_text(program)
+        program = program.compile(jax_0_8_compiler_options(there[0]))
+    text = jax_0_8_program_text(program)
     held = kvjax.nbytes(cache)["device"] // len(there)
     kernels = kernels_for(target_of(there[0]))
     assert program.memory_analysis().alias_size_in_bytes >= held
@@ -611,24 +609,24 @@ def test_the_copy_law_in_a_users_shard_map(device):
     assert not large_results(text, held // 4)
 
 
-@pytest.mark.parametrize("name", devices(*KINDS))
+@pytest.mark.parametrize("name", devices(*DEVICE_SPECS))
 def test_kinds_of_devices(name):
     if name == "v7x" and COLAB:
         with pytest.raises(MissingCompilerError, match=r"libtpu does not know tpu7x: a newer"):
-            absent(name)
+            target_device(name)
         return
-    device = absent(name)
-    assert kind_of(device) == KINDS[name]
-    assert device_of(name) == device == device_of(device)
-    assert len(absent_devices(name, 8)) == 8
+    device = target_device(name)
+    assert spec_of(device) == DEVICE_SPECS[name]
+    assert resolve_device(name) == device == resolve_device(device)
+    assert len(target_devices(name, 8)) == 8
 
 
 def test_what_is_no_device():
     with pytest.raises(ValueError, match=r"unknown device 'v4': there are v5e"):
-        absent("v4")
+        target_device("v4")
     with pytest.raises(ValueError, match="a topology or a name"):
-        device_of(3)
-    assert device_of(None) is None
+        resolve_device(3)
+    assert resolve_device(None) is None
     with pytest.raises(ValueError, match=r"unknown device 'v4'"):
         kvjax.make_mesh(tensor=2, devices="v4")
 
@@ -637,7 +635,7 @@ def test_what_is_no_device():
 def test_too_many_devices(device):
     for count in (3, 512):
         with pytest.raises(ValueError, match=f"16, 32, 64, 128, 256 devices, not as {count}"):
-            absent_devices(device, count)
+            target_devices(device, count)
 
 
 @pytest.mark.parametrize("device", devices("v5e"))

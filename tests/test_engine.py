@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.core.errors import NonFiniteError
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Meter

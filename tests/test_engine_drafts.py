@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.engine import second
 from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import beside_others, price_of

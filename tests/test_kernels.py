@@ -16,8 +16,8 @@ from kvjax.attention import buckets
 from kvjax.attention.paths import by_table
 from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
+from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import Target
-from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Dense
 from tests.copies import assert_no_copy
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.models.stored import find_tensors
 from tests.checkpoints import write_biased_keys, write_llama
 
@@ -132,7 +132,7 @@ def test_dtype_by_platform(folder: Path) -> None:
     """On a CPU float32; on an accelerator what ``config.json`` says, or what the weights are."""
     change_config(folder, torch_dtype="bfloat16")
     assert models.load(folder).config.dtype == "float32"
-    with computing_on(Target("gpu", (8, 0))):
+    with tracing_for(Target("gpu", (8, 0))):
         assert models.load(folder).config.dtype == "bfloat16"
         change_config(folder, torch_dtype=None)
         change_tensors(folder, lambda t: t.update({k: v.astype(np.float16) for k, v in t.items()}))
@@ -526,7 +526,7 @@ def test_float64(folder: Path, tiny_llama, capsys, names: tuple | None) -> None:
     assert capsys.readouterr().err == f"kvjax: {count} of float64 read as float32\n"
     assert lm.config == tiny_llama.config and same(lm.params, tiny_llama.params)
     change_config(folder, torch_dtype=None)
-    with computing_on(Target("gpu", (8, 0))):
+    with tracing_for(Target("gpu", (8, 0))):
         assert models.load(folder).config.dtype == "float32"
         change_config(folder, torch_dtype="float64")
         assert models.load(folder).config.dtype == "float32"
@@ -553,7 +553,7 @@ def test_buffers_of_any_dtype_are_ignored(folder: Path, tiny_llama, capsys) -> N
         tensors[buffer] = np.zeros(1_000_000, np.int64)
 
     change_tensors(folder, add)
-    with computing_on(Target("gpu", (8, 0))):
+    with tracing_for(Target("gpu", (8, 0))):
         assert models.load(folder).config.dtype == "float16"
     assert capsys.readouterr().err == ""
 

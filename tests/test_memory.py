@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from benchmarks import plans
 from kvjax.codecs import Float8
-from kvjax.core.sizes import parse_bytes
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.reporting import parse_bytes
 from kvjax.memory.fitting import CHOICES, largest, what_fits
 from kvjax.memory.limits import InferenceLimits, device_memory, memory_left
 from kvjax.memory.planning import plan

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import kvjax
 from benchmarks.programs import collectives, counted, operations
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Dense, Ring
 from kvjax.memory.planning import plan
 from kvjax.placement.mesh import spread_over

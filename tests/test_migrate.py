@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.codecs import Raw
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Dense, Growing
 from kvjax.memory.limits import InferenceLimits, memory_left
 from kvjax.memory.planning import plan

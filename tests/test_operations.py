@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.checks import NO_SUCH_ROW, OVERFLOW
 from kvjax.codecs import Raw
-from kvjax.core.device import committed
+from kvjax.core.transfer import commit
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GPT2Config, RopeConfig
@@ -79,7 +79,7 @@ def test_a_converted_cache_stays_on_its_device(old, new):
             kvjax.init_cache(CONFIG, policies[name], batch=2, max_len=64) for name in (old, new)
         )
         _, cache = feed(None, None, cache, 0, 30, rows=2)
-    cache = committed(cache)  # else JAX would move it to the default one
+    cache = commit(cache)  # else JAX would move it to the default one
     there = [leaf.sharding for leaf in jax.tree.leaves(wanted)]
     for convert in (kvjax.convert, jax.jit(kvjax.convert, static_argnums=1)):
         other = convert(cache, policies[new])

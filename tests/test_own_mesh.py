@@ -23,7 +23,7 @@ import kvjax
 from benchmarks.programs import collectives
 from kvjax import models
 from kvjax.codecs import Int8
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Paged, Ring
 from tests import laws
 from tests.checkpoints import write_llama

@@ -13,8 +13,8 @@ import pytest
 
 import kvjax
 from kvjax.codecs import Raw
+from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import Target
-from kvjax.core.trees import tree_bytes
 from kvjax.layouts import Dense, Growing, Ring
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import kvjax
 from kvjax.codecs import Raw
 from kvjax.core.errors import CheckpointError
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Options
 from kvjax.generation.request import prepare, prompt_chunks
@@ -667,7 +667,7 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     with pytest.raises(CheckpointError, match="holds a cache, and not a tree of prefixes"):
         kvjax.PrefixTree.load(tmp_path / "cache", lm)
     with (
-        computing_on(Target("tpu")),
+        tracing_for(Target("tpu")),
         pytest.raises(CheckpointError, match="by another kind of device"),
     ):
         kvjax.PrefixTree.load(tmp_path / "tree", lm)

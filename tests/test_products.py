@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.codecs.codec import FEW as FEW_ROWS
 from kvjax.codecs.codec import SINGLY, plain_scores
-from kvjax.core.products import FEW, contract_last
+from kvjax.core.array_ops import FEW, contract_last
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -65,7 +65,7 @@ MANY = 32
 """Rows of what is keys or values, even packed: more than heads, channels or queries."""
 FILES = 12
 """At most; and one more for each codec around another one of the keys."""
-AROUND = {("cache", "explicit_axes.py"), ("core", "context.py"), ("core", "control.py")}
+AROUND = {("cache", "explicit_axes.py"), ("core", "mesh_context.py"), ("core", "control_flow.py")}
 """Files whose functions call others that they are given: decorators, loops and branches."""
 WALKED = {
     "raw": kvjax.CachePolicy(),

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kvjax
 from kvjax import models
 from kvjax.codecs import Raw
-from kvjax.core import files
+from kvjax.core import array_folder
 from kvjax.core.errors import CacheOverflowError, CheckpointError
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.operations.fingerprints import fingerprint
 from tests.matrix import CODECS, tiny_config
@@ -179,14 +179,14 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
 )
 def test_from_an_accelerators_form_and_to_it(name, tmp_path):
     """Codes stay those that were encoded there, in whichever order a device keeps them."""
-    with computing_on(Target("tpu")):
+    with tracing_for(Target("tpu")):
         cache = filled(CELLS[name])
         kvjax.save_cache(tmp_path / "tpu", cache)
         wanted = numbers(cache)
     here, _ = kvjax.load_cache(tmp_path / "tpu")
     assert {x.policy.placement.platform() for x in here.layers} == {"cpu"}
     kvjax.save_cache(tmp_path / "cpu", here)
-    with computing_on(Target("tpu")):
+    with tracing_for(Target("tpu")):
         back, _ = kvjax.load_cache(tmp_path / "cpu")
         assert {x.policy.placement.platform() for x in back.layers} == {"tpu"}
         again = numbers(back)
@@ -231,7 +231,7 @@ def checked(text, old, new):
     assert old in text
     words = json.loads(text.replace(old, new))
     form, _ = words.pop("form"), words.pop("check")
-    return json.dumps(words | {"form": form, "check": files._check_of(words)})
+    return json.dumps(words | {"form": form, "check": array_folder._check_of(words)})
 
 
 def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
@@ -307,30 +307,31 @@ def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, 
         raise Stopped
 
     old, new = ({"x": np.full(1000, n, np.float32)} for n in (1, 2))
-    files.save_folder(tmp_path / "a", old, {"is": "old"}).wait()
+    array_folder.save_folder(tmp_path / "a", old, {"is": "old"}).wait()
     where = {
-        "mkdir": (files.Path, "mkdir"), "save": (ocp.StandardCheckpointer, "save"),
-        "finished": (ocp.StandardCheckpointer, "wait_until_finished"), "open": (files.Path, "open"),
-        "replace": (files.Path, "replace"), "clean": (files.shutil, "rmtree"),
+        "mkdir": (array_folder.Path, "mkdir"), "save": (ocp.StandardCheckpointer, "save"),
+        "finished": (ocp.StandardCheckpointer, "wait_until_finished"),
+        "open": (array_folder.Path, "open"),
+        "replace": (array_folder.Path, "replace"), "clean": (array_folder.shutil, "rmtree"),
     }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(*where[step], stop)
         with pytest.raises(Stopped):
-            files._write(tmp_path / "a", new, {"is": "new"})
-    told, found = files.read_folder(tmp_path / "a")
+            array_folder._write(tmp_path / "a", new, {"is": "new"})
+    told, found = array_folder.read_folder(tmp_path / "a")
     wanted = "new" if step == "clean" else "old"
     assert told == {"is": wanted} and np.array_equal(
         found["x"], {"old": old, "new": new}[wanted]["x"]
     )
-    files.save_folder(tmp_path / "a", new, {"is": "new"}).wait()
-    assert files.read_folder(tmp_path / "a")[0] == {"is": "new"}
+    array_folder.save_folder(tmp_path / "a", new, {"is": "new"}).wait()
+    assert array_folder.read_folder(tmp_path / "a")[0] == {"is": "new"}
     assert len(list((tmp_path / "a").iterdir())) == 2  # nothing is left of what was not ended
 
 
 WRITER = """
 import itertools, sys
 import numpy as np
-from kvjax.core.files import save_folder
+from kvjax.core.array_folder import save_folder
 for n in itertools.count(1):
     save_folder(sys.argv[1], {f"{k}": np.full((64, 1000), n) for k in range(8)}, {"n": n}).wait()
     print(n, flush=True)
@@ -354,7 +355,7 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
         writer.kill()
         rest, _ = writer.communicate()
         last = int(rest.split()[-1]) if rest.split() else written
-        told, found = files.read_folder(tmp_path / str(number))
+        told, found = array_folder.read_folder(tmp_path / str(number))
         assert told["n"] in (last, last + 1)
         assert all(np.array_equal(x, np.full((64, 1000), told["n"])) for x in found.values())
 
@@ -371,18 +372,18 @@ def test_two_savings_of_one_folder_come_one_after_the_other(tmp_path):
         other.stdout.readline()
     for n in range(6):
         one, two = (
-            files.save_folder(tmp_path / name, old, {"n": -n})
+            array_folder.save_folder(tmp_path / name, old, {"n": -n})
             for name, n in (("b", 2 * n), ("b", 2 * n + 1))
         )
         one.wait()
         two.wait()
-        assert files.read_folder(tmp_path / "b")[0] == {"n": -2 * n - 1}
-        files.save_folder(tmp_path / "a", old, {"n": -n}).wait()
-        assert files.read_folder(tmp_path / "a")[0].keys() == {"n"}
+        assert array_folder.read_folder(tmp_path / "b")[0] == {"n": -2 * n - 1}
+        array_folder.save_folder(tmp_path / "a", old, {"n": -n}).wait()
+        assert array_folder.read_folder(tmp_path / "a")[0].keys() == {"n"}
     for other in others:
         other.kill()
         other.communicate()
-    files.read_folder(tmp_path / "a")
+    array_folder.read_folder(tmp_path / "a")
 
 
 @pytest.mark.slow
@@ -390,7 +391,7 @@ def test_a_program_that_ends_has_written_or_says_that_it_has_not(tmp_path):
     program = """
 import sys
 import numpy as np
-from kvjax.core.files import save_folder
+from kvjax.core.array_folder import save_folder
 save_folder(sys.argv[1], {"x": np.ones(300_000)}, {"n": 1})
 save_folder(sys.argv[2], {"x": np.ones((0, 3))}, {"n": 1})
 """
@@ -400,7 +401,7 @@ save_folder(sys.argv[2], {"x": np.ones((0, 3))}, {"n": 1})
     )  # fmt: skip
     assert "b was not saved: " in ended.stderr
     if "a was not saved: can't create new thread" not in ended.stderr:  # from Python 3.12 on
-        assert files.read_folder(tmp_path / "a")[1]["x"].sum() == 300_000
+        assert array_folder.read_folder(tmp_path / "a")[1]["x"].sum() == 300_000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
@@ -424,7 +425,7 @@ def test_a_second_thread_writes_what_was_there(tmp_path):
     found, _ = kvjax.load_cache(tmp_path / "a")
     assert all(map(np.array_equal, numbers(found), wanted))
     (tmp_path / "b").mkdir()
-    saving = files.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, {})
+    saving = array_folder.save_folder(tmp_path / "b", {"x": np.zeros((0, 3))}, {})
     with pytest.raises(ValueError, match="zero size"):
         saving.wait()
 

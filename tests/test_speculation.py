@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.codecs import Int8
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.engine.drafts import PromptLookupState
 from kvjax.generation.drafts.acceptance import Acceptance, price_of
 from kvjax.layouts import Dense

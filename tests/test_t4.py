@@ -7,7 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Ring
 from kvjax.models.config_json import read_config
 from kvjax.models.loading import compute_dtype
@@ -30,7 +30,7 @@ def written(folder, dtype=jnp.bfloat16, **factors):
 
 
 def loaded(folder, capsys, target=T4, **given):
-    with computing_on(target):
+    with tracing_for(target):
         lm = models.load(folder, **given)
     leaves = {str(x.dtype) for x in lm.params["model"]["layers"]["0"]["mlp"]["up_proj"].values()}
     assert leaves == {lm.config.dtype}
@@ -106,7 +106,7 @@ def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
         "ring": kvjax.CachePolicy(Ring(32, sinks=4, slack=44)),
         "paged": kvjax.policy("paged", pages=32, page_size=16),
     }[policy]
-    with computing_on(T4):
+    with tracing_for(T4):
         cache = filled(chosen, dtype="float16")
         for new in (1, 4):
             agree(path, cache, new=new, tolerance=2e-3)

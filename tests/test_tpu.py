@@ -22,7 +22,7 @@ from kvjax.attention.kernels import common, tiling
 from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
 from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.compat import JAX
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Growing, Paged, Ring
 from kvjax.placement.mesh import Spread
 from kvjax.placement.tpu import orders_of
@@ -110,7 +110,7 @@ def run(policy, platform, path, head_dim, calls, dtype="float32", settings=()):
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=head_dim, dtype=dtype
     )
-    with computing_on(TARGETS[platform]):
+    with tracing_for(TARGETS[platform]):
         cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
     generator, found = np.random.default_rng(0), []
     for new in calls:
@@ -199,7 +199,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     text = [generator.normal(size=(2, n, total, 64)).astype("float32") for n in (HEADS, KV, KV)]
 
     def fed(platform, path, calls):
-        with computing_on(TARGETS[platform]):
+        with tracing_for(TARGETS[platform]):
             cache = kvjax.init_cache(config, policy, batch=2, max_len=TOKENS)
         begin, found = 0, []
         for new in calls:
@@ -251,7 +251,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     for platform in ("cpu", "tpu"):
         policy = replace(POLICIES[name], layout=Growing(start=256))
         _, cache = run(policy, platform, None, 64, (200,))
-        with computing_on(TARGETS[platform]):
+        with tracing_for(TARGETS[platform]):
             cache = kvjax.grow(cache, 384)
             both, other = twice(cache, kvjax.fork(cache))
         found.append([by_position(x) for x in (cache, both, other)])
@@ -326,7 +326,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
     policy, numbers = replace(POLICIES[name], placement=kvjax.Host()), {}
     _, cache = run(policy, "tpu", None, 64, (200,))
     wanted = by_position(cache)
-    with computing_on(Target("tpu")):
+    with tracing_for(Target("tpu")):
         for placement in (kvjax.Device(), kvjax.Host(), kvjax.Device()):
             cache = kvjax.migrate(cache, placement)
             numbers[placement] = by_position(cache)
@@ -349,7 +349,7 @@ def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
         cache = kvjax.append(cache, 0, numbers, numbers, lengths=jnp.array([200, 3]))
         return kvjax.advance(cache, 200, jnp.array([200, 3]))
 
-    with computing_on(Target("tpu")):
+    with tracing_for(Target("tpu")):
         wanted = by_position(filled(None))
         spread = filled(mesh)
         assert_same(by_position(spread), wanted)
@@ -372,7 +372,7 @@ def test_vmap_over_caches_of_accelerators(name, platform):
     )
 
     def run(queries, keys, values, length):
-        with computing_on(TARGETS[platform]):
+        with tracing_for(TARGETS[platform]):
             cache = kvjax.init_cache(config, POLICIES[name], batch=1, max_len=128)
         cache = kvjax.append(cache, 0, keys, values, lengths=length)
         return kvjax.attend(queries, cache, 0, lengths=length)[:, :, :3]
@@ -501,7 +501,7 @@ def test_gradients_pass_by_the_kernel():
              for n, h in enumerate((HEADS, KV, KV))]  # fmt: skip
 
     def mixed(queries, keys, values, path, platform):
-        with computing_on(TARGETS[platform]):
+        with tracing_for(TARGETS[platform]):
             cache = kvjax.init_cache(config, batch=2, max_len=64)
         cache = kvjax.append(cache, 0, keys, values)
         return jnp.sum(jnp.sin(kvjax.attend(queries, cache, 0, path=path)))

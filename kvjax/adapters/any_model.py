@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.adapters.functions import AnyModel
 from kvjax.adapters.tokenizers import as_tokenizer
-from kvjax.core.checks import whole_number
+from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel, strong
 from kvjax.generation.model import GenerationDefaults
 from kvjax.policies.model_config import decoder_config, layer_heads
@@ -69,12 +69,12 @@ def language_model(
         token is not in the vocabulary; ``params`` has no arrays.
     """
     config = _config(config, params)
-    vocab = whole_number("the config's vocab_size", config.vocab_size, 1)
+    vocab = as_int("the config's vocab_size", config.vocab_size, 1)
     if eos_token_ids is None:
         eos_token_ids = getattr(config, "eos_token_id", None)
     ends = _ids(eos_token_ids)
     for token in (*ends, *_ids(pad_token_id)):
-        if whole_number("a token", token, 0) >= vocab:
+        if as_int("a token", token, 0) >= vocab:
             raise ValueError(f"token {token}: the vocabulary has {vocab}, 0 to {vocab - 1}")
     name = getattr(apply, "__name__", type(apply).__name__)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

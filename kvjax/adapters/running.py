@@ -12,9 +12,9 @@ from jaxtyping import Float
 
 from kvjax.attention.step import Step, step
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, Positions, Tokens
+from kvjax.core.validation import as_int
 
 TokensFirst = Float[Array, "batch new heads head_dim"]
 """The order of axes that frameworks' attention has."""
@@ -104,4 +104,4 @@ def called(
 
 def layer_number(layer: Any) -> int:
     """The number of a layer, as an attention of it is made."""
-    return whole_number("layer", layer, 0)
+    return as_int("layer", layer, 0)

@@ -13,7 +13,7 @@ from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImport
 from kvjax.adapters.any_model import language_model
 from kvjax.adapters.nnx import as_function
 from kvjax.cache.state import KVCache
-from kvjax.core.numbers import each_place
+from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array
 from kvjax.policies.presets import PolicyChoice
 from kvjax.rollouts.rolling import rollout
@@ -162,8 +162,8 @@ def _logps(model: Any, params: Any, prompts: Array, completions: Array, pad: Arr
     real, (width, new) = prompts != pad, (prompts.shape[1], completions.shape[1])
     before = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)
     every = jnp.concatenate([prompts, completions], axis=1)
-    at = (each_place(width + new) + before[:, None]) % (width + new)
+    at = (arange_row(width + new) + before[:, None]) % (width + new)
     logits = model.apply(params, jnp.take_along_axis(every, at, axis=1))
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    behind = (width - before)[:, None] + each_place(new) - 1
+    behind = (width - before)[:, None] + arange_row(new) - 1
     return of_tokens(jnp.take_along_axis(known, behind[..., None], axis=1), completions)

@@ -28,10 +28,10 @@ from kvjax.cache.layer import strip_is_there
 from kvjax.cache.sections import View
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.storing import positions_from
-from kvjax.core.checks import refuse_symbolic
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
 from kvjax.core.typing import AttentionOutput, Counts, LayerNumber, Queries
+from kvjax.core.validation import check_not_symbolic
 from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
 
@@ -177,7 +177,7 @@ def _traced(
     positions, and capped where that is something else."""
     kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
     if spread is None:
-        with computing_on(target):
+        with tracing_for(target):
             return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
     heads = kinds[0].shape[1]
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
@@ -201,7 +201,7 @@ def _traced(
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
     layer = View(view.held.specs(), rows, rows, rows, everywhere, rows, everywhere)
-    with computing_on(target):
+    with tracing_for(target):
         specs = divided, layer, specs, everywhere
         return spread.run(on_each, specs, divided, kinds, view, mask, arrays)
 
@@ -235,7 +235,7 @@ def _biased(
 
 def check_queries(queries: Queries, held: LayerCache, batch: int) -> None:
     shape = jnp.shape(queries)
-    refuse_symbolic("queries", shape)
+    check_not_symbolic("queries", shape)
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == held.head_dim
     if not fits or shape[1] % held.kv_heads or 0 in shape[1:3]:
         raise ValueError(

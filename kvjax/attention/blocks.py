@@ -11,7 +11,7 @@ from kvjax.attention.inputs import AttentionInputs, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
-from kvjax.core import control
+from kvjax.core import control_flow
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput
 
@@ -69,7 +69,7 @@ def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput
         count = whole // QUERIES
         split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
         at = jnp.stack(jnp.split(inputs.mask.queries[:, :whole], count, axis=1))
-        found = control.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
+        found = control_flow.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
         mixed = list(found)
     if whole < new:
         rest = tuple(x[:, :, whole:] for x in kinds)
@@ -108,8 +108,10 @@ def _walk_section(found: Partial, section: Section, inputs: AttentionInputs) -> 
         found = softmax_over(section, inputs.mask, rows, begin, size, after=found, whole=True)
         return found, jnp.all(jnp.isfinite(found.mixed))
 
-    more, done = control.cond(full, in_one_piece, lambda found: (found, jnp.bool_(False)), found)
-    return control.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
+    more, done = control_flow.cond(
+        full, in_one_piece, lambda found: (found, jnp.bool_(False)), found
+    )
+    return control_flow.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
 
 
 def _evenly(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
@@ -127,12 +129,12 @@ def _evenly(found: Partial, section: Section, inputs: AttentionInputs) -> Partia
         if not limited:
             return visit(found)
         wanted = mask.reaches(*section.span(start, size), section)
-        return control.cond(wanted, visit, lambda found: found, found)
+        return control_flow.cond(wanted, visit, lambda found: found, found)
 
     filled = jnp.clip(section.filled(inputs.near()), 0, section.size)
     # A bias may be asked for its derivative, which a loop of any length has not.
     stop_at = section.size if mask.bias else filled
-    return control.fori_loop(0, -(-stop_at // size), one, found)
+    return control_flow.fori_loop(0, -(-stop_at // size), one, found)
 
 
 def _fits(section: Section, rows: Array) -> bool:
@@ -187,12 +189,12 @@ def _by_blocks(found: Partial, section: Section, rows: Array, inputs: AttentionI
         def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
             start, found = carry
             wanted = (start < end) & inputs.mask.reaches(*section.span(start, size), section)
-            found = control.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
+            found = control_flow.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
             return (start + size, found), None
 
         # The start is carried: a list of starts would be memory that grows with the capacity.
         step = jax.checkpoint(one, prevent_cse=False)
-        return control.scan(step, (first, found), length=blocks)[0][1]
+        return control_flow.scan(step, (first, found), length=blocks)[0][1]
 
     begin = jnp.int32(section.first)
     if coarse == fine:
@@ -209,7 +211,7 @@ def _by_blocks(found: Partial, section: Section, rows: Array, inputs: AttentionI
         return walk(found, behind, -(-rest // fine), fine, stop)
 
     # A few turns of a loop that skip all they see cost as much as a small block.
-    return control.cond(filled > whole * coarse, finely, lambda found: found, found)
+    return control_flow.cond(filled > whole * coarse, finely, lambda found: found, found)
 
 
 def _block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:

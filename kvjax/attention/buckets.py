@@ -14,7 +14,7 @@ from kvjax.attention.inputs import AttentionInputs, softmax_over
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
-from kvjax.core import control
+from kvjax.core import control_flow
 from kvjax.core.typing import Array, AttentionOutput
 
 BUCKETS = 8
@@ -51,7 +51,9 @@ def bucketed(inputs: AttentionInputs) -> AttentionOutput:
         return inputs.finish(over(sizes[0]))
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
     # Devices that divide the keys may each take another size: they meet behind it.
-    return inputs.finish(control.switch(index, [functools.partial(over, size) for size in sizes]))
+    return inputs.finish(
+        control_flow.switch(index, [functools.partial(over, size) for size in sizes])
+    )
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
@@ -84,7 +86,7 @@ def prefix(
     if piece == units:
         return over(begin, before)
     found = Partial.of_none(rows) if before is None else before
-    return control.scan(one, (begin, found), length=-(-units // piece))[0][1]
+    return control_flow.scan(one, (begin, found), length=-(-units // piece))[0][1]
 
 
 def _units(section: Section, tokens: int) -> int:

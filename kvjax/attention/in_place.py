@@ -14,8 +14,8 @@ from kvjax.attention.blocks import FILLED, SCORES, as_stored
 from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.core import control
-from kvjax.core.numbers import each_place
+from kvjax.core import control_flow
+from kvjax.core.array_ops import arange_row
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput, PerRow
 
@@ -47,8 +47,8 @@ def over_pages(inputs: AttentionInputs) -> AttentionOutput:
     def nothing() -> tuple[AttentionOutput, Array]:
         return jnp.zeros_like(inputs.queries), jnp.bool_(False)
 
-    mixed, done = control.cond(pays, try_it, nothing)
-    mixture: AttentionOutput = control.cond(done, lambda: mixed, lambda: evenly(inputs))
+    mixed, done = control_flow.cond(pays, try_it, nothing)
+    mixture: AttentionOutput = control_flow.cond(done, lambda: mixed, lambda: evenly(inputs))
     return mixture
 
 
@@ -73,9 +73,9 @@ def _multiplied(
     def column(number: Array, sums: Array) -> Array:
         return sums + mixed.at[at[:, number]].get(mode="fill", fill_value=0)
 
-    last = jnp.max(jnp.where(at < len(owner), each_place(at.shape[1]) + 1, 0))
+    last = jnp.max(jnp.where(at < len(owner), arange_row(at.shape[1]) + 1, 0))
     sums = jnp.zeros((len(at), *mixed.shape[1:]), mixed.dtype)
-    return Partial(highest, total, control.fori_loop(0, last, column, sums))
+    return Partial(highest, total, control_flow.fori_loop(0, last, column, sums))
 
 
 def _served(inputs: AttentionInputs) -> bool:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.sections import Section
-from kvjax.core.checks import keep_whole
-from kvjax.core.trees import state, static_field
+from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, Positions, Visible
+from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import UNLIMITED, Split
 from kvjax.placement.mesh import COPIES, TENSOR, Spread
 
@@ -20,7 +20,7 @@ arrays that it goes by are given to the devices if they are a pytree's:
 ``jax.tree_util.Partial(function, array)``."""
 
 
-@state
+@pytree_dataclass
 class Mask:
     """What a query sees and how scores are made: settings, and the queries' own positions.
 
@@ -41,9 +41,9 @@ class Mask:
     axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
-        keep_whole(self, "window", 1, optional=True)
-        keep_whole(self, "chunk", 1, optional=True)
-        keep_whole(self, "sinks", 0, optional=True)
+        normalize_int_field(self, "window", 1, optional=True)
+        normalize_int_field(self, "chunk", 1, optional=True)
+        normalize_int_field(self, "sinks", 0, optional=True)
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 

@@ -13,7 +13,7 @@ from kvjax.attention.buckets import SHORT, bucketed
 from kvjax.attention.in_place import over_pages
 from kvjax.attention.inputs import AttentionInputs, Unserved
 from kvjax.attention.kernels.choice import kernels_for
-from kvjax.core.context import divided_by_the_compiler
+from kvjax.core.mesh_context import has_auto_axes
 from kvjax.core.target import Target
 from kvjax.core.typing import AttentionOutput
 from kvjax.policies.cache_policy import CachePolicy
@@ -43,7 +43,7 @@ def abilities(target: Target) -> set[str]:
     if target.platform == "cpu":
         return {BRANCHES}
     # Where the compiler divides a program among devices, it can't divide a kernel.
-    return {KERNELS} if kernels_for(target) and not divided_by_the_compiler() else set()
+    return {KERNELS} if kernels_for(target) and not has_auto_axes() else set()
 
 
 def _pallas(inputs: AttentionInputs) -> AttentionOutput:

@@ -12,13 +12,13 @@ from kvjax.cache.checks import usable
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
 from kvjax.cache.storing import positions_from
-from kvjax.core.checks import whole_number
+from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.rotary import RotaryTable
-from kvjax.core.trees import state, static_field
 from kvjax.core.typing import AttentionOutput, Counts, KeysValues, LayerNumber, Positions, Queries
+from kvjax.core.validation import as_int
 
 
-@state
+@pytree_dataclass
 class Step:
     """A call that has begun, as ``step`` gives it.
 
@@ -130,7 +130,7 @@ def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -
     shape = jnp.shape(tokens)
     if len(shape) == 1:
         raise ValueError(f"tokens must be [batch, new], or a number of them, got {list(shape)}")
-    new = whole_number("tokens", tokens, 1) if not shape else whole_number("new", shape[1], 1)
+    new = as_int("tokens", tokens, 1) if not shape else as_int("new", shape[1], 1)
     if cache is None:
         return Step(None, new)
     cache = usable("kvjax.step", cache)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import whole_number
+from kvjax.core.validation import as_int
 
 ARRAY_BYTES = 2**28
 """Of the array that is read: far more than caches of processors hold."""
@@ -40,8 +40,8 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.
     """
-    whole_number("array_bytes", array_bytes, 4096)
-    whole_number("repeats", repeats, 1)
+    as_int("array_bytes", array_bytes, 4096)
+    as_int("repeats", repeats, 1)
     reads = jax_bandwidth(array_bytes, repeats)
     if jax.default_backend() == "cpu":
         reads |= cpu_bandwidth(array_bytes, repeats)

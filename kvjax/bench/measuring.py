@@ -37,8 +37,8 @@ import numpy as np
 
 from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
 from kvjax.bench.timing import Timed, difference
-from kvjax.core.checks import whole_number
-from kvjax.core.context import outside
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.validation import as_int
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Drawing, spelled_out
@@ -110,7 +110,7 @@ class Bench:
 
 
 @spelled_out(Drawing)
-@outside
+@without_mesh_context
 def measure(
     lm: LanguageModel,
     policies: Mapping[str, PolicyChoice],
@@ -146,9 +146,9 @@ def measure(
         raise ValueError("no policies: there is nothing to measure")
     without_encoder("a measurement", lm)
     prompts, batches = _numbers("prompts", prompts), _numbers("batches", batches)
-    if whole_number("steps", steps, 1) > CHUNK:
+    if as_int("steps", steps, 1) > CHUNK:
         raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {CHUNK}")
-    whole_number("repeats", repeats, 1)
+    as_int("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)
     found: list[tuple[str, Timed]] = []
@@ -217,7 +217,7 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: Timed) -> Cell:
 
 def _numbers(name: str, given: Sequence[int]) -> list[int]:
     """Whole numbers, at least 1, each once."""
-    found = list(dict.fromkeys(whole_number(name, number, 1) for number in given))
+    found = list(dict.fromkeys(as_int(name, number, 1) for number in given))
     if not found:
         raise ValueError(f"no {name}: there is nothing to measure")
     return found

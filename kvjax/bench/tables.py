@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.bench import Bench, Cell
-from kvjax.core.files import at_home
-from kvjax.core.plots import pyplot
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.array_folder import expand_user
+from kvjax.core.reporting import pyplot, readable_bytes
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -103,7 +102,7 @@ def plot(found: Bench, path: Path, *, title: str = "") -> None:
     roof.set(xlabel="megabytes that a step must read", ylabel="GB/s reached")
     time.legend(fontsize=8)
     figure.suptitle(f"{title} in {found.dtype} on {found.device}", fontsize=11)
-    figure.savefig(at_home(path), dpi=150)
+    figure.savefig(expand_user(path), dpi=150)
     plt.close(figure)
 
 

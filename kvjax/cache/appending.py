@@ -24,12 +24,12 @@ from kvjax.cache.layer import Body, LayerCache
 from kvjax.cache.paging import pages_taken
 from kvjax.cache.state import KVCache, Pending, with_rows
 from kvjax.cache.storing import store_tokens
-from kvjax.core.checks import is_traced, refuse_symbolic, whole_number
-from kvjax.core.device import fetch
-from kvjax.core.numbers import bit_where, each_place
+from kvjax.core.array_ops import arange_row, flag_where
 from kvjax.core.rotary import RotaryTable
-from kvjax.core.target import Target, computing_on
+from kvjax.core.target import Target, tracing_for
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, PerRow
+from kvjax.core.validation import as_int, check_not_symbolic, is_traced
 
 
 def fetched_ahead(
@@ -78,7 +78,7 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
         count = asked
         if cache.pools:
             pools, had, astray = pages_taken(cache, new, asked)
-            wrong = bit_where(~had, OUT_OF_PAGES) | bit_where(astray, BAD_PAGE)
+            wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, BAD_PAGE)
             cache = replace(cache, pools=pools, status=cache.status | wrong)
             count = jnp.where(had, asked, 0)
         stacks = (layer.stack for layer in cache.layers if layer.stack is not None)
@@ -108,7 +108,7 @@ def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
             f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "
             "call was given, by which it goes; kvjax.rewind takes tokens back"
         )
-    return replace(cache, status=cache.status | bit_where(other, OUT_OF_STEP))
+    return replace(cache, status=cache.status | flag_where(other, OUT_OF_STEP))
 
 
 def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, PerRow]:
@@ -120,25 +120,25 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Pe
     """
     asked = _real(cache, new, lengths)
     count = _taken(cache, asked)
-    status = cache.status | bit_where(count < asked, OVERFLOW)
+    status = cache.status | flag_where(count < asked, OVERFLOW)
     if lengths is not None:
-        status |= bit_where(asked != jnp.asarray(lengths), BAD_LENGTHS)
+        status |= flag_where(asked != jnp.asarray(lengths), BAD_LENGTHS)
     return replace(cache, status=status), count
 
 
 def note_numbers(cache: KVCache, numbers: tuple[Array, Array], count: PerRow) -> KVCache:
     """Record the rows that are given what is no number: a codec of blocks would hide it."""
-    real = each_place(numbers[0].shape[2]) < count[:, None]
+    real = arange_row(numbers[0].shape[2]) < count[:, None]
     bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in numbers]
     wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
-    return replace(cache, status=cache.status | bit_where(wrong, BAD_NUMBERS))
+    return replace(cache, status=cache.status | flag_where(wrong, BAD_NUMBERS))
 
 
 def check_new(cache: KVCache, held: LayerCache, x: KeysValues, name: str) -> None:
     """Raise ``ValueError`` for new keys or values that do not fit a layer."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
-    refuse_symbolic(name, x.shape)
+    check_not_symbolic(name, x.shape)
     expected = (cache.batch, held.kv_heads, held.head_dim)
     if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
         raise ValueError(
@@ -268,7 +268,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
         appended to, or ``lengths`` is wrong, as of ``append``.
     """
     cache = usable("kvjax.advance", cache, between=False)
-    new, pending = whole_number("new", new, 0), cache.pending
+    new, pending = as_int("new", new, 0), cache.pending
     if pending is None:
         raise ValueError("advance counts what was appended, and nothing was since the last advance")
     if new != pending.new:
@@ -300,7 +300,7 @@ def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
         raise ValueError(
             f"advance, but layers of the cache's stacks were appended to {every} times, not once"
         )
-    return replace(cache, status=cache.status | bit_where(other, MISSED_LAYER))
+    return replace(cache, status=cache.status | flag_where(other, MISSED_LAYER))
 
 
 @functools.partial(jax.jit, static_argnames="target")
@@ -312,7 +312,7 @@ def with_tokens(
     of each row. Layers that are alike share a trace, which is made for a target."""
     spread = old.policy.placement.spread
     call = old, keys, values, length, count, rotary, table, index
-    with computing_on(target):
+    with tracing_for(target):
         if spread is None:
             parts = store_tokens(*call)
         else:

@@ -12,11 +12,11 @@ import numpy as np
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced, refuse_symbolic, refuse_traced, refuse_used_up
-from kvjax.core.device import committed_alike, fetch
+from kvjax.core.array_ops import flag_where
 from kvjax.core.errors import CacheOverflowError, NonFiniteError
-from kvjax.core.numbers import bit_where
+from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array, LayerNumber
+from kvjax.core.validation import check_not_donated, check_not_symbolic, check_not_traced, is_traced
 from kvjax.placement.device import beside
 
 
@@ -49,7 +49,7 @@ def usable(
         seen = replace(cache, layers=(cache.layers[entries[0]],))
     check_arrays(what, seen)
     if outside:
-        refuse_traced(what, *jax.tree.leaves(seen))
+        check_not_traced(what, *jax.tree.leaves(seen))
     _check_shapes(what, cache, entries)
     if between and (pending := cache.pending) is not None:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_arrays(what: str, cache: Any) -> None:
             )
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(f"{what}: the cache has a {type(x).__name__} in place of an array")
-    refuse_used_up(cache)
+    check_not_donated(cache)
 
 
 def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
@@ -86,7 +86,7 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
             f"{what}: length is {list(rows)}, not [batch]: jax.vmap is over whole caches that were "
             "stacked, each with its rows"
         )
-    refuse_symbolic(f"{what}: the rows of a cache", rows)
+    check_not_symbolic(f"{what}: the rows of a cache", rows)
     shapes = {"length": rows, "written": (*rows, layers), "status": rows}
     for name, wanted in shapes.items():
         found = getattr(cache, name)
@@ -154,7 +154,7 @@ def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
     there = replace(
         cache, layers=tuple(layers), length=length, written=written, status=status, pools=pools
     )
-    return committed_alike(there)
+    return commit_together(there)
 
 
 (
@@ -221,12 +221,12 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
     """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
-    return replace(cache, status=cache.status | bit_where(rows, NON_FINITE))
+    return replace(cache, status=cache.status | flag_where(rows, NON_FINITE))
 
 
 def note_tokens(cache: KVCache, rows: Array) -> KVCache:
     """Record that ``rows``, bool[batch], were given tokens that the vocabulary has not."""
-    return replace(cache, status=cache.status | bit_where(rows, NO_SUCH_TOKEN))
+    return replace(cache, status=cache.status | flag_where(rows, NO_SUCH_TOKEN))
 
 
 def check(cache: KVCache) -> None:
@@ -240,7 +240,7 @@ def check(cache: KVCache) -> None:
         forget, what a conversion was to keep; inside ``jit``.
     """
     check_arrays("kvjax.check", cache)
-    refuse_traced("kvjax.check", cache.status)
+    check_not_traced("kvjax.check", cache.status)
     status = fetch(cache.status)
     grows = cache.grows_to is not None and cache.max_len < cache.grows_to
     limit = "rotary_len" if cache.max_len == cache.positions == cache.turned_for else "max_len"

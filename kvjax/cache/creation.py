@@ -15,13 +15,13 @@ from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import SIZED, truth_value, whole_number, whole_or_none
-from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
-from kvjax.core.context import outside
-from kvjax.core.device import check_here, committed_alike
+from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import CacheMemoryError
-from kvjax.core.sizes import readable_bytes
-from kvjax.core.trees import tell_flax, tree_bytes
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.pytree import register_with_flax, tree_bytes
+from kvjax.core.reporting import readable_bytes
+from kvjax.core.transfer import check_not_target_mesh, commit_together
+from kvjax.core.validation import MAX_DIMENSION, as_bool, as_int, as_optional_int
 from kvjax.placement.device import Budget
 from kvjax.placement.mesh import spread_over
 from kvjax.policies.cache_policy import CachePolicy
@@ -40,7 +40,7 @@ from kvjax.policies.model_config import (
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
-@outside
+@without_mesh_context
 def init_cache(
     config: CacheShape,
     policy: PolicyChoice | None = None,
@@ -91,7 +91,7 @@ def naming_no_memory(sentence: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax_0_10_error_code(error) != NO_MEMORY:
+        if jax_0_10_error_code(error) != RESOURCE_EXHAUSTED:
             raise
         raise CacheMemoryError(sentence()) from error
 
@@ -130,11 +130,11 @@ def allocate(
 ) -> KVCache:
     """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
     and what is fixed takes it where ``max_len`` does not say."""
-    tell_flax()
-    batch = whole_number("batch", batch, 1, SIZED)
+    register_with_flax()
+    batch = as_int("batch", batch, 1, MAX_DIMENSION)
     config = decoder_config(config)
     limit = position_limit(config)
-    max_len = whole_or_none("max_len", max_len, 1, SIZED)
+    max_len = as_optional_int("max_len", max_len, 1, MAX_DIMENSION)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
     max_len = limit if max_len is None and room is None else max_len
@@ -144,7 +144,7 @@ def allocate(
     spread = None if mesh is None else spread_over(mesh, common_heads(config))
     if spread is not None:
         spread.check_rows(batch)
-        check_here(spread.mesh)
+        check_not_target_mesh(spread.mesh)
     # The platform that computes is this one, whatever it was of a cache that a policy comes from.
     policies = [
         replace(each, placement=each.placement.over(spread or each.placement.spread))
@@ -169,7 +169,7 @@ def allocate(
         resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
     kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
     stacks = None
-    if truth_value("stacked", scanned(config) if stacked is None else stacked):
+    if as_bool("stacked", scanned(config) if stacked is None else stacked):
         check_stacks(len(own), sources, budget)
         sources, stacks = None, stacks_of(kinds)
         counts = Counter(entry for entry, _ in stacks)
@@ -187,7 +187,7 @@ def allocate(
         tuple(layers), *rows, sources=sources, positions=limit if most is None else most,
         turned_for=turned_for, budget=budget, stacks=stacks,
     )  # fmt: skip
-    return committed_alike(with_pools(cache))
+    return commit_together(with_pools(cache))
 
 
 def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from kvjax.cache.state import KVCache
-from kvjax.core.context import sending
+from kvjax.core.mesh_context import allow_host_to_device
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ def automatic(call: Callable[_P, _T]) -> Callable[_P, _T]:
     on a mesh of ``kvjax.make_mesh`` is refused: its axes are not those that are set.
     """
 
-    @sending
+    @allow_host_to_device
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         mesh = jax.sharding.get_abstract_mesh()

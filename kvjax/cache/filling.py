@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layer import Body, LayerCache, Tail
-from kvjax.core.checks import UNLIMITED
 from kvjax.core.typing import Array, PerRow
+from kvjax.core.validation import UNLIMITED
 from kvjax.placement.order import kept
 from kvjax.placement.pages import in_pages
 from kvjax.policies.cache_policy import CachePolicy

@@ -12,15 +12,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from kvjax.codecs import Store
-from kvjax.core.checks import is_traced
-from kvjax.core.device import fetch
-from kvjax.core.trees import state, static_field
+from kvjax.core.pytree import pytree_dataclass, static_field
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, Scalar
+from kvjax.core.validation import is_traced
 from kvjax.placement.order import kept
 from kvjax.policies.cache_policy import CachePolicy
 
 
-@state
+@pytree_dataclass
 class Tail:
     """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
 
@@ -31,7 +31,7 @@ class Tail:
     values: Array
 
 
-@state
+@pytree_dataclass
 class Strip:
     """What queries of a call that is longer than a block see raw, between ``append`` and
     ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
@@ -46,7 +46,7 @@ Body = tuple[Store, Store]
 """What the codecs keep of the body's keys and values."""
 
 
-@state
+@pytree_dataclass
 class LayerCache:
     """Keys and values of one layer, as their codecs store them, and the policy they follow: codes,
     or, on CPUs before JAX 0.11, the bits of 16-bit floats. Users see numbers by ``kvjax.read``.

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import is_traced
-from kvjax.core.device import fetch
-from kvjax.core.numbers import each_place
+from kvjax.core.array_ops import arange_row
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
+from kvjax.core.validation import is_traced
 from kvjax.paging.allocator import Copies, PageAllocator, Paging
 from kvjax.placement.pages import copied_pages
 
@@ -45,7 +45,7 @@ def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, RowMask]:
         units = paging.units(length)
         pages = layout.pages_in(units)
         wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
-        columns = jnp.broadcast_to(each_place(layout.columns), pages.shape)
+        columns = jnp.broadcast_to(arange_row(layout.columns), pages.shape)
         return pool.append(columns, wanted)
 
     pool, had = _on_each(cache, of, pool, cache.length)
@@ -95,14 +95,14 @@ class PageRequest:
         self.layout, self.pool = layout, pool
         self.begin, self.end = units(length), units(length + asked)
         self.new = max(paging.new_units(new), 1)
-        pages = layout.filled(self.begin)[:, None] + each_place(layout.filled(self.new))
+        pages = layout.filled(self.begin)[:, None] + arange_row(layout.filled(self.new))
         self.wanted = pages < layout.filled(self.end)[:, None]
         self.columns = layout.column_of(pages)
         self.gone: Any = None
         if not layout.straight:
             before = layout.gone_before(units(jnp.maximum(marks, length)))[:, None]
             after = layout.gone_before(units(jnp.maximum(marks, length + asked)))[:, None]
-            pages = before + each_place(layout.spanned(self.new))
+            pages = before + arange_row(layout.spanned(self.new))
             which = (pages >= layout.sink_pages) & (pages < after)
             self.gone = layout.column_of(pages), which
 
@@ -117,7 +117,7 @@ class PageRequest:
     def astray(self, pool: PageAllocator, rows: RowMask) -> RowMask:
         """Rows that write where their table has no page."""
         size = self.layout.page_size
-        pages = (self.begin // size)[:, None] + each_place(self.layout.spanned(self.new))
+        pages = (self.begin // size)[:, None] + arange_row(self.layout.spanned(self.new))
         columns = self.layout.column_of(pages)
         found = jnp.take_along_axis(pool.table, columns, 1, mode="fill", fill_value=-1)
         written = (pages * size < self.end[:, None]) & (self.begin < self.end)[:, None]

@@ -11,9 +11,9 @@ from jax import lax
 
 from kvjax.cache.layer import LayerCache, Strip, Tail, opened
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
-from kvjax.core.numbers import beside_slots, each_place, slots_beside
+from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.trees import state
 from kvjax.core.typing import Array, Cursors, PerRow
 from kvjax.layouts import Layout, Part, Region, Share, Split, divided, paged, shared
 from kvjax.placement.device import Device
@@ -21,7 +21,7 @@ from kvjax.placement.order import AS_IS, given
 from kvjax.placement.pages import fitting, from_pages
 
 
-@state
+@pytree_dataclass
 class View:
     """A layer, with the tokens of a call appended.
 
@@ -86,7 +86,7 @@ def placed(
     is a cursor as well."""
 
     def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if share is None else Share(beside_slots(index[0]), share.count)
+        own = None if share is None else Share(expand_over_slots(index[0]), share.count)
         return of(own).positions(length, written, slots)
 
     cursors = (length, written)
@@ -103,11 +103,11 @@ def own_tokens(split: Split, before: PerRow, length: PerRow, count: int) -> dict
     first = jnp.int32(0) if share is None else share.index * each
 
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
-        slots = slots_beside(slots, before)
-        positions = beside_slots(before) + slots
-        there = (positions >= split.tail.sinks) & (positions < beside_slots(length))
+        slots = expand_over_rows(slots, before)
+        positions = expand_over_slots(before) + slots
+        there = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
         if share is not None:
-            there &= (slots >= beside_slots(first)) & (slots < beside_slots(first) + each)
+            there &= (slots >= expand_over_slots(first)) & (slots < expand_over_slots(first) + each)
         return jnp.where(there, positions, -1)
 
     def span(start: Array, size: int) -> tuple[Array, Array]:
@@ -168,7 +168,7 @@ class Section:
         """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
         slots = units
         if self.unit > 1:
-            slots = (units[:, None] * self.unit + each_place(self.unit)).ravel()
+            slots = (units[:, None] * self.unit + arange_row(self.unit)).ravel()
         there = slots[None] >= start * self.unit
         return jnp.where(there, self.position_of(slots, *self.cursors), -1)
 

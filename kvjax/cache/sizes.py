@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 from kvjax.cache.checks import check_cache
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import check_host
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.topology import check_host_memory
 from kvjax.placement.device import Budget, Device, Sizes
 from kvjax.placement.mesh import Spread
 from kvjax.policies.cache_policy import CachePolicy
@@ -27,7 +27,7 @@ def places(cache: KVCache, device: Any = None) -> Any:
     """
     spread = cache.spread
     if device is not None and any(x.policy.placement.behind_tail for x in cache.layers):
-        check_host(device)
+        check_host_memory(device)
     near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.of_rows())
 
     def of(layer: Any) -> Any:

@@ -7,16 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.layer import LayerCache
-from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.trees import state, static_field
+from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, LayerNumber, PerRow, PerRowAndLayer
+from kvjax.core.validation import as_int, is_traced
 from kvjax.layouts import UNLIMITED
 from kvjax.paging.allocator import PageAllocator, Paging
 from kvjax.placement.device import Budget
 from kvjax.placement.mesh import Spread
 
 
-@state
+@pytree_dataclass
 class Pending:
     """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
 
@@ -33,7 +33,7 @@ class Pending:
     turns: tuple[Array, ...] = ()
 
 
-@state
+@pytree_dataclass
 class KVCache:
     """A model's cache.
 
@@ -161,7 +161,7 @@ class KVCache:
                 "the number of a layer is traced: layers have policies of their own, so loop over "
                 "them in Python, or make them one stack, for scan: init_cache(..., stacked=True)"
             )
-        number = whole_number("layer", number, 0)
+        number = as_int("layer", number, 0)
         count = len(self.layers if self.sources is None else self.sources)
         if number >= count:
             raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
@@ -174,7 +174,7 @@ class KVCache:
         if isinstance(number, tuple):
             if len(number) != 2:
                 raise ValueError(f"a layer of a stack is (stack, number), got {number!r:.80}")
-            entry = whole_number("the number of a stack", number[0], 0)
+            entry = as_int("the number of a stack", number[0], 0)
             if entry >= len(self.layers):
                 raise ValueError(f"stack {entry}: the cache has {len(self.layers)}, 0 the first")
             index, count = number[1], self.layers[entry].stack or 0
@@ -186,13 +186,13 @@ class KVCache:
                     "of layers that are not alike: name one as (stack, number of its layer)"
                 )
         else:
-            number = whole_number("layer", number, 0)
+            number = as_int("layer", number, 0)
             if number >= len(stacks):
                 raise ValueError(f"layer {number}: the cache has {len(stacks)}, 0 the first")
             entry, index = stacks[number]
             count = self.layers[entry].stack or 0
         if not is_traced(index):
-            index = whole_number("layer", index, 0)
+            index = as_int("layer", index, 0)
             if index >= count:
                 raise ValueError(f"layer {index} of stack {entry}: it has {count}, 0 the first")
         index = jnp.asarray(index)

@@ -10,10 +10,10 @@ from jax import lax
 
 from kvjax.cache.layer import Body, LayerCache, Strip, Tail, one_of, with_one
 from kvjax.codecs import Codec, Store
-from kvjax.core import control
-from kvjax.core.numbers import each_place
+from kvjax.core import control_flow
+from kvjax.core.array_ops import arange_row
 from kvjax.core.rotary import RotaryTable, apply_rotary
-from kvjax.core.target import traced_for
+from kvjax.core.target import current_platform
 from kvjax.core.typing import Array, PerRow, Positions
 from kvjax.layouts import Ring, Run, shared
 from kvjax.placement.mesh import TENSOR, Spread
@@ -74,8 +74,8 @@ def _behind_tail(
 
     start, stop = split.flushed(length), split.flushed(length + count)
     leaving = -(-new // split.block)
-    ids = start[:, None] + each_place(leaving)
-    positions = ids[:, :, None] * split.block + each_place(split.block)[None]
+    ids = start[:, None] + arange_row(leaving)
+    positions = ids[:, :, None] * split.block + arange_row(split.block)[None]
     positions = positions.reshape(batch, -1)
     slots = split.tail.slot_of(positions)
 
@@ -102,7 +102,7 @@ def _behind_tail(
 
     runs, placement = split.body.runs(start, leaving), policy.placement
     strip = None if short else Strip(tail, fresh.keys, fresh.values)
-    if traced_for() == "tpu":
+    if current_platform() == "tpu":
         bodies = _row_after_row(old, runs, stop - start, encoded, table, layer)
         return *bodies[0], after, strip, bodies[1]
     if short:
@@ -112,7 +112,7 @@ def _behind_tail(
             return jax.tree.map(lambda x: x[:, :, 0], encoded())
 
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
-        block = control.cond(jnp.any(stop > start), one, lambda: nothing)
+        block = control_flow.cond(jnp.any(stop > start), one, lambda: nothing)
         blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
@@ -163,7 +163,7 @@ def _row_after_row(
         return far, near
 
     rows = jnp.where(jnp.any(count > 0), count.shape[0], 0)
-    far, near = control.fori_loop(0, rows, one, (body, jax.tree.leaves(old.fetched)))
+    far, near = control_flow.fori_loop(0, rows, one, (body, jax.tree.leaves(old.fetched)))
     return kind.unflatten(far), kind.unflatten(near) if near else None
 
 
@@ -192,7 +192,7 @@ def _last_of(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerRow)
 
 def positions_from(length: PerRow, new: int) -> Positions:
     """int32[batch, new]: the positions of a call's tokens, in rows of ``length``."""
-    return length[:, None] + each_place(new)
+    return length[:, None] + arange_row(new)
 
 
 def _taken(x: Array, index: Array) -> Array:

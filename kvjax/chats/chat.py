@@ -15,8 +15,8 @@ from kvjax.chats.planning import WHEN_FULL
 from kvjax.chats.state import from_told, to_told
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import ChatStats, Turn
-from kvjax.core.checks import COUNTED, plain, short, whole_number, whole_or_none
-from kvjax.core.context import outside, sending
+from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
+from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Answering, spelled_out
 from kvjax.memory.weights import encodes
@@ -39,7 +39,7 @@ class Chat:
     """
 
     @spelled_out(Answering)
-    @sending
+    @allow_host_to_device
     def __init__(
         self,
         lm: LanguageModel,
@@ -89,11 +89,11 @@ class Chat:
         cache = policy(cache) if isinstance(cache, str) else cache
         self._own = {
             "template": template, "template_options": template_options, "cache": cache,
-            "max_len": whole_or_none("max_len", max_len, 1, COUNTED), "on_full": on_full,
-            "seed": whole_number("seed", seed, 0),
+            "max_len": as_optional_int("max_len", max_len, 1, INT32_MAX), "on_full": on_full,
+            "seed": as_int("seed", seed, 0),
         }  # fmt: skip
         self.settings: dict[str, Any] = {
-            "max_new_tokens": whole_number("max_new_tokens", max_new_tokens, 1), "stop": stop,
+            "max_new_tokens": as_int("max_new_tokens", max_new_tokens, 1), "stop": stop,
             **settings,
         }  # fmt: skip
         self.system = system
@@ -105,7 +105,7 @@ class Chat:
         self._now.request([0], cache, seed, self.settings | {"max_new_tokens": 1})
 
     @classmethod
-    @outside
+    @without_mesh_context
     def load(cls, lm: LanguageModel, folder: str | Path, **settings: Any) -> "Chat":
         """Take up a chat that ``save`` wrote, here or elsewhere: it goes on bit for bit.
 
@@ -132,7 +132,7 @@ class Chat:
             now.held, now.most = held, held.most
         return chat
 
-    @outside
+    @without_mesh_context
     def save(self, folder: str | Path) -> None:
         """Write the chat into a folder: its turns, settings and cache.
 
@@ -206,7 +206,7 @@ class Chat:
         return self._now.lm
 
     @property
-    def plain(self) -> bool:
+    def as_python(self) -> bool:
         """Whether there is no chat template."""
         return self._now.rendering.plain
 
@@ -222,7 +222,7 @@ class Chat:
             cache_bytes=dict(nbytes(now.held.cache)) if now.held else {},
         )  # fmt: skip
 
-    @outside
+    @without_mesh_context
     def _ask(self, number: int, text: str, attempt: int) -> Answer:
         with self._now.lock:
             return self._now.ask(
@@ -232,9 +232,9 @@ class Chat:
 
     def _number(self, turn: int) -> int:
         """A turn's number, from the first on, of one that is there."""
-        count, turn = len(self._now.turns), plain(turn)
+        count, turn = len(self._now.turns), as_python(turn)
         if isinstance(turn, bool) or not isinstance(turn, int) or not -count <= turn < count:
-            raise ValueError(f"turn {short(turn)}: the chat has {count}, 0 the first")
+            raise ValueError(f"turn {short_repr(turn)}: the chat has {count}, 0 the first")
         return turn % count
 
 

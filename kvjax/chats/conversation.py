@@ -13,8 +13,8 @@ from kvjax.chats.known import Known, common
 from kvjax.chats.planning import Plan, planned
 from kvjax.chats.texts import Rendering
 from kvjax.chats.turns import Turn
-from kvjax.core.checks import plain, whole_number
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import as_int, as_python
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Answering, CacheChoice, Options
@@ -65,7 +65,7 @@ class Conversation:
         """Go back to before turn ``number``, and on with what is asked."""
         self.close()
         turns, known = self.turns[:number], self.known.before(number)
-        new = whole_number("max_new_tokens", settings["max_new_tokens"], 1)
+        new = as_int("max_new_tokens", settings["max_new_tokens"], 1)
         plan = planned(
             self.rendering, known, system, turns, user, most=self.most, new=new, drop=drop
         )
@@ -93,9 +93,9 @@ class Conversation:
         """A request for one answer, checked."""
         for name in settings.keys() - _SETTINGS:
             raise ValueError(f"{name!r} is no setting of a chat's answers")
-        new = plain(settings["max_new_tokens"])
+        new = as_python(settings["max_new_tokens"])
         # Where there is no room for as many as an answer must have, it has what there is.
-        least = plain(settings.get("min_new_tokens", 0))
+        least = as_python(settings.get("min_new_tokens", 0))
         least = min(least, new) if isinstance(least, int) else least
         options = Options(**settings | {"cache": cache, "seed": seed, "min_new_tokens": least})
         return prepare(self.lm, [ids], options)

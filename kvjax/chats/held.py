@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.chats.known import common
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.generation.cache_choice import with_memory
 from kvjax.generation.capacity import capacity_bucket, most_tokens
 from kvjax.generation.loaded_model import LanguageModel

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.chats.held import Held
+from kvjax.core.array_folder import expand_user, report_format_errors
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import at_home, read_as_written
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.fingerprints import fingerprint
 from kvjax.operations.loading import load_cache
@@ -30,7 +30,7 @@ def write(
     Raises:
       CheckpointError: if something else stands there.
     """
-    folder, model = at_home(folder), fingerprint(lm)
+    folder, model = expand_user(folder), fingerprint(lm)
     ours = {_NAME, _CACHE, _BESIDE}
     if folder.exists() and not (folder.is_dir() and {x.name for x in folder.iterdir()} <= ours):
         raise CheckpointError(f"{folder}: there is something else, which is not written over")
@@ -57,7 +57,7 @@ def read(
       CheckpointError: if there is no chat, it is of another model, or a file was cut or changed.
       ValueError: if ``max_len`` is less than the cache holds.
     """
-    folder = at_home(folder)
+    folder = expand_user(folder)
     file = folder / _NAME
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def read(
     if not cached:
         return told, None
     cache, texts = load_cache(folder / _CACHE, model=own, max_len=max_len, mesh=lm.mesh)
-    with read_as_written(folder):
+    with report_format_errors(folder):
         if texts is None or len(texts) != 1:
             raise ValueError(f"a cache of {len(texts or ())} texts")
         return told, Held(cache, tuple(texts[0]))

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvjax.chats.known import Known
 from kvjax.chats.turns import Turn
+from kvjax.core.array_folder import report_format_errors
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import read_as_written
-from kvjax.core.settings import from_bytes, to_bytes
+from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.generation.drafts.asked import PromptLookup
 
 Kept = tuple[list[Turn], Known, Counter[str]]
@@ -43,7 +43,7 @@ def from_told(
       CheckpointError: if something is not as it was written.
       ValueError: if a setting that could not be saved is not given.
     """
-    with read_as_written(folder):
+    with report_format_errors(folder):
         settings = {name: _read(name, value) for name, value in told["settings"].items()}
         turns = [Turn(**each | {"tokens": tuple(each["tokens"])}) for each in told["turns"]]
         known = told["known"]
@@ -59,7 +59,7 @@ def from_told(
 
 def _written(name: str, value: Any) -> Any:
     if name == "cache":
-        return json.loads(to_bytes((tuple(value) if isinstance(value, list) else value,)))
+        return json.loads(serialize_static((tuple(value) if isinstance(value, list) else value,)))
     if name == "logit_bias" and value is not None:
         return list(value.items())  # JSON has texts alone as keys
     if isinstance(value, PromptLookup):
@@ -69,7 +69,7 @@ def _written(name: str, value: Any) -> Any:
 
 def _read(name: str, value: Any) -> Any:
     if name == "cache":
-        (value,) = from_bytes(json.dumps(value).encode())
+        (value,) = deserialize_static(json.dumps(value).encode())
         return list(value) if isinstance(value, tuple) else value
     if name == "logit_bias" and value is not None:
         return {token: bias for token, bias in value}

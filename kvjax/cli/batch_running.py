@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.cli.batch_lines import DuplicateError, Names, asked_for, key_of, name_of, object_of
 from kvjax.cli.batch_results import Results
 from kvjax.cli.figures import score
-from kvjax.core.progress import tell
+from kvjax.core.reporting import report_progress
 from kvjax.engine.handle import Handle
 
 TOLD = 10
@@ -84,7 +84,7 @@ class Batch:
             if not self._running:
                 return self.counts
             known = seen if total is None else total
-            tell("answering lines", seen - len(self._running), known)
+            report_progress("answering lines", seen - len(self._running), known)
             self._engine.step()
             for handle in self._ended:
                 self._write(handle)

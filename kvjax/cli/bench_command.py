@@ -13,7 +13,7 @@ from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes
 from kvjax.memory.limits import device_memory
 from kvjax.memory.weights import weight_bytes
 from kvjax.placement.device import Device

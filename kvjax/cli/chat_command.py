@@ -11,7 +11,7 @@ from kvjax.cli import drafting, options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.waiting import raised, shown
-from kvjax.core.files import at_home
+from kvjax.core.array_folder import expand_user
 from kvjax.policies.presets import parse_policy
 
 
@@ -74,7 +74,7 @@ def chat(
     if load is not None and policy != parse_policy("static"):
         raise ValueError("the chat in --load has its cache and its policy: leave --cache out")
     if template not in (None, PLAIN):
-        template = read(at_home(template))
+        template = read(expand_user(template))
     given: dict[str, Any] = {
         "system": system, "template": template,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,

@@ -12,7 +12,7 @@ from kvjax.chats.chat import Chat
 from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
 from kvjax.cli.figures import beyond
 from kvjax.cli.waiting import begun, shown
-from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
+from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
 _LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER keeps it)"
@@ -43,7 +43,7 @@ class Talk:
             except Exception as error:  # whatever it is, the chat is still there
                 if self.alone:
                     raise
-                memory = jax_0_10_error_code(error) == NO_MEMORY
+                memory = jax_0_10_error_code(error) == RESOURCE_EXHAUSTED
                 self._tell(error) if memory else traceback.print_exc()
             except KeyboardInterrupt:
                 self.chat.close()

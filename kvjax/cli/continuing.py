@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.checks import UNLIMITED
-from kvjax.core.device import fetch
 from kvjax.core.errors import CheckpointError
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import UNLIMITED
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.operations.loading import load_cache
 from kvjax.operations.saving import save_cache

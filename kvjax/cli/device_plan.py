@@ -8,8 +8,7 @@ import typer
 from kvjax.cli.figures import by_place
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
-from kvjax.core.progress import tell
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes, report_progress
 
 
 def on_device(
@@ -37,7 +36,7 @@ def on_device(
     found: dict[str, DevicePlan] = {}
     with shown("planning"):
         for number, (title, choice) in enumerate(choices.items()):
-            tell(f"planning {title}", number, len(choices))
+            report_progress(f"planning {title}", number, len(choices))
             found[title] = plan_on(planned, choice, device=there, batch=batch, max_len=max_len)
     if as_json:
         plans = {

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes
 from kvjax.sampling.scores import TokenScore
 
 

@@ -17,7 +17,7 @@ from kvjax.cli.processes import joined
 from kvjax.cli.several_texts import choices, headed
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import SOON, begun, shown
-from kvjax.core.files import can_be_saved
+from kvjax.core.array_folder import check_writable_folder
 from kvjax.generation.options import Settings
 from kvjax.generation.results import GenerationResult, GenerationStats
 from kvjax.policies.presets import parse_policy
@@ -135,7 +135,7 @@ def generate(
         (words, chat, dtype, revision, mesh, as_json, form, drafts, settings),
     ) as speaks:  # fmt: skip
         if save_cache is not None:
-            can_be_saved(save_cache)
+            check_writable_folder(save_cache)
         with shown("loading"):
             where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
             lm = models.load(model, revision=revision, **where)

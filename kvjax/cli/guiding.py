@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli.common import read
-from kvjax.core.files import at_home
+from kvjax.core.array_folder import expand_user
 from kvjax.generation.results import GenerationResult
 
 JsonSchema = Annotated[
@@ -67,6 +67,6 @@ def check_kept(result: GenerationResult) -> None:
 
 
 def _words(file: str | Path) -> str:
-    if not (path := at_home(file)).is_file():
+    if not (path := expand_user(file)).is_file():
         raise ValueError(f"there is no file {str(file)!r:.200}")
     return read(path)

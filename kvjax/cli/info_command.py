@@ -11,7 +11,7 @@ from kvjax.cli import options
 from kvjax.cli.figures import by_place, table
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
-from kvjax.core.sizes import readable_bytes
+from kvjax.core.reporting import readable_bytes
 from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_a_token
 from kvjax.policies.model_config import layer_heads

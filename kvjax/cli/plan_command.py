@@ -15,9 +15,8 @@ from kvjax.cli.device_plan import on_device
 from kvjax.cli.figures import beyond, by_place
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
-from kvjax.core.absent import kind_named
-from kvjax.core.sizes import parse_bytes, readable_bytes
-from kvjax.core.target import Target
+from kvjax.core.reporting import parse_bytes, readable_bytes
+from kvjax.core.target import Target, device_spec
 from kvjax.memory.shapes import ModelShape
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import AXES, parse_mesh
@@ -86,7 +85,7 @@ def plan(
     here = memory is None and mesh is None and config is None and device is None
     target = Device().target() if here else Target("elsewhere")
     if device is not None:
-        target = kind_named(device).target
+        target = device_spec(device).target
     planned, trained = _planned(model, revision, config, shape, dtype, target)
     name = str(model or config or shape or "the embedded model")
     max_len = trained if max_len is None else max_len

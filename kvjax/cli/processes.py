@@ -15,8 +15,8 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from kvjax.cli.waiting import INTERRUPTED, leave
-from kvjax.core.checks import whole_or_none
-from kvjax.core.compat import NO_MEMORY, jax_0_9_shutdown_timeout, jax_0_10_error_code
+from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_9_shutdown_timeout, jax_0_10_error_code
+from kvjax.core.validation import as_optional_int
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def joined(
         ("--processes", processes, 1), ("--process-id", process_id, 0),
         ("--start-timeout", start_timeout, 1), ("--heartbeat-timeout", heartbeat_timeout, 1),
     ):  # fmt: skip
-        whole_or_none(name, value, least)
+        as_optional_int(name, value, least)
     if processes is not None and process_id is not None and process_id >= processes:
         raise ValueError(
             f"--process-id is {process_id}, but there are {processes} processes, 0 the first"
@@ -86,7 +86,7 @@ def joined(
     except Exception as error:
         words = _short(error)
         # Beside its memory a device fails where what it waits for does not come.
-        if jax_0_10_error_code(error) not in (None, NO_MEMORY):
+        if jax_0_10_error_code(error) not in (None, RESOURCE_EXHAUSTED):
             words = f"another process of this run has ended, so this one can't go on ({words})"
         _leave(words)
     jax.distributed.shutdown()

@@ -26,9 +26,9 @@ from kvjax.cli.plan_command import plan
 from kvjax.cli.serve_command import serve
 from kvjax.cli.streams import prepare_streams
 from kvjax.cli.waiting import INTERRUPTED, interruptible
-from kvjax.core.compat import NO_MEMORY, jax_0_10_error_code
+from kvjax.core.array_folder import expand_user
+from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
-from kvjax.core.files import at_home
 
 # Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
 
@@ -59,7 +59,7 @@ def _paths_at_home(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(**given: Any) -> Any:
-        paths = {name: at_home(x) for name, x in given.items() if isinstance(x, Path)}
+        paths = {name: expand_user(x) for name, x in given.items() if isinstance(x, Path)}
         return command(**given | paths)
 
     return run
@@ -96,7 +96,7 @@ def main() -> None:
     except (KvjaxError, ValueError, OSError) as error:
         _leave(error, str(error))
     except jax.errors.JaxRuntimeError as error:
-        if jax_0_10_error_code(error) != NO_MEMORY:
+        if jax_0_10_error_code(error) != RESOURCE_EXHAUSTED:
             raise
         _leave(error, str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -9,8 +9,8 @@ import typer
 from kvjax.cli import drafting, options
 from kvjax.cli.common import given_mesh, use_compilation_cache
 from kvjax.cli.waiting import INTERRUPTED, leave, shown
-from kvjax.core.files import at_home
-from kvjax.core.sizes import parse_bytes
+from kvjax.core.array_folder import expand_user
+from kvjax.core.reporting import parse_bytes
 from kvjax.policies.presets import parse_policy
 
 MOST_TOKENS = 4096
@@ -133,7 +133,7 @@ def serve(
 def _name(model: str | None) -> str:
     if model is None:
         return "kvjax-tiny"
-    folder = at_home(model)
+    folder = expand_user(model)
     return folder.resolve().name if folder.is_dir() else model
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
-from kvjax.core.progress import Listener, heard_by, tell
+from kvjax.core.reporting import ProgressCallback, progress_callback, report_progress
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ def shown(
     longer than ``after``, and that is a terminal; elsewhere nothing, or now and then a line.
     Nothing else may be written to a terminal meanwhile, but lines there, by what this gives."""
     if not sys.stderr.isatty():
-        with heard_by(_now_and_then(_print)) if lines else contextlib.nullcontext():
+        with progress_callback(_now_and_then(_print)) if lines else contextlib.nullcontext():
             yield _print
         return
     from rich.console import Console
@@ -80,7 +80,7 @@ def shown(
     begin.daemon = True
     begin.start()
     try:
-        with heard_by(listener, compiles):
+        with progress_callback(listener, compiles):
             yield lambda line: display.console.print(
                 line, markup=False, emoji=False, highlight=False, soft_wrap=True
             )
@@ -97,7 +97,7 @@ def begun(pieces: Iterator[_T], what: str) -> list[_T]:
     with shown(what, after=SOON):
         first = list(itertools.islice(pieces, 1))
         if sys.stderr.isatty():
-            tell("generating", 0, 1)
+            report_progress("generating", 0, 1)
             first += itertools.islice(pieces, 1)
     return first
 
@@ -106,7 +106,7 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _now_and_then(say: Callable[[str], None]) -> Listener:
+def _now_and_then(say: Callable[[str], None]) -> ProgressCallback:
     """A line about what is done, if the last one is some time ago."""
     last = time.monotonic()
 

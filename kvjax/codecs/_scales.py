@@ -13,7 +13,7 @@ from jaxtyping import Array
 from kvjax.codecs._tiles import InTiles, Tile, each_token
 from kvjax.codecs.codec import Store, plain_scores
 from kvjax.codecs.raw import Raw, without_gradient
-from kvjax.core.checks import whole_number
+from kvjax.core.validation import as_int
 
 PER = ("token", "channel", "head", "tensor")
 DEFAULT_GROUP = 64
@@ -36,7 +36,7 @@ class Groups:
         if self.per not in PER:
             raise ValueError(f"per={self.per!r}: scales are per {', '.join(PER)}")
         if self.size is not None:
-            object.__setattr__(self, "size", whole_number("group", self.size, 1))
+            object.__setattr__(self, "size", as_int("group", self.size, 1))
             if self.per in ("head", "tensor"):
                 raise ValueError(f"group={self.size}: a scale per {self.per} has no groups")
 

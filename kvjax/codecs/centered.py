@@ -12,10 +12,10 @@ from kvjax.codecs._tiles import Tile, each_token, in_tiles
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store, product
 from kvjax.codecs.raw import Raw
-from kvjax.core.trees import store
+from kvjax.core.pytree import exportable_namedtuple
 
 
-@store
+@exportable_namedtuple
 class CenteredStore(NamedTuple):
     """A store: the ``mean`` of each channel over a block's tokens, in 16 bits, and the rest."""
 

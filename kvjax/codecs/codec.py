@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
+from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import current_target, on_cpu
-from kvjax.core.trees import tree_bytes
 
 FEW = 64
 """Rows below which a CPU multiplies float32 keys faster as the first factor."""

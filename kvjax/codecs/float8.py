@@ -10,14 +10,14 @@ from jaxtyping import Array
 from kvjax.codecs._scales import WithScales, finite, in_range, rounded, undifferentiable
 from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
-from kvjax.core.trees import store
+from kvjax.core.pytree import exportable_namedtuple
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 FIELDS = {"e4m3": (3, 7), "e5m2": (2, 15)}
 """Bits of the fraction, and what is taken off the exponent."""
 
 
-@store
+@exportable_namedtuple
 class Scaled(NamedTuple):
     """A store: ``bits`` uint8 in the shape of the numbers, and each group's 16-bit ``scale``."""
 

@@ -8,7 +8,7 @@ from jaxtyping import Array
 from kvjax.codecs._scales import finite, mean, rounded, undifferentiable
 from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
-from kvjax.core import control
+from kvjax.core import control_flow
 
 NORM = 0.7
 """The exponent of the error that is made small: below 1, large single errors count little."""
@@ -52,7 +52,7 @@ class HalfQuadratic(Wrapping):
             error = (x - scale * codec.codes(x, scale, zero)) - zero
             return jnp.mean(jnp.abs(error) ** NORM, axes, keepdims=True)
 
-        found = rounded(control.fori_loop(0, self.steps, step, start), kind, up=False)
+        found = rounded(control_flow.fori_loop(0, self.steps, step, start), kind, up=False)
         return codec.store(x, scale, jnp.where(loss(found) < loss(start), found, start))
 
 

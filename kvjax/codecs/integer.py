@@ -17,15 +17,15 @@ from jaxtyping import Array
 from kvjax.codecs._scales import WithScales, finite, in_range, mean, rounded, undifferentiable
 from kvjax.codecs._tiles import Tile
 from kvjax.codecs.raw import Raw
-from kvjax.core.checks import plain
-from kvjax.core.trees import store
+from kvjax.core.pytree import exportable_namedtuple
+from kvjax.core.validation import as_python
 
 BITS = (1, 2, 3, 4, 8)
 MULTIPLE = 8
 """A block's tokens are a multiple of this: then they fill bytes at every number of bits."""
 
 
-@store
+@exportable_namedtuple
 class Packed(NamedTuple):
     """A store: packed ``codes`` uint8[batch, kv_heads, blocks, block * bits / 8, head_dim], and of
     each group its ``scale`` and, if it has one, its ``zero``, in 16 bits."""
@@ -61,7 +61,7 @@ class Integer(WithScales):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", plain(self.bits))
+        object.__setattr__(self, "bits", as_python(self.bits))
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
         super().__post_init__()

@@ -8,13 +8,13 @@ import numpy as np
 from kvjax.codecs.codec import Codec, Store, tokens_of
 from kvjax.codecs.integer import BITS, MULTIPLE, Integer
 from kvjax.codecs.raw import Raw
-from kvjax.core.checks import whole_number
+from kvjax.core.pytree import pytree_dataclass, static_field, tree_bytes
 from kvjax.core.target import default_device
-from kvjax.core.trees import state, static_field, tree_bytes
 from kvjax.core.typing import CachedKeysValues, KeysValues
+from kvjax.core.validation import as_int
 
 
-@state
+@pytree_dataclass
 class Quantized:
     """Numbers [batch, kv_heads, tokens, head_dim] as ``codec`` stores them, in blocks.
 
@@ -72,7 +72,7 @@ def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantize
         raise ValueError(f"keys and values are [batch, kv_heads, tokens, head_dim], got {found}")
     x = jnp.asarray(numbers)
     tokens = x.shape[2]
-    size = tokens if block is None else whole_number("block", block, 1)
+    size = tokens if block is None else as_int("block", block, 1)
     if block is not None and block % MULTIPLE:
         raise ValueError(f"block={block}: packed codes need a multiple of {MULTIPLE}")
     size = -(-size // MULTIPLE) * MULTIPLE

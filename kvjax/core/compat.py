@@ -45,7 +45,7 @@ def jax_0_10_2_host_memory(platform: str) -> bool:
     return platform != "cpu" or JAX >= (0, 10, 2)
 
 
-def jax_0_10_describes(gpu: str) -> str:
+def jax_0_10_gpu_description(gpu: str) -> str:
     """A description of a GPU, without the lines that older compilers refuse to read."""
     if JAX >= (0, 10):
         return gpu
@@ -61,7 +61,7 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else kind.varying
 
 
-NO_MEMORY = "RESOURCE_EXHAUSTED"
+RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
 """The ``jax_0_10_error_code`` of a device without memory left."""
 
 
@@ -85,7 +85,7 @@ def jax_0_8_scatters_in_place(platform: str) -> bool:
     return platform != "gpu" or JAX >= (0, 8)
 
 
-def jax_0_9_products(x: Any, weight: Any) -> Any:
+def jax_0_9_matmul(x: Any, weight: Any) -> Any:
     """``x @ weight.T`` in float32 on a CPU, of x [rows, in] and a weight [out, in] of 16 bits; None
     where JAX needs no help. Before JAX 0.9 XLA widens the whole weight for more than one row, which
     takes up to a hundred times as long, and multiplies some shapes not at all."""
@@ -104,7 +104,7 @@ def jax_0_9_products(x: Any, weight: Any) -> Any:
     return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
-def jax_0_10_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
+def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
     """An array's shape, of one that varies along some axes of a ``jax.shard_map``."""
     make: Any = jax.ShapeDtypeStruct
     if not axes:
@@ -158,7 +158,7 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
-def jax_0_8_options(device: Any) -> dict[str, Any]:
+def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
     """Options of ``lowered.compile`` for a device that is not here: JAX 0.7 else asks for what a
     GPU's autotuner has found."""
     if JAX < (0, 8) and device.platform == "gpu":
@@ -166,7 +166,7 @@ def jax_0_8_options(device: Any) -> dict[str, Any]:
     return {}
 
 
-def jax_0_8_text(program: Any) -> str:
+def jax_0_8_program_text(program: Any) -> str:
     """``program.as_text()`` of a compiled program. JAX 0.7 has none of one for a GPU that is not
     here, but the compiler's own record of it."""
     text = program.as_text()

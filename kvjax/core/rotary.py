@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.checks import UNLIMITED
-from kvjax.core.trees import state, tell_flax
+from kvjax.core.pytree import pytree_dataclass, register_with_flax
+from kvjax.core.validation import UNLIMITED
 
 STRIDE = 1024
 """The base of the digits."""
 
 
-@state
+@pytree_dataclass
 class RotaryTable:
     """Sines and cosines of every position below a limit.
 
@@ -75,7 +75,7 @@ def rotary_table(
         table = factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
         digits.append(table.astype(np.float32))
         base *= STRIDE
-    tell_flax()
+    register_with_flax()
     return RotaryTable(tuple(digits))
 
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from kvjax.core.device import fetch
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
 from kvjax.engine.programs import EngineState
 from kvjax.engine.request import MOST_ENDS, Request
@@ -207,7 +207,7 @@ def _on_the_host() -> Any:
     return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
-@state
+@pytree_dataclass
 class BranchInputs:
     """``count``: int32[], rows that go on from others, the first of ``targets``, each from its
     entry of ``sources``, none of which is a target; ``pages``: of each kind of layers, pages and

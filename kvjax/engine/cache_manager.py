@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.results import Landing
 from kvjax.engine.sequence import RunningSequence

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import whole_number
-from kvjax.core.trees import state, tree_bytes
+from kvjax.core.pytree import pytree_dataclass, tree_bytes
 from kvjax.core.typing import Array, PerRow, Tokens
+from kvjax.core.validation import as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.pool_config import with_slack
@@ -38,7 +38,7 @@ from kvjax.sampling.filters import Logits
 from kvjax.sampling.history import Past
 
 
-@state
+@pytree_dataclass
 class ProposeInputs:
     """What the rows of a ``VerifyInputs`` want of the draft's model.
 
@@ -178,7 +178,7 @@ def draft_runner_of(
     """The rows of a draft, where it has a model; see ``DraftModelRunner``."""
     if not isinstance(draft, DraftModel):
         return None
-    return DraftModelRunner(lm, draft, count, max_len, whole_number("prefill_chunk", chunk, 1))
+    return DraftModelRunner(lm, draft, count, max_len, as_int("prefill_chunk", chunk, 1))
 
 
 def _pool_config(

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
-from kvjax.core.checks import truth_value, whole_number
-from kvjax.core.context import outside, sending
+from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
+from kvjax.core.validation import as_bool, as_int
 from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.draft_model import draft_runner_of
 from kvjax.engine.drafts import DraftPlanner
@@ -80,7 +80,7 @@ class Engine:
       ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
     """
 
-    @sending
+    @allow_host_to_device
     def __init__(
         self,
         lm: LanguageModel,
@@ -102,9 +102,9 @@ class Engine:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
         count = limits.max_batch_size or DEFAULT_ROWS
-        rounds = whole_number("decode_rounds", decode_rounds, 1)
-        exact = truth_value("exact", exact)
-        prefix_cache = truth_value("prefix_cache", prefix_cache)
+        rounds = as_int("decode_rounds", decode_rounds, 1)
+        exact = as_bool("exact", exact)
+        prefix_cache = as_bool("prefix_cache", prefix_cache)
         own = draft_of(lm, draft)
         second = draft_runner_of(lm, own, count, max_sequence_length(lm, limits), prefill_chunk)
         self.pool_config = engine_pool_config(
@@ -121,7 +121,7 @@ class Engine:
             rotary_len,
         )
         least = prefill_chunk + count
-        tokens = least if step_tokens is None else whole_number("step_tokens", step_tokens, least)
+        tokens = least if step_tokens is None else as_int("step_tokens", step_tokens, least)
         host = in_bytes("host_memory", host_memory)
         self._prefixes = Texts(self.pool_config, (host, 0, None))
         self._runner = ModelRunner(lm, self.pool_config, self._prefixes, count, rounds, exact)
@@ -139,7 +139,7 @@ class Engine:
         self._inbox: deque[Callable[[], Any]] = deque()
         self._numbers, self.stepping = itertools.count(1), threading.RLock()
 
-    @outside
+    @without_mesh_context
     def compile(self) -> Compiled:
         """Compile all that its rows will ever run; else that is done when it is first needed, as
         is what chooses in a beam search of a width, and what scores prompts."""
@@ -194,7 +194,7 @@ class Engine:
         """End a request as it is, from any thread; its pages are free with the next step."""
         self._inbox.append(lambda: handle.done or self._end(handle, "cancelled"))
 
-    @outside
+    @without_mesh_context
     def step(self) -> bool:
         """Do the next piece of work; whether there is more; of several threads each in its turn.
         Where a program can't be run, all requests end with its error, which is raised."""
@@ -256,8 +256,8 @@ class Engine:
             search.
           NonFiniteError: if logits are not finite numbers.
         """
-        n = whole_number("n", settings.pop("n", 1), 1)
-        samples = whole_number("samples", samples, n)
+        n = as_int("n", settings.pop("n", 1), 1)
+        samples = as_int("samples", samples, n)
         if settings.get("num_beams", 1) != 1:
             raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
         if settings.get("logprobs") is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.engine.beams import BeamResult, BeamSearchState
 from kvjax.engine.drafts import DraftState
 from kvjax.engine.request import Request

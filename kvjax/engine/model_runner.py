@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvjax.cache.creation import allocate
-from kvjax.core.device import committed
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.transfer import commit
 from kvjax.engine import programs
 from kvjax.engine.beams import branch, branch_inputs
 from kvjax.engine.page_tables import PageTables
@@ -72,13 +72,13 @@ class ModelRunner:
             mesh=lm.mesh,
             rotary_len=pool_config.rotary_len,
         )
-        cache = committed(cache)
+        cache = commit(cache)
         placement = cache.layers[0].policy.placement
         self.revocable, self.platform = cache.revocable, placement.platform()
         zeros = np.zeros(count, np.int32)
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
-        rows = committed(placement.put((Progress(*numbers), past)))
+        rows = commit(placement.put((Progress(*numbers), past)))
         self._held = EngineState(replace(cache, pools=()), *rows)
         texts.pool.take_up(cache.layers)
         self.page_tables, self.sampling_state = (
@@ -326,7 +326,7 @@ def flag(truth: bool) -> Any:
 def sent(params: Any) -> Any:
     """Parameters as programs are given them: arrays of JAX, committed, none weakly typed."""
     there = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
-    return committed(strong(there))
+    return commit(strong(there))
 
 
 def alike(params: Any, those: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvjax.core.checks import COUNTED, whole_number
+from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import Ring, paged
@@ -39,7 +39,7 @@ def engine_pool_config(
     Raises:
       ValueError: as it says.
     """
-    chunk = whole_number("prefill_chunk", prefill_chunk, 1, COUNTED)
+    chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
     policies = with_slack(
         per_layer(policy, lm.config), max(chunk, rounds, 1 + MAX_DRAFT_TOKENS) - 1
     )

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, UInt
 
 from kvjax.attention.paths import rows_of_any_length
 from kvjax.cache.state import KVCache
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
@@ -31,7 +31,7 @@ from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
 
 
-@state
+@pytree_dataclass
 class EngineState:
     """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
     program; ``progress``, where each row stands; ``past``: the text of each row, which its filters
@@ -42,7 +42,7 @@ class EngineState:
     past: Past
 
 
-@state
+@pytree_dataclass
 class SamplingParams:
     """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
     tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
@@ -54,7 +54,7 @@ class SamplingParams:
     search: RowMask
 
 
-@state
+@pytree_dataclass
 class PrefillInputs:
     """A chunk of the prompts of some rows.
 
@@ -77,7 +77,7 @@ class PrefillInputs:
     asked: SamplingParams
 
 
-@state
+@pytree_dataclass
 class DecodeInputs:
     """Some rounds of decoding, of all rows in order, or of some.
 
@@ -95,7 +95,7 @@ class DecodeInputs:
     asked: SamplingParams
 
 
-@state
+@pytree_dataclass
 class VerifyInputs:
     """Drafts of some rows.
 
@@ -114,7 +114,7 @@ class VerifyInputs:
     asked: SamplingParams
 
 
-@state
+@pytree_dataclass
 class ProgramOutput:
     """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
     as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,

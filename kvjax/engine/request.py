@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from kvjax.core.checks import plain, short, whole_number
+from kvjax.core.validation import as_int, as_python, short_repr
 from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
@@ -134,8 +134,8 @@ def asked(
     """
     lm = proposers.lm
     (tokens,) = token_ids(lm, [prompt], [])  # type: ignore[list-item]
-    limit = whole_number("max_new_tokens", max_new_tokens, 1)
-    least = whole_number("min_new_tokens", min_new_tokens, 0)
+    limit = as_int("max_new_tokens", max_new_tokens, 1)
+    least = as_int("min_new_tokens", min_new_tokens, 0)
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     need = positions_needed(len(tokens), limit)
@@ -155,11 +155,13 @@ def asked(
     ):
         if count > most:
             raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
-    deadline, priority = plain(deadline), plain(priority)
+    deadline, priority = as_python(deadline), as_python(priority)
     if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-        raise ValueError(f"deadline is {short(deadline)}: give seconds, more than 0")
+        raise ValueError(f"deadline is {short_repr(deadline)}: give seconds, more than 0")
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority is {short(priority)}: give a whole number, lower goes first")
+        raise ValueError(
+            f"priority is {short_repr(priority)}: give a whole number, lower goes first"
+        )
     options: Any = Options(
         n=n,
         num_beams=num_beams,

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
+from kvjax.core.transfer import fetch
 from kvjax.engine.beams import BeamSearchState
 from kvjax.engine.handle import Handle
 from kvjax.engine.programs import ProgramOutput

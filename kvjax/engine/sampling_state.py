@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.device import committed
+from kvjax.core.transfer import commit
 from kvjax.engine.programs import SamplingParams
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
 from kvjax.placement.device import Device
@@ -67,7 +67,7 @@ class SamplingState:
         """Of all rows, on the device."""
         if self._there is None:
             # A copy: what is put may be read later.
-            self._there = committed(self._placement.put(jax.tree.map(np.array, self._asked)))
+            self._there = commit(self._placement.put(jax.tree.map(np.array, self._asked)))
         return self._there
 
     def some(self, rows: Any) -> SamplingParams:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.engine.draft_model import DraftModelRunner
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS, Load

@@ -11,8 +11,8 @@ import jax
 
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import USED_UP, refuse_used_up, short
-from kvjax.core.context import outside
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.validation import DONATED, check_not_donated, short_repr
 from kvjax.generation.generator import ran
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Options, Settings, spelled_out
@@ -75,7 +75,9 @@ def generate_batches(
     try:
         coming = iter(batches)
     except TypeError:
-        raise ValueError(f"batches must be an iterable of batches, got {short(batches)}") from None
+        raise ValueError(
+            f"batches must be an iterable of batches, got {short_repr(batches)}"
+        ) from None
     for place in (placement, park):
         if place is not None:
             check_placement(place)
@@ -130,7 +132,7 @@ class _Run:
                 given = self.options.cache if batch.cache is None else batch.cache
                 # Told here: the second thread would look at it while it is being used up.
                 if id(given) in taken:
-                    yield _failed(ValueError(USED_UP))
+                    yield _failed(ValueError(DONATED))
                     continue
                 if isinstance(given, KVCache):
                     taken[id(given)] = given
@@ -150,15 +152,15 @@ class _Run:
         cache = ready.result()[0].cache
         if cache is None:
             return None
-        refuse_used_up(cache)
+        check_not_donated(cache)
         return moved(cache, placement, range(min(self.ahead, len(cache.layers))), keep=True)
 
-    @outside
+    @without_mesh_context
     def _result(self, ready: _Ready, begun: Future[KVCache | None] | None) -> GenerationResult:
         request, chunks = ready.result()
         given = request.cache
         if given is not None:
-            refuse_used_up(given)
+            check_not_donated(given)
             first = None if begun is None else begun.result()
             if first is not None:
                 for old, new in zip(given.layers, first.layers, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_or_none
+from kvjax.core.validation import as_optional_int
 from kvjax.generation.encoder import has_read, refuse_auto
 from kvjax.generation.inputs import Prompts, check_ids, token_ids
 from kvjax.generation.loaded_model import LanguageModel
@@ -97,7 +97,7 @@ def rotary_asked(config: Any, options: Options, need: int) -> int | None:
     Raises:
       ValueError: if a cache is there already, or a text without one would be longer than that.
     """
-    chosen = whole_or_none("rotary_len", options.rotary_len, 1)
+    chosen = as_optional_int("rotary_len", options.rotary_len, 1)
     if chosen is None:
         return None
     if isinstance(options.cache, KVCache) or options.prefix_cache is not None:

@@ -1,7 +1,7 @@
 """How many tokens per row a request's cache is allocated for."""
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
+from kvjax.core.validation import as_int
 from kvjax.generation.model import ModelConfig
 from kvjax.layouts import UNLIMITED
 from kvjax.policies.model_config import position_limit, positions_needed, same_rotary
@@ -55,7 +55,7 @@ def capacity_for(
         if not rounded and not same_rotary(config, need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
-    max_len = whole_number("max_len", max_len, 1)
+    max_len = as_int("max_len", max_len, 1)
     if positions is not None and positions < max_len < UNLIMITED:
         raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
     if need > max_len:

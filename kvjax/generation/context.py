@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from kvjax.cache.state import KVCache
-from kvjax.core.numbers import each_place
-from kvjax.core.trees import state, static_field
+from kvjax.core.array_ops import arange_row
+from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.model import Model
 from kvjax.operations.rewinding import rewind
 from kvjax.sampling.filters import Logits
 
 
-@state
+@pytree_dataclass
 class Cached:
     """The text so far, as a cache."""
 
@@ -39,7 +39,7 @@ class Cached:
         return Cached(rewind(self.cache, tokens))
 
 
-@state
+@pytree_dataclass
 class Uncached:
     """The text so far, as tokens, all of which every step computes again.
 
@@ -60,7 +60,7 @@ class Uncached:
     ) -> tuple[Logits, "Uncached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         capacity = self.tokens.shape[1]
-        index = each_place(capacity) - self.length[:, None]
+        index = arange_row(capacity) - self.length[:, None]
         new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
         text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
         length = self.length + lengths

@@ -7,8 +7,8 @@ from typing import Unpack
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import given_a_cache
-from kvjax.core.context import outside
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.validation import donation_errors
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.best_of import BestOf
 from kvjax.generation.encoder import check_read
@@ -28,7 +28,7 @@ Running = Stream | BeamStream | BestOf
 
 
 @spelled_out(Settings)
-@outside
+@without_mesh_context
 def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> GenerationResult:
     """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
 
@@ -118,7 +118,7 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
 
 
 @spelled_out(Settings)
-@outside
+@without_mesh_context
 def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Running:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
@@ -137,11 +137,11 @@ def _asked(
 ) -> tuple[LanguageModel, Request]:
     options = Options(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
-    with given_a_cache(isinstance(options.cache, KVCache)):
+    with donation_errors(isinstance(options.cache, KVCache)):
         return lm, prepare(lm, prompts, options)
 
 
-@outside
+@without_mesh_context
 def prefill(
     lm: LanguageModel,
     prompts: Prompts,

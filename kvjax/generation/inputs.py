@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.checks import check_unicode, listed, plain, short, whole_number
+from kvjax.core.validation import as_int, as_list, as_python, check_unicode, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MOST_SCORES
@@ -23,7 +23,7 @@ def token_ids(
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
-        raise ValueError(f"{_PROMPTS}, got {short(prompts)}") from None
+        raise ValueError(f"{_PROMPTS}, got {short_repr(prompts)}") from None
     if not entries:
         raise ValueError("no prompts: the list is empty")
     rows = []
@@ -50,7 +50,7 @@ def _ints(entry: Any, which: str) -> list[int]:
         ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         wanted = "must be a text or a list of token ids"
-        raise ValueError(f"{which} {wanted}, got {short(entry)}: {_PROMPTS}")
+        raise ValueError(f"{which} {wanted}, got {short_repr(entry)}: {_PROMPTS}")
     return ids.tolist()
 
 
@@ -67,9 +67,9 @@ def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
 def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[int, float]:
     """What is added to the logits of which tokens."""
     if not isinstance(logit_bias, Mapping | None):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {short(logit_bias)}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}")
     given = logit_bias or {}
-    found = {whole_number("a token of logit_bias", i, 0): bias for i, bias in given.items()}
+    found = {as_int("a token of logit_bias", i, 0): bias for i, bias in given.items()}
     check_ids(config, list(found), "logit_bias")
     return found
 
@@ -78,11 +78,11 @@ def told_scores(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
     """How many of the likeliest tokens to report with each token; None for no log-probability."""
-    logprobs = plain(logprobs)
+    logprobs = as_python(logprobs)
     if logprobs is None or logprobs is False:
         return None
     logprobs = 0 if logprobs is True else logprobs
-    most = whole_number(name, logprobs, 0)
+    most = as_int(name, logprobs, 0)
     if most > MOST_SCORES:
         raise ValueError(f"{name} is {logprobs}, and must be at most {MOST_SCORES}")
     return min(most, config.vocab_size)
@@ -90,23 +90,23 @@ def told_scores(
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """A seed for each row."""
-    seed = plain(seed)
+    seed = as_python(seed)
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]
-    each = listed("seed", seed, "a whole number, or one a prompt")
+    each = as_list("seed", seed, "a whole number, or one a prompt")
     if len(each) != rows:
         raise ValueError(f"{len(each)} seeds for {rows} prompts: give one number, or one a prompt")
-    return [plain(one) for one in each]
+    return [as_python(one) for one in each]
 
 
 def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Tokens after which a row ends: those given, or else the checkpoint's."""
     if given is None:
         return tuple(lm.generation.eos_token_ids)
-    tokens: Any = plain(given)
+    tokens: Any = as_python(given)
     wanted = "a token id, or a list of them"
-    each = (tokens,) if isinstance(tokens, int) else listed("eos_token_ids", tokens, wanted)
-    found = tuple(whole_number("a token of eos_token_ids", token, 0) for token in each)
+    each = (tokens,) if isinstance(tokens, int) else as_list("eos_token_ids", tokens, wanted)
+    found = tuple(as_int("a token of eos_token_ids", token, 0) for token in each)
     check_ids(lm.config, found, "eos_token_ids")
     return found
 
@@ -114,10 +114,12 @@ def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[in
 def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The strings before which a text ends."""
     some = () if stop is None else stop
-    stops = (some,) if isinstance(some, str) else tuple(listed("stop", some, "a text, or some"))
+    stops = (some,) if isinstance(some, str) else tuple(as_list("stop", some, "a text, or some"))
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"a stop string must have at least one character, got {short(text)}")
+            raise ValueError(
+                f"a stop string must have at least one character, got {short_repr(text)}"
+            )
         check_unicode("a stop string", text)
     if stops and lm.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")

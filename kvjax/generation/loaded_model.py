@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.core.checks import is_traced, listed, short
-from kvjax.core.context import outside
-from kvjax.core.device import put_over
-from kvjax.core.files import at_home
+from kvjax.core.array_folder import expand_user
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.transfer import put_on_mesh
+from kvjax.core.validation import as_list, is_traced, short_repr
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.encoder import SOURCE, has_read, read, refuse_auto, without_source
 from kvjax.generation.model import GenerationDefaults
@@ -143,7 +143,7 @@ class LanguageModel:
             f"{config.dtype}, from {self.source})"
         )
 
-    @outside
+    @without_mesh_context
     def on(self, mesh: Mesh) -> "LanguageModel":
         """The same model with its parameters spread over a mesh; itself, if they are.
 
@@ -157,7 +157,7 @@ class LanguageModel:
                 "what the encoder has read is where the model was: move that first, and let it "
                 "read there"
             )
-        params = jax.tree.map(put_over, self.params, self.architecture.param_shardings(mesh))
+        params = jax.tree.map(put_on_mesh, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
     def with_params(self, params: Any) -> "LanguageModel":
@@ -192,9 +192,9 @@ class LanguageModel:
                 "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
                 "as you save them elsewhere"
             )
-        write(self.params, Path(self.source), at_home(folder))
+        write(self.params, Path(self.source), expand_user(folder))
 
-    @outside
+    @without_mesh_context
     def reading(
         self,
         texts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -229,7 +229,7 @@ class LanguageModel:
         """``apply(params, tokens, cache=None, ...)``; see ``kvjax.models.Architecture.apply``."""
         return self.architecture.apply
 
-    @outside
+    @without_mesh_context
     def encode(
         self, texts: str | Sequence[str] | Sequence[Sequence[int]]
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
@@ -250,7 +250,7 @@ class LanguageModel:
 
     def _ids(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         wanted = "a text, or a list of texts or of lists of token ids"
-        rows = [texts] if isinstance(texts, str) else listed("texts", texts, wanted)
+        rows = [texts] if isinstance(texts, str) else as_list("texts", texts, wanted)
         if not rows:
             raise ValueError("there is nothing to encode: the list of texts is empty")
         return [self._row(number, row) for number, row in enumerate(rows)]
@@ -337,5 +337,7 @@ def _ints(ids: Iterable[int]) -> list[int]:
     except (TypeError, ValueError):
         values = np.asarray(None)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"expected one row of token ids, got {type(ids).__name__}: {short(ids)}")
+        raise ValueError(
+            f"expected one row of token ids, got {type(ids).__name__}: {short_repr(ids)}"
+        )
     return [int(i) for i in values]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from kvjax.cache.appending import admit
 from kvjax.cache.state import KVCache
-from kvjax.core import control
-from kvjax.core.checks import is_traced, refuse_traced
-from kvjax.core.context import sending
+from kvjax.core import control_flow
+from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.target import default_device
 from kvjax.core.typing import Array, Counts, Tokens
+from kvjax.core.validation import check_not_traced, is_traced
 from kvjax.policies.model_config import CacheShape, layer_heads
 
 
@@ -57,7 +57,7 @@ class ModelConfig(CacheShape, Protocol):
     def vocab_size(self) -> int: ...
 
 
-@sending
+@allow_host_to_device
 def check_model(lm: Any, *, inside: bool = False) -> None:
     """Raise ``ValueError`` for what is no model to generate with, or within ``jit``, unless it may
     be ``inside``."""
@@ -80,7 +80,7 @@ def check_model(lm: Any, *, inside: bool = False) -> None:
         ) from None
     if not inside:
         # There, what is made is traced.
-        refuse_traced("generation", jnp.zeros(()))
+        check_not_traced("generation", jnp.zeros(()))
 
 
 def check_device(lm: Any) -> None:
@@ -141,7 +141,7 @@ def in_parts(
         return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
 
     last = jnp.zeros((batch, 1, vocab), jnp.float32)
-    (cache, last), every = control.scan(one, (cache, last), (parts, real))
+    (cache, last), every = control_flow.scan(one, (cache, last), (parts, real))
     if last_only:
         return last, cache
     logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)

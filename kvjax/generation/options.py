@@ -9,7 +9,7 @@ from typing import Literal, ParamSpec, TypedDict, TypeVar
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import keep_truth
+from kvjax.core.validation import normalize_bool_field
 from kvjax.generation.drafts.asked import DraftChoice
 from kvjax.generation.guides.masks import RowGuides
 from kvjax.memory.limits import InferenceLimits
@@ -125,8 +125,8 @@ class Options:
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:
-        keep_truth(self, "padded")
-        keep_truth(self, "use_cache")
+        normalize_bool_field(self, "padded")
+        normalize_bool_field(self, "use_cache")
         if not isinstance(self.limits, InferenceLimits | None):
             raise ValueError(f"limits must be InferenceLimits, got {self.limits!r:.80}")
         if not isinstance(self.prefix_cache, PrefixTree | Tenant | None):

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Int
 
 from kvjax.cache.state import KVCache
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
@@ -26,7 +26,7 @@ from kvjax.sampling.sampler import filter_logits, sample
 from kvjax.sampling.scores import Scores, scores_of
 
 
-@state
+@pytree_dataclass
 class Progress:
     """Where each row stands.
 

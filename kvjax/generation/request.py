@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from kvjax.cache.checks import check, usable
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import COUNTED, SIZED, plain, whole_number, whole_or_none
-from kvjax.core.context import home
-from kvjax.core.device import fetch
+from kvjax.core.mesh_context import explicit_mesh
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import INT32_MAX, MAX_DIMENSION, as_int, as_optional_int, as_python
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.cache_choice import (
     cache_choice,
@@ -65,7 +65,7 @@ class Request:
     what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
     it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
     all; ``least``: new tokens before which no text ends; ``rotary_len``: as of ``init_cache``;
-    ``home``: the mesh that its cache is given back on, see ``kvjax.core.context``.
+    ``home``: the mesh that its cache is given back on, see ``kvjax.core.mesh_context``.
     """
 
     prompts: list[list[int]]
@@ -136,10 +136,12 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
       ValueError: naming what can't be, and its limit.
     """
     check_model(lm)
-    limit = whole_number("max_new_tokens", options.max_new_tokens, 1, SIZED)
-    least = whole_number("min_new_tokens", options.min_new_tokens, 0)
-    chunk = whole_number("prefill_chunk", options.prefill_chunk, 1, COUNTED)
-    options = replace(options, max_len=whole_or_none("max_len", options.max_len, 1, SIZED))
+    limit = as_int("max_new_tokens", options.max_new_tokens, 1, MAX_DIMENSION)
+    least = as_int("min_new_tokens", options.min_new_tokens, 0)
+    chunk = as_int("prefill_chunk", options.prefill_chunk, 1, INT32_MAX)
+    options = replace(
+        options, max_len=as_optional_int("max_len", options.max_len, 1, MAX_DIMENSION)
+    )
     if least > limit:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
     given, chosen = cache_choice(options)
@@ -218,14 +220,14 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
         prompts=rows, rows=asked * n, spread=spread, start=start, need=need,
         capacity=capacity,
         # A text without end would have no frequencies where they depend on its length.
-        max_len=plain(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,
+        max_len=as_python(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,
         # Without a cache every pass is over the whole capacity, so there is nothing to cut.
         chunk=chunk if options.use_cache else capacity,
         policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
         limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
         scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
         guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
-        draft=draft, home=home(),
+        draft=draft, home=explicit_mesh(),
         search=search, least=least, rotary_len=rotary_len,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.state import KVCache
-from kvjax.core.progress import HEARS_COMPILERS
+from kvjax.core.reporting import COMPILE_CALLBACK
 from kvjax.operations.room import Move
 from kvjax.sampling.scores import Scores, TokenScore
 
@@ -130,7 +130,7 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
     meter: Meter | None = getattr(_thread, "meter", None)
     if meter is not None:
         meter.record(event, duration_secs)
-    compiles = HEARS_COMPILERS.get()
+    compiles = COMPILE_CALLBACK.get()
     if compiles is not None and event in (_LOWERED, _COMPILED):
         compiles(event == _LOWERED)  # events come at an end, and the compiler is behind this one
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import COUNTED, is_traced, listed, whole_number
-from kvjax.core.context import sending
-from kvjax.core.numbers import each_place
-from kvjax.core.trees import state
+from kvjax.core.array_ops import arange_row
+from kvjax.core.mesh_context import allow_host_to_device
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, Tokens
+from kvjax.core.validation import INT32_MAX, as_int, as_list, is_traced
 from kvjax.generation.capacity import capacity_for
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.loaded_model import LanguageModel
@@ -31,7 +31,7 @@ from kvjax.sampling.scores import of_tokens
 Continuations = Sequence[str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]]
 
 
-@state
+@pytree_dataclass
 class Scored:
     """Of each continuation, a row: ``tokens``, int32[rows, new], and ``lengths``, how many are
     real, int32[rows]; ``logprobs``, float32[rows, new], by the model's own distribution, and
@@ -50,7 +50,7 @@ class Scored:
         return jnp.sum(self.logprobs, axis=1)
 
 
-@sending
+@allow_host_to_device
 def score(
     lm: LanguageModel,
     prompts: Prompts,
@@ -86,11 +86,11 @@ def score(
         positions; on a mesh, if its ``data`` does not divide the prompts, and the continuations.
     """
     check_model(lm, inside=True)
-    chunk = whole_number("prefill_chunk", prefill_chunk, 1, COUNTED)
+    chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
     rows = token_ids(lm, prompts, [])
     if isinstance(continuations, str):
         continuations = [continuations]
-    continuations = listed("continuations", continuations, "a list with an entry for each prompt")
+    continuations = as_list("continuations", continuations, "a list with an entry for each prompt")
     if len(continuations) != len(rows):
         raise ValueError(
             f"{len(rows)} prompts and {len(continuations)} entries of continuations: give one a "
@@ -123,7 +123,7 @@ def score(
 def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
     """The continuations of a prompt, as token ids."""
     single = isinstance(entry, str)
-    some = [entry] if single else listed(f"the continuations of prompt {prompt}", entry, "a list")
+    some = [entry] if single else as_list(f"the continuations of prompt {prompt}", entry, "a list")
     single |= bool(some) and not isinstance(some[0], str) and np.ndim(some[0]) == 0
     entry = [entry] if single else some
     if not entry:
@@ -170,7 +170,7 @@ def _scored(
 ) -> tuple[Array, Array]:
     """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
     logits = logits.astype(jnp.float32)
-    real = each_place(tokens.shape[1]) < lengths[:, None]
+    real = arange_row(tokens.shape[1]) < lengths[:, None]
     own = of_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
     drawn = jax.vmap(
         lambda each: filtered_log_softmax(each, filters, settings), in_axes=1, out_axes=1
@@ -182,7 +182,7 @@ def filtered_log_softmax(logits: Logits, filters: Filters, settings: Sampling) -
     """log-probabilities, float32[batch, vocab], of what tokens are drawn from, differentiable: what
     the filters leave out is at minus infinity."""
     if filters.greedy:
-        best = jnp.argmax(logits, axis=-1)[:, None] == each_place(logits.shape[1])
+        best = jnp.argmax(logits, axis=-1)[:, None] == arange_row(logits.shape[1])
         return jnp.where(best, 0.0, -jnp.inf)
     count = jnp.zeros(logits.shape[0], jnp.int32)
     left = filter_logits(jax.lax.stop_gradient(logits), filters, settings, count=count)

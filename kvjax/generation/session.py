@@ -11,7 +11,7 @@ from kvjax.cache.checks import check
 from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.core.device import committed_as, fetch, put_beside
+from kvjax.core.transfer import commit_like, fetch, put_like_rows
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.capacity import grown_to, most_tokens
@@ -85,7 +85,7 @@ class Session:
         if request.to_read is not None:
             self._lm = self._lm.reading(request.to_read, request.policy or "static")
         context = self._new_context() if context is None else context
-        self.context = committed_as(context, self._lm.params)
+        self.context = commit_like(context, self._lm.params)
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
         self._limit = self.put(np.int32(request.limit))
         if request.draft is not None and self.cache is not None:
@@ -99,7 +99,7 @@ class Session:
         if spread is None:
             context = self.context
             rows = context.length if isinstance(context, Uncached) else context.cache.length
-            return put_beside(tree, rows)
+            return put_like_rows(tree, rows)
         return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 
     def fill(self, chunk: Chunk) -> None:

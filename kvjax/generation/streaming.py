@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.checks import given_a_cache
-from kvjax.core.context import at_home, outside
-from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
-from kvjax.core.progress import tell
+from kvjax.core.mesh_context import to_explicit_mesh, without_mesh_context
+from kvjax.core.reporting import report_progress
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import donation_errors
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.loaded_model import LanguageModel
@@ -75,7 +75,7 @@ class Pieces(Iterator[Piece]):
     def _pieces_of_all(self) -> Iterator[Piece]:
         """All of them; the last one behind ``_result``."""
 
-    @outside
+    @without_mesh_context
     def __next__(self) -> Piece:
         with self._turn:
             return next(self._pieces)
@@ -98,7 +98,7 @@ class Pieces(Iterator[Piece]):
 
     def _run(self) -> Generator[Piece, None, None]:
         try:
-            with given_a_cache(self._given):
+            with donation_errors(self._given):
                 yield from self._pieces_of_all()
         finally:
             self._running.end(None)  # where it did not come to its end
@@ -159,7 +159,7 @@ class Stream(Pieces):
                     break
                 self._session.make_room(chunk.held)
                 self._session.fill(chunk)
-                tell("reading the prompt", number, len(chunks), self._session.logits)
+                report_progress("reading the prompt", number, len(chunks), self._session.logits)
             else:
                 self._absorb(self._session.begin())
         dispatched = 1
@@ -188,7 +188,7 @@ class Stream(Pieces):
                 self._absorb(flying.popleft())
             if singly:
                 dispatched = self._least()
-            tell("generating", int(self._counts.max()), self._request.limit)
+            report_progress("generating", int(self._counts.max()), self._request.limit)
             self._pace.took(self._decode_meter.seconds - before)
         with self._decode_meter.running():
             unfed = self._settle()
@@ -196,7 +196,7 @@ class Stream(Pieces):
         texts = self._texts([row.text for row in asked])
         tokens = [row.tokens for row in asked]
         cache: Any = self._session.cache if self._request.prefixes is None else None
-        cache = at_home(cache, self._request.home)
+        cache = to_explicit_mesh(cache, self._request.home)
         both = zip(self._request.texts, self._rows, strict=True)
         self._session.end([prompt + row.tokens for prompt, row in both])
         result = GenerationResult(

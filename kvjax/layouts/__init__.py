@@ -1,6 +1,6 @@
 """Layouts: which slot of a cache holds which position. Pure integer maths."""
 
-from kvjax.core.checks import UNLIMITED as UNLIMITED
+from kvjax.core.validation import UNLIMITED as UNLIMITED
 from kvjax.layouts.layout import Dense, Growing, Layout, Region, Run
 from kvjax.layouts.paged import Paged
 from kvjax.layouts.paged import paged as paged

@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots, slots_beside
+from kvjax.core.array_ops import expand_over_rows, expand_over_slots
 from kvjax.core.typing import (
     Cursors,
     PageColumns,
@@ -20,6 +19,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
+from kvjax.core.validation import UNLIMITED, normalize_int_field
 
 
 class Run(NamedTuple):
@@ -170,8 +170,8 @@ class Dense:
     sinks = 0
 
     def __post_init__(self) -> None:
-        keep_whole(self, "max_len", 1, optional=True)
-        keep_whole(self, "grows_to", self.max_len or 1, optional=True)
+        normalize_int_field(self, "max_len", 1, optional=True)
+        normalize_int_field(self, "grows_to", self.max_len or 1, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
@@ -226,8 +226,8 @@ class Dense:
         return [Run(length, 0, self.slots)]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        slots = slots_beside(slots, length)
-        return jnp.where(slots < beside_slots(length), slots, -1)
+        slots = expand_over_rows(slots, length)
+        return jnp.where(slots < expand_over_slots(length), slots, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         return positions
@@ -267,7 +267,7 @@ class Growing:
     """It grows for ever unless ``max_len`` says how far."""
 
     def __post_init__(self) -> None:
-        keep_whole(self, "start", 1)
+        normalize_int_field(self, "start", 1)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import COUNTED, UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots, each_place, slots_beside, xp
+from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots, xp
 from kvjax.core.typing import (
     Cursors,
     PerRow,
@@ -22,6 +21,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
+from kvjax.core.validation import INT32_MAX, UNLIMITED, normalize_int_field
 from kvjax.layouts.layout import Dense, Layout, Region, Run
 
 LEAST, MOST, MULTIPLE = 16, 1024, 8
@@ -48,8 +48,8 @@ class Paged:
     pool: int | None = None
 
     def __post_init__(self) -> None:
-        keep_whole(self, "page_size", 1)
-        keep_whole(self, "pages", 1, COUNTED, optional=True)
+        normalize_int_field(self, "page_size", 1)
+        normalize_int_field(self, "pages", 1, INT32_MAX, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
@@ -151,7 +151,7 @@ class Paged:
 
     def pages_in(self, written: PerRow) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
-        columns = each_place(self.columns)
+        columns = arange_row(self.columns)
         if self.straight:
             return jnp.broadcast_to(columns, (*written.shape, self.columns))
         return self._page_in(columns, written[:, None])
@@ -185,15 +185,15 @@ class Paged:
     def runs(self, length: PerRow, new: int) -> list[Run]:
         """One run, in slots of the pages that the call may write in, one behind the other."""
         first, size = length // self.page_size, self.page_size
-        pages = first[:, None] + each_place(self.spanned(new))
+        pages = first[:, None] + arange_row(self.spanned(new))
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        slots = slots_beside(slots, written)
-        held, marks, size = slots, beside_slots(written), self.page_size
+        slots = expand_over_rows(slots, written)
+        held, marks, size = slots, expand_over_slots(written), self.page_size
         if not self.straight:
             held = self._page_in(slots // size, marks) * size + slots % size
-        there = held < beside_slots(length)
+        there = held < expand_over_slots(length)
         if self.window is not None:
             there &= (held >= marks - self._seen) | (held < self.sinks)
         return jnp.where(there, held, -1)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from kvjax.core.checks import UNLIMITED, keep_whole
-from kvjax.core.numbers import beside_slots, slots_beside
+from kvjax.core.array_ops import expand_over_rows, expand_over_slots
 from kvjax.core.typing import (
     Cursors,
     PerRow,
@@ -17,6 +16,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
+from kvjax.core.validation import UNLIMITED, normalize_int_field
 from kvjax.layouts.layout import Dense, Layout, Region, Run, check_growth
 
 
@@ -50,11 +50,11 @@ class Ring:
     open_ended = True
 
     def __post_init__(self) -> None:
-        keep_whole(self, "window", 1, optional=True)
-        keep_whole(self, "sinks", 0)
-        keep_whole(self, "slack", 0, optional=True)
-        keep_whole(self, "max_len", 1, optional=True)
-        keep_whole(self, "grows_to", self.max_len or 1, optional=True)
+        normalize_int_field(self, "window", 1, optional=True)
+        normalize_int_field(self, "sinks", 0)
+        normalize_int_field(self, "slack", 0, optional=True)
+        normalize_int_field(self, "max_len", 1, optional=True)
+        normalize_int_field(self, "grows_to", self.max_len or 1, optional=True)
 
     def resolve(
         self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
@@ -159,12 +159,12 @@ class Ring:
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         """A slot holds the last position that was ever written to it. After a rewind that can be
         one that is no longer part of the text."""
-        slots = slots_beside(slots, written)
-        newest = beside_slots(written) - 1 - self.sinks
+        slots = expand_over_rows(slots, written)
+        newest = expand_over_slots(written) - 1 - self.sinks
         held = newest - (newest - (slots - self.sinks)) % self._ring
         held = jnp.where(held >= 0, held + self.sinks, -1)
         held = jnp.where(slots < self.sinks, slots, held)
-        return jnp.where(held < beside_slots(length), held, -1)
+        return jnp.where(held < expand_over_slots(length), held, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         turned = self.sinks + (positions - self.sinks) % self._ring

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.core.checks import UNLIMITED
-from kvjax.core.numbers import slots_beside, xp
+from kvjax.core.array_ops import expand_over_rows, xp
 from kvjax.core.typing import Cursors, PerRow, PositionPerSlot, Positions, Scalar, Slots
+from kvjax.core.validation import UNLIMITED
 from kvjax.layouts.layout import Layout, Region, Run
 from kvjax.layouts.ring import Ring
 
@@ -42,7 +42,7 @@ class Part:
         return found
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        there = slots_beside(slots, length) + self.offset
+        there = expand_over_rows(slots, length) + self.offset
         mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
         return jnp.where(mine, self.layout.positions(length, written, there), -1)
 
@@ -134,7 +134,7 @@ class Split:
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         """The position that each of the body's slots of tokens holds, a row; -1 where it is empty,
         or holds what is no longer part of the text."""
-        slots = slots_beside(slots, length)
+        slots = expand_over_rows(slots, length)
         blocks = slots // self.block
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
         return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)

@@ -18,12 +18,17 @@ from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import arguments, nbytes, places, shares_of
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import Named, compiling_for, device_or_mesh, is_absent, kind_of, named
-from kvjax.core.another_process import in_another_process
-from kvjax.core.checks import COUNTED, whole_number
-from kvjax.core.compat import jax_0_8_options, jax_0_8_text
-from kvjax.core.gpus import own_capability
-from kvjax.core.target import target_of
+from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text
+from kvjax.core.subprocess_call import call_in_subprocess
+from kvjax.core.target import mosaic_capability, spec_of, target_of
+from kvjax.core.topology import (
+    TargetDescription,
+    compiling_for,
+    describe_target,
+    is_target_device,
+    resolve_device_or_mesh,
+)
+from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.memory.links import collectives
 from kvjax.memory.planning import PREFILL
 from kvjax.memory.sizes import abstract_cache, seen
@@ -104,15 +109,15 @@ def plan_on(
       MissingCompilerError: if the device's compiler is not installed.
     """
     model = plannable(model)
-    device, mesh = device_or_mesh(device)
+    device, mesh = resolve_device_or_mesh(device)
     if _is_for_another_process(device):
         settings: Any = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
-        there = named(device, mesh)
-        return in_another_process(_plan_on_named, model, choice, there, **settings)
+        there = describe_target(device, mesh)
+        return call_in_subprocess(_plan_on_named, model, choice, there, **settings)
     devices = 1 if mesh is None else mesh.size
     chunk = min(
-        whole_number("prefill_chunk", prefill_chunk, 1),
-        whole_number("max_len", max_len, 1, COUNTED),
+        as_int("prefill_chunk", prefill_chunk, 1),
+        as_int("max_len", max_len, 1, INT32_MAX),
     )
     with compiling_for(device):
         cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
@@ -135,7 +140,7 @@ def plan_on(
                 found: Any = longer.memory_analysis()
                 each = found.generated_code_size_in_bytes - memory[0].generated_code_size_in_bytes
                 code += 2 * more * max(each, 0)
-    kind, spread, params = kind_of(device), cache.spread, model.abstract_params()
+    kind, spread, params = spec_of(device), cache.spread, model.abstract_params()
     rows = batch
     if mesh is not None and spread is not None:
         params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
@@ -161,20 +166,20 @@ def plan_on(
 def _is_for_another_process(device: Any) -> bool:
     """Whether a device that is not here has kernels of another kind than this process compiles."""
     target = target_of(device)
-    if not is_absent(device) or "mosaic_gpu" not in kernels_for(target):
+    if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):
         return False
-    return own_capability() not in (None, target.capability)
+    return mosaic_capability() not in (None, target.capability)
 
 
 def _plan_on_named(
-    model: Plannable, choice: PolicyChoice | None, there: Named, **settings: Any
+    model: Plannable, choice: PolicyChoice | None, there: TargetDescription, **settings: Any
 ) -> DevicePlan:
     return plan_on(model, choice, device=there.make(), **settings)
 
 
 def _of_step(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:
     """Bytes that it moves; how many collectives it has, and the bytes that a device sends."""
-    text = jax_0_8_text(program)
+    text = jax_0_8_program_text(program)
     found = collectives(text, devices)
     return bytes_moved(text), len(found), sum(each.sent for each in found)
 
@@ -227,7 +232,7 @@ def compiled_call(
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
     return program.lower(part.abstract_params(), tokens, arguments(held, there)).compile(
-        jax_0_8_options(device)
+        jax_0_8_compiler_options(device)
     )
 
 

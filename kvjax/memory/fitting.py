@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.core.checks import COUNTED, whole_number
+from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.limits import device_memory
 from kvjax.memory.planning import PREFILL, estimated_temporaries
@@ -68,17 +68,17 @@ def what_fits(
       ValueError: if the device does not say how much memory it has, or heads can't be shared so.
     """
     batch, max_len = (
-        whole_number("batch", batch, 1, COUNTED),
-        whole_number("max_len", max_len, 1, COUNTED),
+        as_int("batch", batch, 1, INT32_MAX),
+        as_int("max_len", max_len, 1, INT32_MAX),
     )
-    devices = whole_number("devices", devices, 1)
+    devices = as_int("devices", devices, 1)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")
     heads = common_heads(model.config)
     if heads % devices:
         raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")
-    memory = device_memory() if memory is None else whole_number("memory", memory, 1)
-    prefill_chunk = whole_number("prefill_chunk", prefill_chunk, 1)
+    memory = device_memory() if memory is None else as_int("memory", memory, 1)
+    prefill_chunk = as_int("prefill_chunk", prefill_chunk, 1)
     named = {name: policy(**it) for name, it in CHOICES.items()} if choices is None else choices
     weights = weight_bytes(model)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.core.checks import COUNTED, keep_whole, plain, short
 from kvjax.core.target import default_device
+from kvjax.core.validation import INT32_MAX, as_python, normalize_int_field, short_repr
 from kvjax.memory.planning import PREFILL, estimated_temporaries
 from kvjax.memory.sizes import device_bytes
 from kvjax.memory.weights import Loaded, Plannable, weight_bytes
@@ -85,14 +85,14 @@ class InferenceLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len"):
-            keep_whole(self, name, 1, COUNTED, optional=True)
-        keep_whole(self, "device_memory", 1, optional=True)
-        keep_whole(self, "prefetch_steps", 0)
-        ratio = plain(self.cache_memory_ratio)
+            normalize_int_field(self, name, 1, INT32_MAX, optional=True)
+        normalize_int_field(self, "device_memory", 1, optional=True)
+        normalize_int_field(self, "prefetch_steps", 0)
+        ratio = as_python(self.cache_memory_ratio)
         object.__setattr__(self, "cache_memory_ratio", ratio)
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 0 < ratio <= 1):
-            raise ValueError(f"cache_memory_ratio={short(ratio)}: it is above 0 and at most 1")
+            raise ValueError(f"cache_memory_ratio={short_repr(ratio)}: it is above 0 and at most 1")
         if self.device_memory is not None and ratio is None:
             raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
 

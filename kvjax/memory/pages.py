@@ -9,12 +9,11 @@ import numpy as np
 
 from kvjax.cache.checks import check_arrays
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import refuse_traced
-from kvjax.core.device import fetch
-from kvjax.core.files import at_home
-from kvjax.core.plots import pyplot
-from kvjax.core.sizes import readable_bytes
-from kvjax.core.trees import tree_bytes
+from kvjax.core.array_folder import expand_user
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.reporting import pyplot, readable_bytes
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import check_not_traced
 from kvjax.paging.allocator import Paging
 
 FREE, HELD, SHARED = -1, -2, -3
@@ -111,7 +110,7 @@ class PageMap:
                 axes.text(x, y, _sign(int(grid[y, x])), ha="center", va="center", fontsize=6)
         words = "a color a row; black: several rows; grey: kept without a row; light: free"
         figure.suptitle(f"{title}\n{words}" if title else words, fontsize=9)
-        figure.savefig(at_home(path), dpi=150)
+        figure.savefig(expand_user(path), dpi=150)
         plt.close(figure)
 
 
@@ -128,7 +127,7 @@ def page_map(cache: KVCache) -> PageMap:
       ValueError: if it is no cache, none of its layers is in pages, or it is traced.
     """
     check_arrays("kvjax.memory.page_map", cache)
-    refuse_traced("kvjax.memory.page_map", cache.length)
+    check_not_traced("kvjax.memory.page_map", cache.length)
     if not cache.pools:
         raise ValueError(
             "kvjax.memory.page_map: the cache has no pages: give it a policy of Paged layers"

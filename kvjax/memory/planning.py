@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
 from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import COUNTED, whole_number
+from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
 from kvjax.memory.weights import (
     Plannable,
@@ -98,9 +98,9 @@ def plan(
       ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``, or the model's
         config has no ``num_attention_heads`` or ``hidden_size``.
     """
-    max_len = whole_number("max_len", max_len, 1, COUNTED)
-    length = whole_number("length", max_len if length is None else length, 1)
-    chunk = min(whole_number("prefill_chunk", prefill_chunk, 1), max_len)
+    max_len = as_int("max_len", max_len, 1, INT32_MAX)
+    length = as_int("length", max_len if length is None else length, 1)
+    chunk = min(as_int("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
     model = plannable(model)

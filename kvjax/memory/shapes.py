@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from kvjax.attention.attending import attend
 from kvjax.cache.appending import advance, append
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number, whole_or_none
-from kvjax.core.products import contract_last
+from kvjax.core.array_ops import contract_last
+from kvjax.core.validation import as_int, as_optional_int
 from kvjax.policies.model_config import layer_windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -71,7 +71,7 @@ class ModelShape:
         def of(*names: str, default: int | None = None) -> int:
             for name in names:
                 if config.get(name) is not None:
-                    return whole_number(name, config[name], 1)
+                    return as_int(name, config[name], 1)
             if default is None:
                 raise ValueError(f"the config has no {' or '.join(names)}")
             return default
@@ -196,9 +196,9 @@ def _sights(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamesp
     )  # fmt: skip
     told = {name: config.get(name) for name in names if name in config}
     for name in ("sliding_window", "attention_chunk_size", "max_window_layers"):
-        whole_or_none(name, told.get(name), 0)
+        as_optional_int(name, told.get(name), 0)
     every = config.get("sliding_window_pattern", 2 if family == "gemma2" else None)
-    every = whole_or_none("sliding_window_pattern", every, 1)
+    every = as_optional_int("sliding_window_pattern", every, 1)
     return SimpleNamespace(num_hidden_layers=layers, sliding_window_pattern=every, **told)
 
 

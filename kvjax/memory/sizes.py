@@ -11,7 +11,7 @@ from kvjax.cache.checks import check_cache
 from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Growing, paged
 from kvjax.placement.device import ahead_bytes
 from kvjax.placement.mesh import Spread

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.core import control
-from kvjax.core.checks import UNLIMITED
+from kvjax.core import control_flow
 from kvjax.core.typing import Array, PerRow
+from kvjax.core.validation import UNLIMITED
 from kvjax.operations.rows import without
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS
@@ -134,9 +134,9 @@ def _copied(
             return jax.tree.map(_one(placement, number - row, source, row, start, size),
                                 stores, orders)  # fmt: skip
 
-        return control.fori_loop(0, turns, copy, stores)
+        return control_flow.fori_loop(0, turns, copy, stores)
 
-    stores = control.fori_loop(0, batch * layers, row_of, stores)
+    stores = control_flow.fori_loop(0, batch * layers, row_of, stores)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, given)
 
 

@@ -12,8 +12,8 @@ from kvjax.cache.checks import usable
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import forked
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.core.checks import is_traced
 from kvjax.core.typing import Array
+from kvjax.core.validation import is_traced
 from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout
 from kvjax.operations.conversion import laid_out_anew, under, unpaged
 from kvjax.operations.growth import mark, padded_to

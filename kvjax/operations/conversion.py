@@ -16,10 +16,10 @@ from kvjax.cache.paging import pool_for
 from kvjax.cache.reading import blocks_at, tokens_at
 from kvjax.cache.sizes import kept_within
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.core.checks import is_traced, whole_or_none
-from kvjax.core.device import fetch
-from kvjax.core.numbers import bit_where
+from kvjax.core.array_ops import flag_where
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
+from kvjax.core.validation import as_optional_int, is_traced
 from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.policies.cache_policy import CachePolicy
@@ -45,7 +45,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
         layout keeps (where traced: the status ``LOST``).
     """
     cache = usable("kvjax.convert", cache)
-    max_len = whole_or_none("max_len", max_len, 1)
+    max_len = as_optional_int("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but {cache.last_position}")
@@ -96,7 +96,7 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
                 f"row {int(np.argmax(fetch(lacking)))} finds no pages for its tokens in a pool of "
                 f"{kind.layout.pool} pages of {kind.layout.page_size}"
             )
-        status |= bit_where(lacking, LOST)
+        status |= flag_where(lacking, LOST)
     tables = [each.paging and pools[each.paging].whole for each in policies]
     anew = [
         laid_out_anew(cache, entry, each, table)
@@ -140,7 +140,7 @@ def laid_out_anew(
             f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
             f"{policy.layout} is to keep"
         )
-    return layer.each(lambda x: x), written, bit_where(long | lost, LOST)
+    return layer.each(lambda x: x), written, flag_where(long | lost, LOST)
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 
 

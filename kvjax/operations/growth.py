@@ -11,10 +11,10 @@ from jax import lax
 from kvjax.cache.checks import usable
 from kvjax.cache.creation import naming_no_memory
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.core import control
-from kvjax.core.checks import COUNTED, is_traced, whole_number
-from kvjax.core.context import sending
+from kvjax.core import control_flow
+from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Array, PerRow
+from kvjax.core.validation import INT32_MAX, as_int, is_traced
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
 from kvjax.operations.stacks import layer_by_layer
@@ -24,7 +24,7 @@ from kvjax.placement.order import Order
 from kvjax.policies.cache_policy import CachePolicy
 
 
-@sending
+@allow_host_to_device
 @layer_by_layer
 def grow(cache: KVCache, to: int) -> KVCache:
     """A cache with room for ``to`` tokens a row, and the same content.
@@ -43,7 +43,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
       CacheMemoryError: if the device or the host has no memory for it.
     """
     cache = usable("kvjax.grow", cache, outside=True)
-    to = whole_number("to", to, 1, COUNTED)
+    to = as_int("to", to, 1, INT32_MAX)
     layouts = [layer.policy.layout for layer in cache.layers]
     if all(layout.limit is None for layout in layouts):
         raise ValueError("a ring does not grow: it holds its window however long the text is")
@@ -164,7 +164,7 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
         part = placement.far(placement.near(order.piece(x, unit, 1)))
         return lax.dynamic_update_slice_in_dim(into, part, unit * order.step, axis=order.axis)
 
-    return control.fori_loop(0, x.shape[order.axis] // order.step, one, into)
+    return control_flow.fori_loop(0, x.shape[order.axis] // order.step, one, into)
 
 
 def mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from kvjax.cache.layer import layer_shapes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_or_none
-from kvjax.core.context import outside
-from kvjax.core.device import committed_alike
+from kvjax.core.array_folder import read_folder, report_format_errors
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import read_as_written, read_folder
-from kvjax.core.settings import from_bytes
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.pytree import deserialize_static
 from kvjax.core.target import current_target
+from kvjax.core.transfer import commit_together
+from kvjax.core.validation import as_optional_int
 from kvjax.layouts import UNLIMITED, paged
 from kvjax.operations.conversion import under
 from kvjax.operations.fingerprints import Weighed, fingerprint
@@ -35,7 +35,7 @@ class SavedCache(NamedTuple):
     tokens: list[list[int]] | None
 
 
-@outside
+@without_mesh_context
 def load_cache(
     path: str | Path,
     *,
@@ -58,7 +58,7 @@ def load_cache(
       CheckpointError: if it is no cache, one of another model, or a file was cut or changed.
       ValueError: if ``max_len`` is less than it could hold; as ``grow`` and ``migrate``.
     """
-    max_len = whole_or_none("max_len", max_len, 1)
+    max_len = as_optional_int("max_len", max_len, 1)
     told, arrays = read_folder(path)
     if told.get("kind") != KIND:
         raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {KIND}")
@@ -68,9 +68,9 @@ def load_cache(
             f"{path}: a cache of the model {known}, and this one is {asked}: the numbers of one "
             "model are of no use to another"
         )
-    with read_as_written(path):
+    with report_format_errors(path):
         texts: list[list[int]] | None = told["tokens"]
-        settings = from_bytes(json.dumps(told["settings"]).encode())
+        settings = deserialize_static(json.dumps(told["settings"]).encode())
         cache = _cache(settings, arrays, max_len or 0)
     most = cache.max_len if cache.grows_to is None else cache.grows_to
     if max_len is not None and UNLIMITED > most > max_len:
@@ -115,7 +115,7 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: in
         _pool(kind.layout.pool or 0, arrays[f"table {number}"])
         for number, kind in enumerate(cache.pagings)
     ]
-    cache = committed_alike(replace(cache, pools=put(tuple(pools))))
+    cache = commit_together(replace(cache, pools=put(tuple(pools))))
     if all(layer.policy.placement.computes == here for layer in layers):
         return cache
     there = [

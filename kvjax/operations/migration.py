@@ -13,11 +13,11 @@ from kvjax.cache.checks import LOST, usable
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.context import outside
-from kvjax.core.device import committed_alike, put_on_one
-from kvjax.core.numbers import bit_where
+from kvjax.core.array_ops import flag_where
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.transfer import commit_together, put_on_default_device
 from kvjax.core.typing import Array
+from kvjax.core.validation import as_int
 from kvjax.layouts import paged
 from kvjax.operations.conversion import converted, under, unpaged
 from kvjax.operations.stacks import layer_by_layer
@@ -31,7 +31,7 @@ KEEP: Any = object()
 """Of ``migrate``: the devices where the cache is."""
 
 
-@outside
+@without_mesh_context
 @layer_by_layer
 def migrate(
     cache: KVCache,
@@ -73,7 +73,7 @@ def migrate(
     if layers is not None:
         if not isinstance(layers, Iterable):
             raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
-        entries = sorted({cache.entry(whole_number("layer", number, 0)) for number in layers})
+        entries = sorted({cache.entry(as_int("layer", number, 0)) for number in layers})
     return moved(cache, placement, entries)
 
 
@@ -89,7 +89,7 @@ def moved(
             x.policy.elsewhere(placement) if n in entries else x.policy for n, x in enumerate(held)
         ]
         pools, lacking = _pools_under(cache, policies)
-        status |= bit_where(lacking, LOST)
+        status |= flag_where(lacking, LOST)
         for entry in entries:
             old, policy = held[entry], policies[entry]
             table = None if policy.paging is None else pools[policy.paging].whole
@@ -114,13 +114,13 @@ def moved(
                     let_go(old, anew)
                 moving = anew.placed()
                 del anew
-                status |= bit_where(lost, LOST)
+                status |= flag_where(lost, LOST)
             held[entry] = moving
         there = replace(
             cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status,
             pools=tuple(pools.values()),
         )  # fmt: skip
-        return committed_alike(there)
+        return commit_together(there)
 
 
 def _pools_under(
@@ -163,16 +163,16 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
         if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
             tables = (cache.table(entry, whole=True),) * 2
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
-            status |= bit_where(lost, LOST)
+            status |= flag_where(lost, LOST)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
         near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
         anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
-        there = put_on_one(anew) if spread is None else anew.placed()
+        there = put_on_default_device(anew) if spread is None else anew.placed()
         moving = _in_order(there, policy)
         moving = jax.block_until_ready(moving.placed() if far else moving)
         _let_go_of_other(old, moving)
         layers.append(moving)
-    put = put_on_one if spread is None else layers[0].policy.placement.put
+    put = put_on_default_device if spread is None else layers[0].policy.placement.put
     length, written, status, pools = put(
         (cache.length, jnp.stack(marks, axis=1), status, cache.pools)
     )

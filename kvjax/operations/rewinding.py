@@ -9,9 +9,9 @@ from kvjax.cache.checks import OUT_OF_PAGES, REWOUND_TOO_FAR, usable
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import trimmed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.core.checks import is_traced
-from kvjax.core.numbers import bit_where
+from kvjax.core.array_ops import flag_where
 from kvjax.core.typing import Counts, PerRow
+from kvjax.core.validation import is_traced
 from kvjax.layouts import UNLIMITED
 
 
@@ -59,11 +59,11 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     back = jnp.broadcast_to(back, cache.length.shape)
     wrong = (back > rewindable(cache)) | (back < 0)
     length = jnp.where(wrong, cache.length, cache.length - back)
-    status = cache.status | bit_where(wrong, REWOUND_TOO_FAR)
+    status = cache.status | flag_where(wrong, REWOUND_TOO_FAR)
     if cache.pools:
         cache, had = trimmed(cache, length)
         length = jnp.where(had, length, cache.length)
-        status |= bit_where(~had, OUT_OF_PAGES)
+        status |= flag_where(~had, OUT_OF_PAGES)
     return with_rows(cache, length=length, status=status)
 
 

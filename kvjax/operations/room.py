@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from kvjax.cache.checks import usable
 from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.validation import as_int
 from kvjax.operations.growth import enlarged, grow
 from kvjax.operations.migration import moved
 from kvjax.operations.stacks import layer_by_layer
@@ -44,7 +44,7 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
         tokens, takes more than the memory.
     """
     cache = usable("kvjax.make_room", cache, outside=True)
-    tokens = whole_number("tokens", tokens, 1)
+    tokens = as_int("tokens", tokens, 1)
     grows = cache.grows_to is not None and tokens > cache.max_len
     moves = []
     if cache.budget is not None:

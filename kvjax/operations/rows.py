@@ -11,9 +11,9 @@ from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, usable
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.paging import forked, freed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
-from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.numbers import bit_where
+from kvjax.core.array_ops import flag_where
 from kvjax.core.typing import Array, RowMask
+from kvjax.core.validation import as_int, is_traced
 from kvjax.operations.conversion import under, unpaged
 from kvjax.operations.growth import with_pages_for
 from kvjax.operations.rewinding import whole_numbers
@@ -60,7 +60,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         chosen = under(_of_rows(unpaged(cache), index), [layer.policy for layer in cache.layers])
     else:
         chosen = _of_rows(cache, index)
-    return with_rows(chosen, status=chosen.status | bit_where(missing, NO_SUCH_ROW))
+    return with_rows(chosen, status=chosen.status | flag_where(missing, NO_SUCH_ROW))
 
 
 @layer_by_layer
@@ -72,7 +72,7 @@ def repeat(cache: KVCache, times: int) -> KVCache:
       ValueError: if ``times`` is no whole number, at least 1.
     """
     cache = usable("kvjax.repeat", cache, between=False)
-    times = whole_number("times", times, 1)
+    times = as_int("times", times, 1)
     each = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
     cache, had = _forked(cache, jnp.repeat(jnp.arange(cache.batch, dtype=jnp.int32) % each, times))
     repeated = _changed(
@@ -99,7 +99,7 @@ def without(cache: KVCache, had: RowMask | None) -> KVCache:
     """A cache in which the rows that have not got their pages are empty."""
     if had is None:
         return cache
-    length, status = jnp.where(had, cache.length, 0), bit_where(~had, OUT_OF_PAGES)
+    length, status = jnp.where(had, cache.length, 0), flag_where(~had, OUT_OF_PAGES)
     return replace(cache, length=length, status=cache.status | status)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from kvjax.cache.checks import check, usable
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
-from kvjax.core.context import outside
-from kvjax.core.device import fetch
-from kvjax.core.files import Saving, save_folder
-from kvjax.core.settings import to_bytes
+from kvjax.core.array_folder import PendingSave, save_folder
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.pytree import serialize_static
+from kvjax.core.transfer import fetch
 from kvjax.operations.fingerprints import Weighed, fingerprint
 from kvjax.operations.migration import migrate
 from kvjax.operations.rows import fork
@@ -26,7 +26,7 @@ from kvjax.operations.stacks import unstack
 KIND = "a cache"
 
 
-@outside
+@without_mesh_context
 def save_cache(
     path: str | Path,
     cache: KVCache,
@@ -34,7 +34,7 @@ def save_cache(
     model: Weighed | str | None = None,
     tokens: Sequence[Sequence[int]] | None = None,
     wait: bool = True,
-) -> Saving:
+) -> PendingSave:
     """Write a cache into a folder, as it is stored: codes stay codes. What rows hold is written,
     not what they have room for.
 
@@ -69,7 +69,7 @@ def save_cache(
         )
     told = {
         "kind": KIND, "model": fingerprint(model), "tokens": texts,
-        "settings": json.loads(to_bytes(_settings(cache := _on_one_device(cache)))),
+        "settings": json.loads(serialize_static(_settings(cache := _on_one_device(cache)))),
     }  # fmt: skip
     saving = save_folder(path, _arrays(cache), told)
     if wait:

@@ -14,9 +14,9 @@ from kvjax.cache.creation import check_stacks, stacks_of
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
-from kvjax.core.checks import is_traced
-from kvjax.core.device import fetch
-from kvjax.core.numbers import bit_where
+from kvjax.core.array_ops import flag_where
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import is_traced
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ def stack(cache: KVCache) -> KVCache:
                 f"layers {entries} hold different tokens of row {int(np.argmax(fetch(other)))}: "
                 "kvjax.convert lays them out anew, all of them"
             )
-        status = status | bit_where(other, LOST)
+        status = status | flag_where(other, LOST)
     return with_rows(
         replace(cache, stacks=stacks, sources=None),
         layers=tuple(layers), written=jnp.stack(marks, axis=1), status=status,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import COUNTED, whole_number
-from kvjax.core.trees import state, static_field
+from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, RowMask
+from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.layouts import Paged, Split
 
 
@@ -38,7 +38,7 @@ class Copies(NamedTuple):
     target: Array
 
 
-@state
+@pytree_dataclass
 class PageAllocator:
     """Rows' tables of pages, and what is free: a small state of whole numbers, of pure functions,
     inside ``jit`` and outside. A page that is taken or given back costs the same in any pool.
@@ -69,8 +69,8 @@ class PageAllocator:
           ValueError: if one is no positive whole number, or does not divide what it shares.
         """
         for name, value in {"pages": pages, "rows": rows, "columns": columns}.items():
-            whole_number(name, value, 1, COUNTED)
-        if pages % whole_number("shares", shares, 1) or rows % shares:
+            as_int(name, value, 1, INT32_MAX)
+        if pages % as_int("shares", shares, 1) or rows % shares:
             raise ValueError(f"{shares} shares divide neither {pages} pages nor {rows} rows")
         each = pages // shares
         stack = np.tile(np.arange(each - 1, -1, -1, dtype=np.int32), shares)
@@ -268,7 +268,7 @@ class PageAllocator:
         return replace(self, refs=refs, stack=stack, left=self.left + count[-1])
 
 
-@state
+@pytree_dataclass
 class GivenPages:
     """Rows' tables alone, in the place of a ``PageAllocator``: a call finds the pages that it
     writes in there already, or takes none of its tokens.

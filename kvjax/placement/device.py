@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.core import control
-from kvjax.core.checks import is_traced, keep_whole
+from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_10_2_host_memory
-from kvjax.core.device import put_here
 from kvjax.core.target import Target, current_target, default_device
+from kvjax.core.transfer import to_device_memory
+from kvjax.core.validation import is_traced, normalize_int_field
 from kvjax.layouts import Share
 from kvjax.placement.mesh import SEQUENCE, Spread
 
@@ -88,7 +88,11 @@ class Device:
 
     def put(self, tree: _T) -> _T:
         """Move a pytree's arrays [batch, ...] there."""
-        return put_here(tree) if self.spread is None else self.spread.put(tree, self.spread.of_rows)
+        return (
+            to_device_memory(tree)
+            if self.spread is None
+            else self.spread.put(tree, self.spread.of_rows)
+        )
 
     def put_tokens(self, tree: _T) -> _T:
         """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
@@ -144,7 +148,7 @@ class Host(Device):
     behind_tail: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        keep_whole(self, "prefetch", 0)
+        normalize_int_field(self, "prefetch", 0)
 
     @property
     def memory_kind(self) -> str | None:
@@ -176,7 +180,7 @@ class Host(Device):
         # This is always true, which they can't know.
         there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
         empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return control.cond(there, _fetched, empty, part)
+        return control_flow.cond(there, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
         return part if self.memory_kind is None else jax.device_put(part, self.space)
@@ -213,7 +217,7 @@ class Budget:
     placement: Device = field(default_factory=Host)
 
     def __post_init__(self) -> None:
-        keep_whole(self, "memory", 1)
+        normalize_int_field(self, "memory", 1)
         check_placement(self.placement)
         if not self.placement.behind_tail:
             raise ValueError(f"{self.placement!r}: layers that are too much go to the host")

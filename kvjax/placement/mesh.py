@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.absent import absent_devices
-from kvjax.core.checks import is_traced, whole_number
-from kvjax.core.context import check_context
-from kvjax.core.device import own_memory, put_over
+from kvjax.core.mesh_context import check_mesh_context
 from kvjax.core.target import Target, default_device, target_of
+from kvjax.core.topology import target_devices
+from kvjax.core.transfer import default_memory_kind, put_on_mesh
+from kvjax.core.validation import as_int, is_traced
 from kvjax.placement.order import Order
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
@@ -40,9 +40,9 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
       MissingCompilerError: if ``devices`` is a name, and its compiler is not installed.
     """
     sizes = {DATA: data, TENSOR: tensor, SEQUENCE: sequence}
-    sizes = {name: whole_number(name, size, 1) for name, size in sizes.items()}
+    sizes = {name: as_int(name, size, 1) for name, size in sizes.items()}
     if isinstance(devices, str):
-        devices = absent_devices(devices, math.prod(sizes.values()))
+        devices = target_devices(devices, math.prod(sizes.values()))
     if devices is not None and not _are_devices(devices):
         raise ValueError(f"devices must be a list of different jax.Device, got {devices!r:.80}")
     devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
@@ -78,7 +78,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise ValueError(
                 f"a mesh is written as data=2,tensor=4,sequence=1, each once, or auto; got {text!r}"
             )
-        found[name] = whole_number(name, int(size), 1)
+        found[name] = as_int(name, int(size), 1)
     return found
 
 
@@ -167,7 +167,7 @@ class Spread:
         """The sharding of a spec, in a kind of memory, by default the devices' own."""
         if kind is None and isinstance(self.mesh, Mesh):
             device, *_ = self.mesh.local_devices or self.mesh.devices.flat
-            kind = own_memory(device)
+            kind = default_memory_kind(device)
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
     def of_rows(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
@@ -204,10 +204,10 @@ class Spread:
 
         return jax.tree.map(one, body, orders)
 
-    def check_context(self) -> None:
+    def check_mesh_context(self) -> None:
         """Raise ``ValueError`` where ``jax.set_mesh`` has set another mesh than the user's."""
         sizes = {name: size for name, size in self.mesh.shape.items() if name != COPIES}
-        check_context(sizes | {TENSOR: self.heads * self.copies} if TENSOR in sizes else sizes)
+        check_mesh_context(sizes | {TENSOR: self.heads * self.copies} if TENSOR in sizes else sizes)
 
     def check_rows(self, rows: int) -> None:
         """Raise ``ValueError`` for rows that can't be divided."""
@@ -236,11 +236,11 @@ class Spread:
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)
 
     def _put(self, x: Any, found: PartitionSpec, kind: Any) -> Any:
-        near = put_over(x, self.sharding(found)) if kind is None or is_traced(x) else x
+        near = put_on_mesh(x, self.sharding(found)) if kind is None or is_traced(x) else x
         if is_traced(near) and isinstance(self.mesh, Mesh):
             # A move to the memory where it is already says nothing to the compiler.
             near = jax.lax.with_sharding_constraint(near, self.sharding(found))
-        return near if kind is None else put_over(near, self.sharding(found, kind))
+        return near if kind is None else put_on_mesh(near, self.sharding(found, kind))
 
     def run(self, call: Callable[..., _T], given: Any, found: Any, *args: Any) -> _T:
         """``call`` on every device, with what it has of ``args``. ``given``, ``found``: specs of

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.target import traced_for
+from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")
@@ -100,7 +100,7 @@ class Order:
 
     def _at(self, kept: Array, row: Row, start: Array) -> tuple[Array, tuple[Any, ...]]:
         """The array, or that of all rows one behind the other, and where those units are."""
-        if isinstance(row, tuple) and traced_for() == "tpu" and not self.read_by_tiles:
+        if isinstance(row, tuple) and current_platform() == "tpu" and not self.read_by_tiles:
             # Whose compiler would keep one with an axis of layers in another order; what is read by
             # tiles has its order given.
             row, kept = row[0] * kept.shape[1] + row[1], kept.reshape(-1, *kept.shape[2:])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core import control
+from kvjax.core import control_flow
+from kvjax.core.array_ops import arange_row
 from kvjax.core.compat import jax_0_10_indexes_in_place
-from kvjax.core.numbers import each_place
-from kvjax.core.target import traced_for
+from kvjax.core.target import current_platform
 from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
@@ -37,7 +37,7 @@ def from_pages(
 
     def one(store: Array, order: Order) -> Array:
         begin, length = offset * order.step, each * order.step
-        if placement.behind_tail or traced_for() == "tpu":
+        if placement.behind_tail or current_platform() == "tpu":
             return _one_by_one(store, order, placement, column, begin, length, layer)
         return _gathered(store, order, column, begin, length, layer)
 
@@ -61,7 +61,7 @@ def _gathered(
     leading = () if layer is None else (layer,)
     before = len(leading) + 1
     axis, shape = order.axis, list(store.shape[before - 1 :])
-    if not jax_0_10_indexes_in_place(traced_for()):  # whole pages, and a part of them then
+    if not jax_0_10_indexes_in_place(current_platform()):  # whole pages, and a part of them then
         index = jnp.stack([jnp.broadcast_to(x, pages.shape) for x in (*leading, pages)], 2)
         dims = lax.GatherDimensionNumbers(
             offset_dims=tuple(range(2, len(shape) + 1)),
@@ -123,7 +123,7 @@ def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, tar
             return order.with_row(into, at, start, placement.far(placement.near(page)))
 
         turns = jnp.where(jnp.any(source >= 0), len(source), 0)
-        return control.fori_loop(0, turns, copy, store)
+        return control_flow.fori_loop(0, turns, copy, store)
 
     return jax.tree.map(one, stores, orders)
 
@@ -167,7 +167,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
             unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
             return order.with_row(into, pages[number], jnp.int32(0), unit)
 
-        return control.fori_loop(0, jnp.sum(pages >= 0, dtype=jnp.int32), write, store)
+        return control_flow.fori_loop(0, jnp.sum(pages >= 0, dtype=jnp.int32), write, store)
 
     return jax.tree.map(one, stores, orders, contents)
 
@@ -179,9 +179,9 @@ def into_pages(
     page, size = pages_of(table, run), min(x.shape[2], run.high)
     batch, pages = page.shape
     # The first token of the call that goes to each page, and where it stands there.
-    first = each_place(pages) * run.high - run.start[:, None]
+    first = arange_row(pages) * run.high - run.start[:, None]
     origin = jnp.clip(-first, 0, run.high - size)
-    tokens = (first + origin)[:, :, None] + each_place(size)[None]
+    tokens = (first + origin)[:, :, None] + arange_row(size)[None]
     real = (tokens >= 0) & (tokens < count[:, None, None])
     page = jnp.where(jnp.any(real, axis=2), page, -1).ravel()
     new = x

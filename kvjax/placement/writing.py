@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kvjax.core import control
+from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_8_scatters_in_place, jax_0_10_indexes_in_place
-from kvjax.core.target import traced_for
+from kvjax.core.target import current_platform
 from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
@@ -39,7 +39,7 @@ def write_rows(
         to a page that is none is dropped.
       layer: int32[], whose rows, where ``into`` is [layers, batch, ...].
     """
-    platform, scatters = traced_for(), table is not None or layer is not None
+    platform, scatters = current_platform(), table is not None or layer is not None
     in_place = jax_0_10_indexes_in_place(platform) and jax_0_8_scatters_in_place(platform)
     if platform == "tpu" or (scatters and not in_place):
         # What reads all rows at once, to put back what stands there, wants another order of axes,
@@ -125,7 +125,7 @@ def _row_by_row(
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
         # With as many turns as rows it is differentiable.
-        into = control.fori_loop(0, rows, one, into)
+        into = control_flow.fori_loop(0, rows, one, into)
     return into
 
 
@@ -165,7 +165,11 @@ def _row_into_pages(
         at = page if layer is None else (layer, page)
         return _write_one(into, at, x, run, found, order, near, far, copy)
 
-    return one(jnp.int32(0), into) if len(mine) == 1 else control.fori_loop(0, len(mine), one, into)
+    return (
+        one(jnp.int32(0), into)
+        if len(mine) == 1
+        else control_flow.fori_loop(0, len(mine), one, into)
+    )
 
 
 def _write_one(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
-from kvjax.core.checks import keep_whole
+from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, paged
 from kvjax.paging.allocator import Paging
 from kvjax.placement.device import Device
@@ -45,8 +45,8 @@ class CachePolicy:
                     f"{part} of a CachePolicy is {given!r}: give an object, such as "
                     f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
                 )
-        keep_whole(self, "recent", 0)
-        if keep_whole(self, "block", 1) % MULTIPLE:
+        normalize_int_field(self, "recent", 0)
+        if normalize_int_field(self, "block", 1) % MULTIPLE:
             raise ValueError(f"block={self.block}: packed codes need a multiple of {MULTIPLE}")
         if self.prefill not in ("sight", "exact"):
             raise ValueError(f"prefill={self.prefill!r}: there are 'sight' and 'exact'")

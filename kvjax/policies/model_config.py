@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvjax.core.checks import UNLIMITED, truth_value, whole_number, whole_or_none
+from kvjax.core.validation import UNLIMITED, as_bool, as_int, as_optional_int
 
 
 class CacheShape(Protocol):
@@ -29,7 +29,7 @@ def decoder_config(config: Any) -> Any:
     find = getattr(config, "get_text_config", None)
     found = config if find is None else find(decoder=True)
     if hasattr(found, "num_hidden_layers"):
-        whole_number("num_hidden_layers", found.num_hidden_layers, 1)
+        as_int("num_hidden_layers", found.num_hidden_layers, 1)
         return found
     name = type(config).__name__
     if hasattr(config, "config"):
@@ -67,7 +67,7 @@ def model_dtype(config: Any) -> Any:
 def scanned(config: Any) -> bool:
     """Whether a model goes through its layers by a scan, and so takes stacked caches: its config's
     ``stacked``."""
-    return truth_value("the config's stacked", getattr(config, "stacked", False))
+    return as_bool("the config's stacked", getattr(config, "stacked", False))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -87,7 +87,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     if windows is None:
         windows = _windows_by_type(config)
     _check_count(config, windows)
-    return tuple(w if w is None else whole_number("a layer's window", w, 1) for w in windows)
+    return tuple(w if w is None else as_int("a layer's window", w, 1) for w in windows)
 
 
 def layer_sources(config: Any) -> tuple[int, ...] | None:
@@ -124,7 +124,7 @@ def _configs(config: Any) -> Sequence[Any]:
 
 def _told(config: Any, name: str) -> int | None:
     """What a config says of this, if anything."""
-    return whole_or_none(name, getattr(config, name, None), 1)
+    return as_optional_int(name, getattr(config, name, None), 1)
 
 
 def _query_heads(config: Any, asked: str) -> int:
@@ -233,7 +233,7 @@ def trained_context(config: Any) -> int | None:
 def position_limit(config: Any) -> int | None:
     """How many positions a model has: its config's ``position_limit``; None, where it does not say,
     for rotary ones, which do not end."""
-    return whole_or_none("position_limit", getattr(config, "position_limit", None), 1)
+    return as_optional_int("position_limit", getattr(config, "position_limit", None), 1)
 
 
 def positions_needed(prompt: int, new: int) -> int:
@@ -260,7 +260,7 @@ def rotary_terms(
       ValueError: if ``chosen`` is no length, or frequencies depend on it, none was chosen, and the
         cache has no end.
     """
-    chosen = whole_or_none("rotary_len", chosen, 1)
+    chosen = as_optional_int("rotary_len", chosen, 1)
     if same_rotary(config, 1, UNLIMITED):
         return None, None
     if chosen is not None and not same_rotary(config, chosen, reach):

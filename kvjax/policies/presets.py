@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvjax.codecs import MULTIPLE, Codec, HalfQuadratic, Integer, quantized_codec
-from kvjax.core.checks import keep_whole, plain, whole_number
-from kvjax.core.sizes import parse_bytes
+from kvjax.core.reporting import parse_bytes
+from kvjax.core.validation import as_int, as_python, normalize_int_field
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.placement.device import Budget, Device, Host
 from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
@@ -88,7 +88,7 @@ def policy(
     for setting, value in given.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
-    bits, key_bits, value_bits = map(plain, (bits, key_bits, value_bits))
+    bits, key_bits, value_bits = map(as_python, (bits, key_bits, value_bits))
     bits = 4 if bits is None and name == "quantized" else bits
     key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
     of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
@@ -127,8 +127,8 @@ class Edges:
     last: int = 1
 
     def __post_init__(self) -> None:
-        keep_whole(self, "first", 0)
-        keep_whole(self, "last", 0)
+        normalize_int_field(self, "first", 0)
+        normalize_int_field(self, "last", 0)
         _refuse_auto(self.inner)
         _refuse_auto(self.edge)
 
@@ -259,7 +259,7 @@ def transformers_policy(
     for name, given, has in (("nbits", nbits, widths), *of_axes):
         if given not in has:
             raise ValueError(f"{name}={given!r}: {backend} has {', '.join(map(str, has))}")
-    residual = max(whole_number("residual_length", residual_length, 1), MULTIPLE)
+    residual = max(as_int("residual_length", residual_length, 1), MULTIPLE)
     block = min(64, residual // MULTIPLE * MULTIPLE)
 
     def codec(axis: int) -> Codec:

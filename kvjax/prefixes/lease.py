@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.cache.checks import REWOUND_TOO_FAR
 from kvjax.cache.state import KVCache
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.operations.rewinding import rewind, rewindable
 from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.checkpoints import State, Taken, put_back, taken

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvjax.cache.layer import Body, LayerCache
-from kvjax.core.device import fetch
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.pages import pages_at, with_pages_at

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvjax.core.errors import CheckpointError
-from kvjax.core.settings import from_bytes, to_bytes
-from kvjax.core.target import traced_for
+from kvjax.core.pytree import deserialize_static, serialize_static
+from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 from kvjax.prefixes.nodes import DEVICE, Kept, Key, Node, below
 from kvjax.prefixes.terms import Terms
@@ -63,7 +63,7 @@ def to_folder(texts: Texts, weights: Hashable) -> tuple[dict[str, np.ndarray], d
 
 def terms_of(told: dict[str, Any]) -> dict[str, Any]:
     """The settings of the tree that was written."""
-    policies, *rest = from_bytes(json.dumps(told["settings"]).encode())
+    policies, *rest = deserialize_static(json.dumps(told["settings"]).encode())
     names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
     rest = [*rest, None][: len(names)]  # older files have no rotary_len
     return {"policies": policies, "weights": _whole(told["weights"])} | dict(
@@ -107,7 +107,7 @@ def from_folder(texts: Texts, arrays: dict[str, np.ndarray], told: dict[str, Any
 
 def _plain(terms: Terms) -> Any:
     return json.loads(
-        to_bytes(
+        serialize_static(
             (
                 terms.policies, terms.max_len, terms.prefill_chunk, terms.exact_prefix,
                 terms.checkpoint_every, terms.rotary_len,
@@ -117,18 +117,18 @@ def _plain(terms: Terms) -> Any:
 
 
 def _words(name: Hashable) -> Any:
-    return json.loads(to_bytes((name,)))
+    return json.loads(serialize_static((name,)))
 
 
 def _whole(words: Any) -> Any:
-    (found,) = from_bytes(json.dumps(words).encode())
+    (found,) = deserialize_static(json.dumps(words).encode())
     return found
 
 
 def _forms(texts: Texts) -> list[Any]:
     """How a page's numbers, and a row's, are kept here."""
     leaves: list[Array] = jax.tree.leaves(texts.terms.shapes(1).layers)
-    return [traced_for(), [[x.dtype.name, list(x.shape[1:])] for x in leaves]]
+    return [current_platform(), [[x.dtype.name, list(x.shape[1:])] for x in leaves]]
 
 
 def _stacked(name: str, some: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:

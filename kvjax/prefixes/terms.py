@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import COUNTED, truth_value, whole_number, whole_or_none
-from kvjax.core.sizes import parse_bytes
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
+from kvjax.core.reporting import parse_bytes
+from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache
 from kvjax.memory.weights import encodes
@@ -127,20 +127,20 @@ def terms_for(
             "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
             "decoder writes goes by what its encoder has read besides"
         )
-    most = whole_or_none("max_len", max_len, 1, COUNTED)
+    most = as_optional_int("max_len", max_len, 1, INT32_MAX)
     limit = position_limit(decoder_config(lm.config))
     most = limit if most is None else most
     if most is None:
         raise ValueError("this model's positions have no end: give max_len=")
     if limit is not None and most > limit:
         raise ValueError(f"max_len is {most}, but the model has {limit} positions")
-    exact_prefix = truth_value("exact_prefix", exact_prefix)
+    exact_prefix = as_bool("exact_prefix", exact_prefix)
     policies = _in_pages(policy, lm.config)
     found = Terms(
         lm.config, lm.mesh, _with_pages(policies, 1), most,
-        whole_number("prefill_chunk", prefill_chunk, 1, COUNTED), exact_prefix,
-        whole_number("checkpoint_every", checkpoint_every, 1),
-        whole_or_none("rotary_len", rotary_len, 1),
+        as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX), exact_prefix,
+        as_int("checkpoint_every", checkpoint_every, 1),
+        as_optional_int("rotary_len", rotary_len, 1),
     )  # fmt: skip
     # Longer texts would be turned by other frequencies.
     found = replace(found, max_len=min(most, found.shapes(1).max_len))
@@ -150,7 +150,7 @@ def terms_for(
 
 def in_bytes(name: str, size: int | str) -> int:
     """A number of bytes, which may be given as text."""
-    return parse_bytes(size) if isinstance(size, str) else whole_number(name, size, 0)
+    return parse_bytes(size) if isinstance(size, str) else as_int(name, size, 0)
 
 
 def _in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def _pages_for(
         pages = memory // page
         if not pages:
             raise ValueError(f"memory is {memory} bytes, and a page of all layers takes {page}")
-    return _with_pages(policies, whole_number("pages", pages, 1))
+    return _with_pages(policies, as_int("pages", pages, 1))
 
 
 def _with_pages(policies: Sequence[Any], pages: int) -> tuple[Any, ...]:

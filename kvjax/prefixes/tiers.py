@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.core.files import at_home
+from kvjax.core.array_folder import expand_user
 from kvjax.prefixes.nodes import DEVICE, DISK, HOST, Kept, Node, Nodes, below
 from kvjax.prefixes.pool import Pool
 
@@ -49,7 +49,7 @@ class Tiers:
         self.bytes, self.dropped = {HOST: 0, DISK: 0}, 0
         self._files: tempfile.TemporaryDirectory[str] | None = None
         if folder is not None:
-            folder = at_home(folder)
+            folder = expand_user(folder)
             folder.mkdir(parents=True, exist_ok=True)
             self._files = tempfile.TemporaryDirectory(prefix="pages-", dir=folder)
         self._written = 0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvjax.core.context import sending
+from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
-from kvjax.core.files import Saving, read_as_written, read_folder, save_folder
+from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.operations.fingerprints import fingerprint
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.keys import Versions, named
@@ -72,7 +72,7 @@ class PrefixTree:
         layers as it runs, rows are divided among devices, or a size is none or given twice.
     """
 
-    @sending
+    @allow_host_to_device
     def __init__(
         self,
         lm: Served,
@@ -128,8 +128,8 @@ class PrefixTree:
             "rotary_len": self.terms.rotary_len, "prefill_chunk": self.terms.prefill_chunk,
         }  # fmt: skip
 
-    @sending
-    def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> Saving:
+    @allow_host_to_device
+    def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> PendingSave:
         """Write what it keeps of these ``weights`` into a folder, for ``load``; as
         ``kvjax.save_cache`` does.
 
@@ -146,7 +146,7 @@ class PrefixTree:
         return saving
 
     @classmethod
-    @sending
+    @allow_host_to_device
     def load(
         cls,
         path: str | Path,
@@ -169,13 +169,13 @@ class PrefixTree:
             raise CheckpointError(
                 f"{path}: texts of the model {told.get('model')}, and this one is {asked}"
             )
-        with read_as_written(path):
+        with report_format_errors(path):
             settings = terms_of(told)
         found = cls(
             lm, list(settings.pop("policies")), host_memory=host_memory, folder=folder,
             disk_memory=disk_memory, **settings,
         )  # fmt: skip
-        with read_as_written(path):
+        with report_format_errors(path):
             from_folder(found.texts, arrays, told)
         found._check_model(lm)
         return found
@@ -201,7 +201,7 @@ class PrefixTree:
                 tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
             )  # fmt: skip
 
-    @sending
+    @allow_host_to_device
     def lend(
         self, lm: Served, prompts: Sequence[list[int]], *, new: int, samples: int = 1,
         tenant: Hashable = None,

@@ -17,10 +17,10 @@ import numpy as np
 from kvjax.cache.checks import check
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.context import outside
-from kvjax.core.progress import tell
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.reporting import report_progress
 from kvjax.core.typing import Array
+from kvjax.core.validation import as_int
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_device
@@ -37,7 +37,7 @@ CHUNK = 256
 """Tokens of a pass's calls."""
 
 
-@outside
+@without_mesh_context
 def evaluate(
     lm: LanguageModel,
     text: str | Sequence[int],
@@ -71,13 +71,13 @@ def evaluate(
     tokens = _tokens(lm, text)
     limit = position_limit(lm.config)
     own = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
-    context = whole_number("context", own if context is None else context, 2)
+    context = as_int("context", own if context is None else context, 2)
     if limit is not None and context > limit:
         raise ValueError(f"context is {context}, but the model has only {limit} positions")
-    chunk = whole_number("chunk", chunk, 1)
+    chunk = as_int("chunk", chunk, 1)
     context = min(context, len(tokens))
     count = len(tokens) // context
-    count = count if windows is None else min(count, whole_number("windows", windows, 1))
+    count = count if windows is None else min(count, as_int("windows", windows, 1))
     cut = np.asarray(tokens[: count * context], np.int32).reshape(count, context)
     if lm.mesh is not None and lm.mesh.shape.get(DATA, 1) > 1:
         raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
@@ -100,17 +100,17 @@ def evaluate(
             part = window[None, start : start + chunk]
             target = following[start : start + chunk]
             place = f"window {number + 1} of {count}"
-            tell(f"evaluating full precision, {place}", compared, total, last)
+            report_progress(f"evaluating full precision, {place}", compared, total, last)
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
-                tell(f"evaluating {name}, {place}", compared, total, last)
+                report_progress(f"evaluating {name}, {place}", compared, total, last)
                 caches[name] = with_room(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(last := _compared(wanted, logits, target))
                 compared += len(target)
         for name, cache in {"full precision": full, **caches}.items():
             raise_for(name, cache)
-    tell("evaluating", compared, total, last)
+    report_progress("evaluating", compared, total, last)
     return {
         name: quality_of(
             np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
@@ -176,7 +176,7 @@ def _step_ms(lm: LanguageModel, name: str, cache: KVCache, token: np.ndarray, st
     steps = min(steps, int(rewindable(cache)[0]))
     cache, times = rewind(cache, steps), []
     for number in range(steps):
-        tell(f"timing steps of {name}", number, steps)
+        report_progress(f"timing steps of {name}", number, steps)
         start = time.perf_counter()
         logits, cache = _logits(lm.architecture, lm.params, token[None], cache)
         jax.block_until_ready(logits)

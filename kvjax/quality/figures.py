@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.state import KVCache, LayerCache
-from kvjax.core.trees import tree_bytes
+from kvjax.core.pytree import tree_bytes
 from kvjax.memory.sizes import token_bytes
 from kvjax.policies.cache_policy import CachePolicy
 

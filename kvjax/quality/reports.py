@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.files import at_home
-from kvjax.core.plots import pyplot
+from kvjax.core.array_folder import expand_user
+from kvjax.core.reporting import pyplot
 from kvjax.quality.figures import CacheBytes, Quality, pareto_front
 
 DEFAULT_POLICIES = (
@@ -87,7 +87,7 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     axes.grid(alpha=0.3)
     axes.legend()
     _move_apart(axes, labels, [*points.values()])
-    figure.savefig(at_home(path), dpi=150)
+    figure.savefig(expand_user(path), dpi=150)
     plt.close(figure)
 
 

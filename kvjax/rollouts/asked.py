@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import UNLIMITED, is_traced, whole_number
+from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.inputs import biases, check_ids, end_tokens, token_ids
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Drawing
@@ -68,7 +68,7 @@ def drawing_of(
 ) -> tuple[Filters, Sampling]:
     """How tokens are drawn, with a seed that may be traced."""
     given: dict[str, Any] = {"temperature": 1.0, **settings}
-    least = whole_number("min_new_tokens", given.pop("min_new_tokens", 0), 0)
+    least = as_int("min_new_tokens", given.pop("min_new_tokens", 0), 0)
     if least > new:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
     ends = end_tokens(lm, given.pop("eos_token_ids", None))
@@ -85,6 +85,6 @@ def drawing_of(
 
 def _below(seed: Any) -> int:
     """A seed, or a ``ValueError``."""
-    if whole_number("seed", seed, 0) >= 2**32:
+    if as_int("seed", seed, 0) >= 2**32:
         raise ValueError(f"seed is {seed}, and must be below 2**32")
     return int(seed)

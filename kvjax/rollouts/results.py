@@ -5,15 +5,15 @@ import numpy as np
 
 from kvjax.cache.checks import check
 from kvjax.cache.state import KVCache
-from kvjax.core.context import sending
-from kvjax.core.device import fetch
+from kvjax.core.array_ops import arange_row
 from kvjax.core.errors import NonFiniteError
-from kvjax.core.numbers import each_place
-from kvjax.core.trees import state
+from kvjax.core.mesh_context import allow_host_to_device
+from kvjax.core.pytree import pytree_dataclass
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 
 
-@state
+@pytree_dataclass
 class Rollout:
     """Rows of text, ``n`` for each prompt, one behind the other.
 
@@ -37,26 +37,26 @@ class Rollout:
     cache: KVCache
 
     @property
-    @sending
+    @allow_host_to_device
     def mask(self) -> Array:
         """Where new tokens stand in ``tokens``: bool[rows, prompt + new]."""
-        at = each_place(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        at = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         return (at >= 0) & (at < self.lengths[:, None])
 
     @property
-    @sending
+    @allow_host_to_device
     def new_tokens(self) -> Array:
         """int32[rows, new], 0 behind the last of a row."""
         new = self.logprobs.shape[1]
-        at = self.prompt_lengths[:, None] + each_place(new)
+        at = self.prompt_lengths[:, None] + arange_row(new)
         found = jnp.take_along_axis(self.tokens, at, axis=1)
-        return jnp.where(each_place(new) < self.lengths[:, None], found, 0)
+        return jnp.where(arange_row(new) < self.lengths[:, None], found, 0)
 
-    @sending
+    @allow_host_to_device
     def beside(self, numbers: Array) -> Array:
         """Numbers of the new tokens, [rows, new], where these stand in ``tokens``: [rows, prompt +
         new], 0 elsewhere. So a trainer's pass over ``tokens`` is compared with ``drawn``."""
-        at = each_place(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        at = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         found = jnp.take_along_axis(numbers, jnp.clip(at, 0, numbers.shape[1] - 1), axis=1)
         return jnp.where(self.mask, found, 0)
 

@@ -12,11 +12,11 @@ from kvjax.cache.checks import usable
 from kvjax.cache.creation import allocate
 from kvjax.cache.explicit_axes import automatic
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.context import outside
-from kvjax.core.device import committed_as
-from kvjax.core.numbers import each_place
+from kvjax.core.array_ops import arange_row
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, PerRow, Tokens
+from kvjax.core.validation import as_int
 from kvjax.generation.cache_choice import for_samples
 from kvjax.generation.capacity import capacity_for
 from kvjax.generation.context import Cached
@@ -44,7 +44,7 @@ from kvjax.sampling.params import Filters, Sampling
 
 
 @spelled_out(RolloutSettings)
-@outside
+@without_mesh_context
 @automatic
 def rollout(
     lm: LanguageModel,
@@ -88,8 +88,8 @@ def rollout(
     if put:
         params = lm.put(params) if put is True else put(params)
     check_like(params, lm.params)
-    new = whole_number("max_new_tokens", max_new_tokens, 1)
-    samples = whole_number("n", n, 1)
+    new = as_int("max_new_tokens", max_new_tokens, 1)
+    samples = as_int("n", n, 1)
     tokens, lengths = prompt_arrays(lm, prompts, new)
     rows, width = tokens.shape[0] * samples, tokens.shape[1]
     filters, drawing = drawing_of(lm, rows, new, seed, settings)
@@ -107,8 +107,8 @@ def rollout(
     else:
         _check_buffer(buffer, _abstract(made, samples))
     # What is committed makes the results so: parameters of the next step would be, and this one's.
-    params = committed_as(strong(params), buffer)
-    buffer = committed_as(buffer, params)
+    params = commit_like(strong(params), buffer)
+    buffer = commit_like(buffer, params)
     return _rolled(
         lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
     )
@@ -178,7 +178,7 @@ def _rolled(
         tokens, lengths = (jnp.repeat(x, n, axis=0) for x in (tokens, lengths))
     rows, width = tokens.shape
     context, limit = Cached(cache), jnp.int32(new)
-    at = each_place(width + new)
+    at = arange_row(width + new)
     text = jnp.where(at < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
     real = at[:, :width] < lengths[:, None]
     unknown = (tokens < 0) | (tokens >= logits.shape[-1])
@@ -199,8 +199,8 @@ def _rolled(
         jnp.concatenate([x, y], axis=1)[:, :new]
         for x, y in ((start, out), (first.chosen, scores.chosen), (first.drawn, scores.drawn))
     )
-    real = each_place(new) < progress.count[:, None]
-    where = jnp.where(real, lengths[:, None] + each_place(new), width + new)
+    real = arange_row(new) < progress.count[:, None]
+    where = jnp.where(real, lengths[:, None] + arange_row(new), width + new)
     text = text.at[jnp.arange(rows, dtype=jnp.int32)[:, None], where].set(chosen, mode="drop")
     ended = jnp.any(progress.token[:, None] == drawing.eos, axis=-1) & (progress.count > 0)
     return Rollout(
@@ -216,7 +216,7 @@ def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> Past | 
     rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
     seen = None
     if filters.marks:
-        real = each_place(text.shape[1]) < lengths[:, None]
+        real = arange_row(text.shape[1]) < lengths[:, None]
         seen = jnp.zeros((text.shape[0], vocab), bool)
         seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
     return Past(seen, text, lengths) if filters.whole else Past(seen)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt
 
-from kvjax.core.numbers import each_place
+from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 
 Logits = Float[Array, "batch vocab"]
@@ -63,7 +63,7 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
 
 def counted(tokens: Tokens, first: PerRow, end: PerRow, vocab: int) -> Int[Array, "batch vocab"]:
     """How often each token of the vocabulary stands in a row from one place to another."""
-    at = each_place(tokens.shape[1])
+    at = arange_row(tokens.shape[1])
     there = (at >= first[:, None]) & (at < end[:, None])
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
     return _with_more(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
@@ -87,7 +87,7 @@ def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | i
 
     Source: Paulus et al., arXiv:1705.04304, in the form of Transformers.
     """
-    at, n = each_place(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
+    at, n = arange_row(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
     n = jnp.broadcast_to(n, length[:, None].shape)
     end = length[:, None]
     # A token is banned where the n - 1 before it are the row's last ones.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.filters import Logits, Seen, with_set
 
@@ -16,7 +16,7 @@ LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
 int32[batch, room], and how many they are, int32[batch]. Pure, and traced once for a program."""
 
 
-@state
+@pytree_dataclass
 class Past:
     """``seen``: which tokens stand in a row, for the repetition penalty; ``tokens``: all of them,
     int32[batch, room], and ``length``, how many, int32[batch], for a hook, counts of tokens and

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.checks import plain, short
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array
+from kvjax.core.validation import as_python, short_repr
 from kvjax.sampling.history import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
@@ -49,7 +49,7 @@ class Filters:
         return bool(self.counts) or bool(self.ngrams) or self.hook is not None
 
 
-@state
+@pytree_dataclass
 class Sampling:
     """The numbers of ``sample``, traced, so that a new value compiles nothing: [batch] each, one a
     row. A row that a filter is not for has a number with which it changes nothing.
@@ -155,23 +155,23 @@ def make_settings(
     Raises:
       ValueError: naming the value that is out of its range, and the range.
     """
-    temperature, top_k, top_p, min_p = map(plain, (temperature, top_k, top_p, min_p))
-    typical_p, repetition_penalty = plain(typical_p), plain(repetition_penalty)
-    frequency_penalty, presence_penalty = plain(frequency_penalty), plain(presence_penalty)
-    no_repeat_ngram_size = plain(no_repeat_ngram_size)
-    seeds = [plain(seed) for seed in seeds]
+    temperature, top_k, top_p, min_p = map(as_python, (temperature, top_k, top_p, min_p))
+    typical_p, repetition_penalty = as_python(typical_p), as_python(repetition_penalty)
+    frequency_penalty, presence_penalty = as_python(frequency_penalty), as_python(presence_penalty)
+    no_repeat_ngram_size = as_python(no_repeat_ngram_size)
+    seeds = [as_python(seed) for seed in seeds]
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given |= {"typical_p": typical_p, "repetition_penalty": repetition_penalty}
     given |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
     given["no_repeat_ngram_size"] = no_repeat_ngram_size
-    bias = {token: plain(value) for token, value in (logit_bias or {}).items()}
+    bias = {token: as_python(value) for token, value in (logit_bias or {}).items()}
     every = [*given.items(), *(("seed", seed) for seed in seeds)]
     for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
         limits, fits = _RANGES[name]
         optional = name not in ("temperature", "seed", "logit_bias")
         fine = value is None and optional
         if not fine and not (isinstance(value, numbers.Real) and fits(value)):
-            raise ValueError(f"{name} must be {limits}, got {short(value)}")
+            raise ValueError(f"{name} must be {limits}, got {short_repr(value)}")
     # A temperature that processors may round to nothing is the limit: greedy.
     greedy = temperature < _TINY
     ends = list(eos_token_ids)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import UInt
 
-from kvjax.core.checks import is_traced
 from kvjax.core.typing import Array, PerRow, RowMask
+from kvjax.core.validation import is_traced
 from kvjax.sampling.filters import (
     EVERY,
     Allowed,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow
 from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
@@ -28,7 +28,7 @@ class TokenScore:
     drawn: float
 
 
-@state
+@pytree_dataclass
 class Scores:
     """Of a token a row: ``chosen``, its log-probability by the model's own distribution, before any
     filter or temperature; ``drawn``, that by the distribution that it was drawn from; ``ids`` and

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from kvjax.core.checks import keep_whole
+from kvjax.core.validation import normalize_int_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Settings:
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        keep_whole(self, "places", 1)
-        keep_whole(self, "max_body", 1)
+        normalize_int_field(self, "places", 1)
+        normalize_int_field(self, "max_body", 1)
         for name, value in {"patience": self.patience, "grace": self.grace}.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: give seconds, more than 0")

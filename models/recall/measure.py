@@ -15,9 +15,9 @@ import numpy as np
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.progress import tell
+from kvjax.core.reporting import report_progress
 from kvjax.core.typing import Array
+from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.evaluation import CHUNK, raise_for, with_room
@@ -80,8 +80,8 @@ def recall(
     limit = lm.config.position_limit
     if facts is None:
         facts = KEYS if limit is None else min(KEYS, limit // 4)
-    facts, texts = whole_number("facts", facts, 1), whole_number("texts", texts, 1)
-    chunk = whole_number("chunk", chunk, 1)
+    facts, texts = as_int("facts", facts, 1), as_int("texts", texts, 1)
+    chunk = as_int("chunk", chunk, 1)
     if limit is not None and 4 * facts > limit:
         raise ValueError(f"{facts} facts and questions take {4 * facts} of {limit} positions")
     tokens = quiz(np.random.default_rng(seed), texts, facts, facts)
@@ -96,7 +96,7 @@ def recall(
         for start in range(0, 4 * facts, chunk):
             part = tokens[:, start : start + chunk]
             done = number * 4 * facts + start
-            tell(f"asking for facts, {name}", done, len(policies) * 4 * facts)
+            report_progress(f"asking for facts, {name}", done, len(policies) * 4 * facts)
             cache = with_room(cache, start + part.shape[1], 4 * facts)
             best, cache = _first(lm.architecture, lm.params, part, cache)
             said.append(np.asarray(best))

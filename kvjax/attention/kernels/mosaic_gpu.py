@@ -35,8 +35,7 @@ from kvjax.attention.kernels.mosaic_gpu_stores import (
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
-from kvjax.core.gpus import check_capability
-from kvjax.core.target import current_target, default_device
+from kvjax.core.target import check_mosaic_capability, current_target, default_device
 from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # what of it is used here came with JAX 0.11 and 0.12
@@ -55,7 +54,7 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     interpret = _interpret()
     capability = current_target().capability or (9, 0)
     if interpret is None:
-        check_capability(capability)
+        check_mosaic_capability(capability)
     blocks = -(-rows // plan.rows)
     queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, blocks * plan.rows - rows), (0, 0)))
     queries = queries.reshape(batch, kv_heads * blocks, plan.rows, head_dim)

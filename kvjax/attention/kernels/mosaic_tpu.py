@@ -26,8 +26,8 @@ from kvjax.attention.kernels.tiling import sizes_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import in_tiles
-from kvjax.core import control
-from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_shape
+from kvjax.core import control_flow
+from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_varying_shape
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
 from kvjax.placement.tpu import Turned
@@ -97,9 +97,9 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
     back = [values.unturn(jnp.eye(head_dim, dtype=jnp.float32))] if values.turning else []
     specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, *s: (0, 0)) for _ in back]
     given, tree = jax.tree.flatten(((section.keys, section.values), goes_on, back))
-    arrays, axes = control.varying_alike([scalars, pages, queries, at, tiles, *given])
+    arrays, axes = control_flow.match_varying([scalars, pages, queries, at, tiles, *given])
     found = [
-        jax_0_10_shape((batch, kv_heads, *shape), jnp.float32, axes)
+        jax_0_10_varying_shape((batch, kv_heads, *shape), jnp.float32, axes)
         for shape in ((SUBLANES, padded), (padded, head_dim))
     ]
 

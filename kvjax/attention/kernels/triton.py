@@ -23,8 +23,8 @@ from kvjax.attention.kernels.common import Reading, compiled, refuse
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import Codec, in_tiles
-from kvjax.core import control
-from kvjax.core.compat import jax_0_10_shape
+from kvjax.core import control_flow
+from kvjax.core.compat import jax_0_10_varying_shape
 from kvjax.core.target import current_target
 from kvjax.core.typing import Array
 
@@ -96,14 +96,14 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
             in_specs=specs,
             out_specs=[_share_of(each) for each in shapes],
             out_shape=[
-                jax_0_10_shape((batch, kv_heads * blocks, splits, *each), jnp.float32, axes)
+                jax_0_10_varying_shape((batch, kv_heads * blocks, splits, *each), jnp.float32, axes)
                 for each in shapes
             ],
             interpret=interpret,
             compiler_params=triton.CompilerParams(num_stages=stages),
         )(*arrays)
 
-    given, axes = control.varying_alike([*arrays, *pages, *leaves])
+    given, axes = control_flow.match_varying([*arrays, *pages, *leaves])
     parts = compiled(run, *given)
     joined = Partial(*parts).joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in parts))
     every = (x.reshape(batch, kv_heads, blocks * written, *x.shape[3:]) for x in joined)

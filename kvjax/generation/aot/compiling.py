@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvjax.cache.state import KVCache
-from kvjax.core.checks import whole_number
-from kvjax.core.context import outside
+from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.validation import as_int
 from kvjax.generation import programs
 from kvjax.generation.aot.for_device import compiled_for
 from kvjax.generation.aot.shapes import chunk_widths, text_capacities
@@ -48,7 +48,7 @@ class Compiled:
 
 
 @spelled_out(Compiling)
-@outside
+@without_mesh_context
 def compile(
     lm: LanguageModel | Plannable,
     policy: PolicyChoice = "static",
@@ -105,10 +105,10 @@ def compile(
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
     check_read(lm)
-    batch = whole_number("batch", batch, 1)
+    batch = as_int("batch", batch, 1)
     options = Options(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
-    least = min(whole_number("min_new_tokens", options.min_new_tokens, 0), 1)
-    groups = whole_number("num_beam_groups", options.num_beam_groups, 1)
+    least = min(as_int("min_new_tokens", options.min_new_tokens, 0), 1)
+    groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     options = replace(options, min_new_tokens=least, diversity_penalty=float(groups > 1))
     start, meter = time.perf_counter(), Meter()
     with meter.running():

@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from kvjax.cache.sizes import arguments, places
 from kvjax.cache.state import KVCache
-from kvjax.core.absent import compiling_for, device_or_mesh
-from kvjax.core.compat import jax_0_8_options
+from kvjax.core.compat import jax_0_8_compiler_options
+from kvjax.core.topology import compiling_for, resolve_device_or_mesh
 from kvjax.generation import programs
 from kvjax.generation.aot.shapes import Shapes, cache_of, chunk_widths, text_capacities
 from kvjax.generation.aot.step_programs import (
@@ -48,7 +48,7 @@ def compiled_for(
       ValueError: as of ``compile``.
       MissingCompilerError: if the device's compiler is not installed.
     """
-    device, mesh = device_or_mesh(device)
+    device, mesh = resolve_device_or_mesh(device)
     if budget_of(policy) is not None:
         raise ValueError(
             "policy('auto') moves its layers while it runs: compile for a device with the policies "
@@ -210,7 +210,7 @@ class _Programs:
             out_shardings=self._shardings(found),
         )  # fmt: skip
         lowered = program.lower(*arguments(given, shardings))
-        return lowered.compile(jax_0_8_options(self._device))
+        return lowered.compile(jax_0_8_compiler_options(self._device))
 
     def _shardings(self, parts: Any) -> tuple[Any, ...]:
         """Of a program's arguments or results, one after the other."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.stages import Lowered
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.session import BeamSession, Report

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.core.checks import plain, short, whole_number
+from kvjax.core.validation import as_int, as_python, short_repr
 from kvjax.generation.options import Options
 
 MOST_ROWS = 65536
@@ -45,40 +45,40 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     Raises:
       ValueError: naming what does not go together, or is out of its range.
     """
-    n = whole_number("n", options.n, 1, MOST_ROWS)
-    beams = whole_number("num_beams", options.num_beams, 1, MOST_ROWS)
+    n = as_int("n", options.n, 1, MOST_ROWS)
+    beams = as_int("num_beams", options.num_beams, 1, MOST_ROWS)
     if beams > 1:
         return beams, _search(options, n, beams)
     defaults = Options()
     for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
-        value = plain(getattr(options, name))
+        value = as_python(getattr(options, name))
         usual = isinstance(value, bool | int | float | str) and value == getattr(defaults, name)
         if not usual:
             raise ValueError(
-                f"{name} is {short(value)}, and num_beams is 1: it is of a beam "
+                f"{name} is {short_repr(value)}, and num_beams is 1: it is of a beam "
                 "search, num_beams=4 perhaps"
             )
     if options.best_of is None:
         return n, None
-    samples = whole_number("best_of", options.best_of, 1, MOST_ROWS)
+    samples = as_int("best_of", options.best_of, 1, MOST_ROWS)
     if samples < n:
         raise ValueError(f"best_of is {samples}, and n is {n}: no more than all can be the best")
     return samples, Search(n)
 
 
 def _search(options: Options, n: int, beams: int) -> Search:
-    groups = whole_number("num_beam_groups", options.num_beam_groups, 1)
+    groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     if n > beams:
         raise ValueError(f"n is {n}, and num_beams is {beams}: a search finds as many texts")
     if options.best_of is not None:
         raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
     if beams % groups:
         raise ValueError(f"num_beam_groups is {groups}, and must divide num_beams, {beams}")
-    temperature = plain(options.temperature)
+    temperature = as_python(options.temperature)
     if temperature != 0:
         raise ValueError(
-            f"temperature is {short(temperature)}: a beam search takes the likeliest texts, and "
-            "draws nothing; leave it out, or num_beams"
+            f"temperature is {short_repr(temperature)}: a beam search takes the likeliest texts, "
+            "and draws nothing; leave it out, or num_beams"
         )
     if options.draft is not None:
         raise ValueError(
@@ -90,9 +90,11 @@ def _search(options: Options, n: int, beams: int) -> Search:
             "stop strings are looked for in texts, on the host, and beams are chosen on the "
             "device: a beam ends at eos_token_ids"
         )
-    early = plain(options.early_stopping)
+    early = as_python(options.early_stopping)
     if not isinstance(early, bool | str) or early not in _EARLY:
-        raise ValueError(f"early_stopping is {short(early)}: there are False, True and 'never'")
+        raise ValueError(
+            f"early_stopping is {short_repr(early)}: there are False, True and 'never'"
+        )
     penalty = _number("length_penalty", options.length_penalty, 7)
     diversity = _number("diversity_penalty", options.diversity_penalty, 10**6)
     if diversity < 0 or (diversity > 0) != (groups > 1):
@@ -105,8 +107,8 @@ def _search(options: Options, n: int, beams: int) -> Search:
 
 def _number(name: str, value: Any, most: int) -> float:
     # Beyond this, a long text's length to this power, or a sum, is no float32.
-    value = plain(value)
+    value = as_python(value)
     fine = isinstance(value, int | float)
     if isinstance(value, bool) or not fine or not math.isfinite(value) or abs(value) > most:
-        raise ValueError(f"{name} must be a number from {-most} to {most}, got {short(value)}")
+        raise ValueError(f"{name} must be a number from {-most} to {most}, got {short_repr(value)}")
     return float(value)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jax.stages import Lowered
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, Searched

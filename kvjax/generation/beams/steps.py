@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array
 from kvjax.generation.beams.searching import Beams
 from kvjax.sampling.scores import Scores
 
 
-@state
+@pytree_dataclass
 class Numbers:
     """Of a search, traced: see ``Search``."""
 
@@ -30,7 +30,7 @@ class Numbers:
     diversity_penalty: Array
 
 
-@state
+@pytree_dataclass
 class Ended:
     """The best texts of a prompt that have ended, [batch, beams] each, those of a group in falling
     order: ``score``, minus infinity where there is none; ``length``, its tokens; ``token``, the
@@ -43,7 +43,7 @@ class Ended:
     told: Scores | None
 
 
-@state
+@pytree_dataclass
 class Searched:
     """Where a search stands: ``token`` and ``score``, [batch, beams], the newest token of each beam
     and the sum of its tokens' log-probabilities, minus infinity for a beam that there is not;

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.device import fetch
 from kvjax.core.errors import NonFiniteError
-from kvjax.core.progress import tell
+from kvjax.core.reporting import report_progress
+from kvjax.core.transfer import fetch
 from kvjax.generation.beams.guided import guides_along, search_of
 from kvjax.generation.beams.history import History, in_common
 from kvjax.generation.beams.programs import rows_kept
@@ -72,7 +72,7 @@ class BeamStream(Pieces):
             for number, chunk in enumerate(chunks, 1):
                 self._session.make_room(chunk.held)
                 self._session.fill(chunk)
-                tell("reading the prompt", number, len(chunks), self._session.logits)
+                report_progress("reading the prompt", number, len(chunks), self._session.logits)
             self._absorb(self._search.begin())
         dispatched, longest = 1, request.need - request.limit
         flying: deque[Report] = deque()
@@ -89,7 +89,7 @@ class BeamStream(Pieces):
                     dispatched += steps
                     flying.append(self._search.search(np.int32(steps)))
                 self._absorb(flying.popleft())
-            tell("generating", len(self._history), request.limit)
+            report_progress("generating", len(self._history), request.limit)
         with self._decode_meter.running():
             self._session.check()
             self._result = self._found()

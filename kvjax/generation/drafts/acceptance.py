@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.numbers import xp
-from kvjax.core.trees import state
+from kvjax.core.array_ops import xp
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 
 _HOPE, _AT_FIRST, _AGAIN = 0.85, 2.0, 1.0
@@ -54,7 +54,7 @@ def usual_length(platform: str, rows: int) -> int:
     return 3 if platform == "cpu" and rows > 2 else USUAL
 
 
-@state
+@pytree_dataclass
 class Acceptance:
     """``right`` of ``judged``: float32[batch], drafted tokens that were accepted, and those that
     were looked at, the older the less they count. ``rest``: int32, passes before any row's next

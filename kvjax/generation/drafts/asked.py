@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from kvjax.core.checks import keep_truth, keep_whole, whole_number
+from kvjax.core.validation import as_int, normalize_bool_field, normalize_int_field
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.model_config import position_limit
@@ -37,8 +37,8 @@ class PromptLookup:
 
     def __post_init__(self) -> None:
         _check(self)
-        keep_whole(self, "shortest", 1)
-        keep_whole(self, "longest", self.shortest)
+        normalize_int_field(self, "shortest", 1)
+        normalize_int_field(self, "longest", self.shortest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +158,6 @@ def _same_words(ours: Any, its: Any) -> bool:
 
 
 def _check(draft: Any) -> None:
-    keep_truth(draft, "adaptive")
-    if draft.length is not None and whole_number("length", draft.length, 1) > MOST_DRAFTED:
+    normalize_bool_field(draft, "adaptive")
+    if draft.length is not None and as_int("length", draft.length, 1) > MOST_DRAFTED:
         raise ValueError(f"length is {draft.length}, and at most {MOST_DRAFTED} tokens are drafted")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.stages import Lowered
 from jaxtyping import Int
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts import speculation

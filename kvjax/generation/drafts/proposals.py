@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Int
 
-from kvjax.core.numbers import each_place
+from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Price
@@ -50,7 +50,7 @@ class Lookup:
         assert past.tokens is not None and past.length is not None
         _, after = self._matched(past)
         period = jnp.maximum(past.length - after, 1)[:, None]
-        at = after[:, None] + each_place(self.length) % period
+        at = after[:, None] + arange_row(self.length) % period
         return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
 
     def settled(self, held: None, known: PerRow) -> None:
@@ -62,7 +62,7 @@ class Lookup:
         behind the newest such."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
-        places = each_place(tokens.shape[1])
+        places = arange_row(tokens.shape[1])
         run = jnp.zeros(tokens.shape, jnp.int32)
         alike = (places < length[:, None] - 1) & (places >= 0)
         for back in range(self.longest):
@@ -136,7 +136,7 @@ class Second:
 
         def one(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
             logits, held = carry
-            at = held.cache.length[:, None] + each_place(self.length + 1)
+            at = held.cache.length[:, None] + arange_row(self.length + 1)
             part = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
             real = jnp.clip(missing(held), 0, self.length + 1)
             new, held = self._fed(params, held, part, real)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Int
 
-from kvjax.core.trees import state
+from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Acceptance
@@ -29,7 +29,7 @@ from kvjax.sampling.params import Filters, Sampling
 from kvjax.sampling.scores import Scores
 
 
-@state
+@pytree_dataclass
 class _Carry:
     """A dispatch as it goes. ``held``: the draft's own text so far; ``wanted``: tokens to draft
     next; ``out``: tokens that were chosen, and their scores."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.checks import check_unicode, listed, plain, short
+from kvjax.core.validation import as_list, as_python, check_unicode, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 
 
@@ -154,9 +154,9 @@ class Guides:
         """
         if isinstance(texts, str):
             raise ValueError(f"choices must be a list of texts, got the text {texts!r:.80}")
-        some = listed("choices", texts, "a list of texts")
+        some = as_list("choices", texts, "a list of texts")
         if not some or not all(isinstance(text, str) and text for text in some):
-            raise ValueError(f"choices must be texts, one at least, got {short(texts)}")
+            raise ValueError(f"choices must be texts, one at least, got {short_repr(texts)}")
         for text in some:
             check_unicode("a choice", text)
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in some)
@@ -165,7 +165,7 @@ class Guides:
 
     def _guide(self, what: str, text: str, make: Callable[[str], str]) -> "GrammarGuide":
         if not isinstance(text, str):
-            raise ValueError(f"the {what} must be a text, got {short(text)}")
+            raise ValueError(f"the {what} must be a text, got {short_repr(text)}")
         check_unicode(f"the {what}", text)
         try:
             matcher = self._matcher(self._tokenizer, make(text), log_level=0)
@@ -186,9 +186,9 @@ def _dumps(schema: Any) -> str:
     """A schema as JSON; numbers may be those of NumPy and JAX."""
 
     def as_plain(value: Any) -> Any:
-        found = value.tolist() if isinstance(value, np.ndarray | jax.Array) else plain(value)
+        found = value.tolist() if isinstance(value, np.ndarray | jax.Array) else as_python(value)
         if found is value:
-            raise TypeError(f"{short(value)} has no place there")
+            raise TypeError(f"{short_repr(value)} has no place there")
         return found
 
     return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=as_plain)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
-from kvjax.core.device import fetch
+from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
 from kvjax.generation.context import Context
 from kvjax.generation.guides.masks import Masks, words_for

@@ -1,14 +1,63 @@
-"""Settings as text: what is static of a pytree, for programs that are kept (``jax.export``)."""
+"""Frozen dataclasses that are pytrees, and their static fields as JSON."""
 
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
+import jax
 import numpy as np
+from jax import export
+
+_T = TypeVar("_T")
+_Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
+_made: list[type] = []
 
 
-def to_bytes(settings: tuple[Any, ...]) -> bytes:
+def static_field(**kwargs: Any) -> Any:
+    """A hashable field of a ``pytree_dataclass``, part of the tree's structure."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
+def pytree_dataclass(cls: type[_T]) -> type[_T]:
+    """Make ``cls`` a frozen dataclass and a pytree: its fields are leaves unless static. Programs
+    that take it can be kept (``jax.export``)."""
+    made = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    export.register_pytree_node_serialization(
+        made,
+        serialized_name=_name(cls),
+        serialize_auxdata=serialize_static,
+        deserialize_auxdata=deserialize_static,
+    )
+    _made.append(made)
+    return made
+
+
+def register_with_flax() -> None:
+    """Let modules of Flax NNX have these as attributes, where it is imported: kvjax alone does
+    without, so whatever makes one for users calls this."""
+    register = getattr(sys.modules.get("flax.nnx"), "register_data_type", None)
+    if register is not None:
+        for each in _made:
+            register(each)
+
+
+def exportable_namedtuple(cls: type[_Tuple]) -> type[_Tuple]:
+    """The same of a named tuple of arrays, as codecs store numbers in."""
+    return export.register_namedtuple_serialization(cls, serialized_name=_name(cls))
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, by their shapes and dtypes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def serialize_static(settings: tuple[Any, ...]) -> bytes:
     """Settings as JSON, with the name of each class.
 
     Raises:
@@ -17,8 +66,8 @@ def to_bytes(settings: tuple[Any, ...]) -> bytes:
     return json.dumps([_plain(each) for each in settings]).encode()
 
 
-def from_bytes(written: bytes) -> tuple[Any, ...]:
-    """The settings of ``to_bytes``. No code is run but of classes of this process's modules.
+def deserialize_static(written: bytes) -> tuple[Any, ...]:
+    """Inverse of ``serialize_static``. Only dataclasses of already imported modules are built.
 
     Raises:
       ValueError: if a class is not there.

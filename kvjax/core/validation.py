@@ -8,19 +8,19 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-USED_UP = (
+DONATED = (
     "the cache given was used up by an earlier call: go on with the one that it gave back, or give "
     "it a kvjax.fork next time"
 )
 UNLIMITED = 2**30
 """Positions of a text that nothing else limits, and those that rotary tables reach."""
-SIZED = 2**40
+MAX_DIMENSION = 2**40
 """Rows and tokens at most, of arrays whose bytes can be told."""
-COUNTED = 2**31 - 1
+INT32_MAX = 2**31 - 1
 """Rows, tokens and pages at most: programs count them in int32."""
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """A number of NumPy or JAX, or an array of one without axes, as Python's own; anything else,
     traced arrays among it, as it is."""
     if isinstance(value, np.generic) or (
@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A wrong value as an error shows it: its beginning, in one line."""
     try:
         return " ".join(f"{value!r}".split())[:80]
@@ -41,55 +41,57 @@ def short(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def listed(name: str, value: Any, wanted: str) -> list[Any]:
+def as_list(name: str, value: Any, wanted: str) -> list[Any]:
     """The entries of a list, or a ``ValueError`` that names it where it is none."""
     try:
         return list(value)
     except TypeError:
-        raise ValueError(f"{name} must be {wanted}, got {short(value)}") from None
+        raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}") from None
 
 
-def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+def as_int(name: str, value: Any, least: int, most: int | None = None) -> int:
     """``value`` as an int, or a ``ValueError`` that names it and its limits."""
-    value = plain(value)
+    value = as_python(value)
     if most is not None and isinstance(value, int) and value > most:
-        raise ValueError(f"{name} must be at most {most:,}, got {short(value)}")
+        raise ValueError(f"{name} must be at most {most:,}, got {short_repr(value)}")
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {short(value)}")
+        raise ValueError(
+            f"{name} must be a whole number, at least {least}, got {short_repr(value)}"
+        )
     return int(value)
 
 
-def whole_or_none(name: str, value: Any, least: int, most: int | None = None) -> int | None:
-    """``whole_number`` of what may be None as well."""
-    return None if value is None else whole_number(name, value, least, most)
+def as_optional_int(name: str, value: Any, least: int, most: int | None = None) -> int | None:
+    """``as_int`` of what may be None as well."""
+    return None if value is None else as_int(name, value, least, most)
 
 
-def keep_whole(
+def normalize_int_field(
     settings: Any, name: str, least: int, most: int | None = None, *, optional: bool = False
 ) -> Any:
     """Check a field of a frozen dataclass, and keep it as Python's own whole number, or as None
     where it is ``optional``: settings are compared and hashed. Gives it back.
 
     Raises:
-      ValueError: as of ``whole_number``.
+      ValueError: as of ``as_int``.
     """
-    check = whole_or_none if optional else whole_number
+    check = as_optional_int if optional else as_int
     value = check(name, getattr(settings, name), least, most)
     object.__setattr__(settings, name, value)
     return value
 
 
-def truth_value(name: str, value: Any) -> bool:
+def as_bool(name: str, value: Any) -> bool:
     """``value`` as a bool, or a ``ValueError`` that names it where it is neither True nor False."""
-    value = plain(value)
+    value = as_python(value)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {short(value)}, and must be True or False")
+        raise ValueError(f"{name} is {short_repr(value)}, and must be True or False")
     return value
 
 
-def keep_truth(settings: Any, name: str) -> None:
-    """``keep_whole`` for a field that is True or False."""
-    object.__setattr__(settings, name, truth_value(name, getattr(settings, name)))
+def normalize_bool_field(settings: Any, name: str) -> None:
+    """``normalize_int_field`` for a field that is True or False."""
+    object.__setattr__(settings, name, as_bool(name, getattr(settings, name)))
 
 
 def check_unicode(what: str, text: str) -> None:
@@ -109,33 +111,32 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
-def refuse_traced(what: str, *arrays: Any) -> None:
+def check_not_traced(what: str, *arrays: Any) -> None:
     """A ``ValueError`` inside ``jit`` and its like, for what must look at the numbers."""
     if any(is_traced(array) for array in arrays):
         raise ValueError(f"{what} can't stand inside jit, vmap or scan: call it outside")
 
 
-def refuse_used_up(cache: Any) -> None:
+def check_not_donated(cache: Any) -> None:
     """A ``ValueError`` for a cache whose arrays were donated or deleted."""
     leaves = jax.tree.leaves(cache)
     arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     if any(x.is_deleted() for x in arrays):
-        raise ValueError(USED_UP)
+        raise ValueError(DONATED)
 
 
 @contextlib.contextmanager
-def given_a_cache(given: bool) -> Iterator[None]:
-    """``refuse_used_up``, where another call used the cache up that the work inside was given, when
-    that had looked at it already."""
+def donation_errors(given: bool) -> Iterator[None]:
+    """Raise the error of ``check_not_donated`` if another call donates the cache in between."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if given and "has been deleted" in str(error):  # JAX's words, of errors of three kinds
-            raise ValueError(USED_UP) from error
+            raise ValueError(DONATED) from error
         raise
 
 
-def refuse_symbolic(what: str, shape: tuple[Any, ...]) -> None:
+def check_not_symbolic(what: str, shape: tuple[Any, ...]) -> None:
     """Raise ``ValueError`` for sizes that ``jax.export`` has left open."""
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(

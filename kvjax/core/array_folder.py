@@ -33,7 +33,7 @@ _ORBAX = threading.Lock()
 """It numbers what it does by one counter, and of two writers at once one waits for the other's."""
 
 
-class Saving:
+class PendingSave:
     """A folder that is being written by a second thread.
 
     A program that ends meanwhile waits for it; where its Python lets Orbax write no more by then
@@ -72,7 +72,7 @@ class Saving:
             raise self._error
 
 
-_RUNNING: dict[Path, Saving] = {}
+_RUNNING: dict[Path, PendingSave] = {}
 """The last saving of each folder, until somebody has waited for it."""
 
 
@@ -90,7 +90,7 @@ getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 
 def save_folder(
     path: str | Path, arrays: Mapping[str, np.ndarray], told: Mapping[str, Any]
-) -> Saving:
+) -> PendingSave:
     """Write arrays, and what is ``told`` of them as JSON, into a folder of their own.
 
     ``path``: a folder that is not there, is empty, or was written by this. ``arrays``: nobody's but
@@ -99,23 +99,23 @@ def save_folder(
     Raises:
       CheckpointError: if something else stands there.
     """
-    path = can_be_saved(path)
-    return Saving(path.resolve(), dict(arrays), told)
+    path = check_writable_folder(path)
+    return PendingSave(path.resolve(), dict(arrays), told)
 
 
-def at_home(path: str | Path) -> Path:
+def expand_user(path: str | Path) -> Path:
     """A path with a leading ``~`` expanded. That of an unknown user stays as it is, where
     ``Path.expanduser`` raises."""
     return Path(os.path.expanduser(path))
 
 
-def can_be_saved(path: str | Path) -> Path:
+def check_writable_folder(path: str | Path) -> Path:
     """The path of a folder that may be written.
 
     Raises:
       CheckpointError: if something else stands there.
     """
-    path = at_home(path)
+    path = expand_user(path)
     if path.exists() and not (path.is_dir() and all(map(_is_ours, path.iterdir()))):
         raise CheckpointError(f"{path}: there is something else, which is not written over")
     return path
@@ -127,7 +127,7 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     Raises:
       CheckpointError: if nothing was written there, or it was cut or changed since.
     """
-    path = at_home(path)
+    path = expand_user(path)
     try:
         data = (path / NAME).read_bytes()
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
 
 
 @contextlib.contextmanager
-def read_as_written(path: str | Path) -> Iterator[None]:
+def report_format_errors(path: str | Path) -> Iterator[None]:
     """What is not as this version writes it is told by the folder's name.
 
     Raises:

@@ -66,7 +66,7 @@ def scan(
     return lax.scan(cast, init, xs, length)
 
 
-def varying_alike(arrays: Sequence[Any]) -> tuple[list[Any], Axes]:
+def match_varying(arrays: Sequence[Any]) -> tuple[list[Any], Axes]:
     """Arrays that all vary along the same axes, and these axes: for a kernel."""
     if not _checked():
         return [*arrays], frozenset()

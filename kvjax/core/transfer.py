@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from kvjax.core.absent import is_absent
-from kvjax.core.checks import is_traced
 from kvjax.core.target import default_device
+from kvjax.core.topology import is_target_device
+from kvjax.core.validation import is_traced
 
 _T = TypeVar("_T")
 
 
-def own_memory(device: Any) -> str:
+def default_memory_kind(device: Any) -> str:
     """The kind of memory that a device computes in, by JAX's name."""
     try:
         kind: str = device.default_memory().kind
@@ -24,7 +24,7 @@ def own_memory(device: Any) -> str:
     return kind
 
 
-def put_here(tree: _T) -> _T:
+def to_device_memory(tree: _T) -> _T:
     """A pytree's arrays in the memory that devices compute in: NumPy's on the default device,
     uncommitted, as ``jnp.zeros`` is, and JAX's on the devices that they are on."""
     return jax.tree.map(_put_here, tree)
@@ -36,18 +36,20 @@ def _put_here(x: Any) -> Any:
         return jax.device_put(x, jax.memory.Space.Device) if far else x
     if not isinstance(x, jax.Array):
         return jnp.asarray(x)
-    kind = own_memory(next(iter(x.devices())))
+    kind = default_memory_kind(next(iter(x.devices())))
     near = x.sharding.memory_kind in (None, kind)
     return x if near else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def put_on_one(tree: _T) -> _T:
+def put_on_default_device(tree: _T) -> _T:
     """A pytree's arrays on the default device, committed, from wherever they are."""
     device = default_device()
-    return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=own_memory(device)))
+    return jax.device_put(
+        tree, SingleDeviceSharding(device, memory_kind=default_memory_kind(device))
+    )
 
 
-def put_beside(tree: _T, rows: jax.Array) -> _T:
+def put_like_rows(tree: _T, rows: jax.Array) -> _T:
     """A pytree's numbers and arrays where ``rows`` is, and as committed as that: an array with a
     number for each row, of several devices which may have some each."""
     place = rows.sharding
@@ -64,16 +66,16 @@ def put_beside(tree: _T, rows: jax.Array) -> _T:
         return jax.tree.map(jnp.asarray, tree)
 
 
-def committed_alike(tree: _T) -> _T:
+def commit_together(tree: _T) -> _T:
     """Arrays as they are, or all committed where some of them are. Programs give back committed all
     that they compute beside such, and would be compiled again when they are given that."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
     if not any(x.committed for x in leaves):
         return tree
-    return committed(tree)
+    return commit(tree)
 
 
-def committed_as(tree: _T, others: Any) -> _T:
+def commit_like(tree: _T, others: Any) -> _T:
     """Arrays as they are, or all committed where some of ``others`` are, which programs are given
     beside them."""
     arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and not is_traced(x))
@@ -82,7 +84,7 @@ def committed_as(tree: _T, others: Any) -> _T:
         return tree
     if isinstance(one.sharding, NamedSharding):
         return jax.tree.map(functools.partial(_on_mesh, one.sharding.mesh), tree)
-    return committed(tree)
+    return commit(tree)
 
 
 def _on_mesh(mesh: Any, x: Any) -> Any:
@@ -92,7 +94,7 @@ def _on_mesh(mesh: Any, x: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def committed(tree: _T) -> _T:
+def commit(tree: _T) -> _T:
     """The same arrays where they are, committed."""
     return jax.tree.map(_committed, tree)
 
@@ -114,9 +116,9 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(_gathered(whole)(tree))
 
 
-def check_here(mesh: Any) -> None:
+def check_not_target_mesh(mesh: Any) -> None:
     """Raise ``ValueError`` where arrays are put on a mesh of devices that are not here."""
-    if not isinstance(mesh, Mesh) or not is_absent(mesh.devices.flat[0]):
+    if not isinstance(mesh, Mesh) or not is_target_device(mesh.devices.flat[0]):
         return
     if not is_traced(jnp.zeros(())):
         kind = mesh.devices.flat[0].device_kind
@@ -126,10 +128,10 @@ def check_here(mesh: Any) -> None:
         )
 
 
-def put_over(x: Any, sharding: NamedSharding) -> Any:
+def put_on_mesh(x: Any, sharding: NamedSharding) -> Any:
     """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
     gives its own what they are to have of an array that all have."""
-    check_here(sharding.mesh)
+    check_not_target_mesh(sharding.mesh)
     # Inside ``jit`` zeros are traced, though a number that is given need not be.
     if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from kvjax.core.checks import is_traced
+from kvjax.core.validation import is_traced
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -19,7 +19,7 @@ _NONE = Mesh(np.empty((), object), ())
 _home: ContextVar[Mesh | None] = ContextVar("home", default=None)
 
 
-def sending(call: Callable[_P, _T]) -> Callable[_P, _T]:
+def allow_host_to_device(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """``call``, whose transfers from the host to a device count as explicit: the guards "log" and
     "disallow" of ``jax_transfer_guard`` let them pass, and those of explicit transfers do not. What
     it fetches stays guarded."""
@@ -35,40 +35,44 @@ def sending(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return called
 
 
-def outside(call: Callable[_P, _T]) -> Callable[_P, _T]:
+def without_mesh_context(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """``call`` as it is where no mesh is set. For what begins its own programs, outside ``jit``.
 
     Arrays on a mesh of explicit axes are given to it on automatic ones, the same arrays under
     another type, and what it gives is on the mesh of those again.
     """
 
-    @sending
+    @allow_host_to_device
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not jax.sharding.get_abstract_mesh().empty and not is_traced(jnp.zeros(())):
             with jax.set_mesh(_NONE):
                 return called(*args, **kwargs)
-        home = _explicit((args, kwargs))
-        if home is None:
+        explicit_mesh = _explicit((args, kwargs))
+        if explicit_mesh is None:
             return call(*args, **kwargs)
-        token = _home.set(home)
+        token = _home.set(explicit_mesh)
         try:
             args, kwargs = jax.tree.map(_on_automatic, (args, kwargs))
-            return at_home(call(*args, **kwargs), home)
+            return to_explicit_mesh(call(*args, **kwargs), explicit_mesh)
         finally:
             _home.reset(token)
 
     return called
 
 
-def home() -> Mesh | None:
-    """The mesh of explicit axes that arrays of ``outside`` came from; None if there is none."""
+def explicit_mesh() -> Mesh | None:
+    """The explicit mesh of the arguments of the running ``without_mesh_context`` call, or None."""
     return _home.get()
 
 
-def at_home(tree: _T, home: Mesh | None) -> _T:
-    """Arrays on the mesh that ``home`` gave, where it gave one."""
-    return tree if home is None else jax.tree.map(functools.partial(_on_explicit, home), tree)
+def to_explicit_mesh(tree: _T, explicit_mesh: Mesh | None) -> _T:
+    """Arrays on the mesh that ``explicit_mesh`` gave, where it gave one."""
+    return (
+        tree
+        if explicit_mesh is None
+        else jax.tree.map(functools.partial(_on_explicit, explicit_mesh), tree)
+    )
 
 
 def _explicit(tree: Any) -> Mesh | None:
@@ -101,14 +105,14 @@ def _on_automatic(x: Any) -> Any:
     return jax.device_put(x, there)
 
 
-def _on_explicit(home: Mesh, x: Any) -> Any:
-    if _mesh_of(x) != _automatic(home):
+def _on_explicit(explicit_mesh: Mesh, x: Any) -> Any:
+    if _mesh_of(x) != _automatic(explicit_mesh):
         return x
-    there = NamedSharding(home, x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    there = NamedSharding(explicit_mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
     return jax.device_put(x, there)
 
 
-def divided_by_the_compiler() -> bool:
+def has_auto_axes() -> bool:
     """Whether the mesh that is set has automatic axes of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -117,7 +121,7 @@ def divided_by_the_compiler() -> bool:
     return any(kind is AxisType.Auto and size > 1 for kind, size in axes)
 
 
-def check_context(sizes: Mapping[str, int]) -> None:
+def check_mesh_context(sizes: Mapping[str, int]) -> None:
     """Raise ``ValueError`` if a mesh is set that programs on arrays of another can't be traced in:
     JAX takes no other axes than theirs, and results get shardings that those it has set can say.
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_RUN = "from kvjax.core.another_process import _run; _run()"
+_RUN = "from kvjax.core.subprocess_call import _run; _run()"
 
 
-def in_another_process(function: Callable[..., T], *given: Any, **named: Any) -> T:
+def call_in_subprocess(function: Callable[..., T], *given: Any, **named: Any) -> T:
     """``function(*given, **named)``, found by a new process, which takes hold of no GPU or TPU.
 
     Raises:
