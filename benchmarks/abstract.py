@@ -23,10 +23,9 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import target_of
 from kvjax.core.topology import compiling_for, resolve_device_or_mesh
 from kvjax.layouts import Growing, Ring
-from kvjax.memory.links import Collective, collectives
+from kvjax.memory.hlo import Collective, collectives, large_results
 from kvjax.memory.shapes import ModelShape
-from kvjax.memory.sizes import bytes_ahead
-from kvjax.memory.traffic import large_results
+from kvjax.memory.sizes import prefetch_bytes
 
 STEP, LOOP, CHUNK, SCAN = "step", "while_loop", "512 tokens", "scan over layers"
 NEW = {STEP: 1, LOOP: 1, CHUNK: 512, SCAN: 1}
@@ -183,7 +182,7 @@ def compiled(cell: Cell, device: Any) -> Found:
         memory.host_alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
         size,
-        bytes_ahead(cache, spread),
+        prefetch_bytes(cache, spread),
         large_results(text, body // 2),
         collectives(text, 1 if mesh is None else mesh.size),
         text,

@@ -28,7 +28,7 @@ from kvjax.attention.kernels.choice import kernels_for
 from kvjax.core.subprocess_call import call_in_subprocess
 from kvjax.core.target import target_of
 from kvjax.core.topology import target_device
-from kvjax.memory.devices import plan_on
+from kvjax.memory.device_plan import plan_on
 
 CACHES = {
     "raw": "raw", "8 bits": "8 bits", "4 bits": "4 bits", "ring with sinks": "sinks",

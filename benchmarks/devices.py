@@ -28,7 +28,7 @@ from benchmarks import abstract, here, tokens
 from benchmarks.abstract import CHUNK, FEATURES, LOOP, POLICIES, STEP, cell_of, compiled
 from benchmarks.report import markdown_table
 from kvjax.core.topology import compiling_for, resolve_device
-from kvjax.memory.devices import compiled_call, plan_on
+from kvjax.memory.device_plan import compiled_call, plan_on
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.memory.sizes import abstract_cache
 

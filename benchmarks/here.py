@@ -33,7 +33,7 @@ from benchmarks.abstract import (
 from benchmarks.report import markdown_table
 from kvjax import models
 from kvjax.core.target import spec_of
-from kvjax.memory.traffic import bytes_moved
+from kvjax.memory.hlo import bytes_moved
 
 STEPS, REPEATS = 20, 5
 """Steps that are timed together, and how often."""

@@ -20,7 +20,7 @@ from kvjax.attention.blocks import COARSE
 from kvjax.attention.buckets import PIECE, SHORT
 from kvjax.attention.paths import by_table
 from kvjax.core.target import DEVICE_SPECS
-from kvjax.memory.traffic import bytes_moved
+from kvjax.memory.hlo import bytes_moved
 
 POLICIES = "raw", "sinks", "8 bits", "4 bits", "2 bits", "rotated", "host"
 CALLS = 1, SHORT, 2 * SHORT, 512

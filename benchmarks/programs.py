@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.memory import links
-from kvjax.memory.links import Collective
+from kvjax.memory import hlo
+from kvjax.memory.hlo import Collective
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) (?:\(.*)?\{\s*$")
@@ -23,7 +23,7 @@ _TRIPS = re.compile(r'known_trip_count[^\d]*"?n"?[^\d]*(\d+)')
 
 def collectives(compiled: Any) -> list[Collective]:
     """Those of a compiled program, each once, however often it runs."""
-    return links.collectives(compiled.as_text())
+    return hlo.collectives(compiled.as_text())
 
 
 def counted(compiled: Any) -> Counter[str]:

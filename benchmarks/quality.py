@@ -27,7 +27,7 @@ from kvjax.models.tiny.data import part_tokens
 from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
-from kvjax.quality.figures import CacheBytes, Quality, quality_of
+from kvjax.quality.metrics import CacheBytes, Quality, compute_quality
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TRANSFORMERS = {
@@ -126,7 +126,7 @@ def transformers_quality(
             found = torch.cat([model(x, past_key_values=cache).logits[0] for x in parts])
             each.append(compared(wanted.numpy(), found.numpy(), window))
     share = (bits + 2 * 16 / 64) / 16  # scales and zero points counted with 16 bits each
-    return quality_of(np.stack(each, axis=1), peer_bytes(share))
+    return compute_quality(np.stack(each, axis=1), peer_bytes(share))
 
 
 def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str) -> Quality:
@@ -141,11 +141,11 @@ def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str)
         found = llama_cpp.logits(file, windows, keys, values)
     each = [compared(*of_one) for of_one in zip(wanted, found, windows, strict=True)]
     share = (llama_cpp.BITS[keys] + llama_cpp.BITS[values]) / 2 / 16
-    return quality_of(np.stack(each, axis=1), peer_bytes(share))
+    return compute_quality(np.stack(each, axis=1), peer_bytes(share))
 
 
 def compared(wanted: np.ndarray, found: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """float64[4, tokens - 1], as ``quality_of`` takes them, from two float[tokens, vocabulary]."""
+    """float64[4, tokens - 1] for ``compute_quality``, from two float[tokens, vocabulary]."""
     true, other = (log_softmax(x[:-1].astype(np.float64), axis=-1) for x in (wanted, found))
     nats = [-np.take_along_axis(x, window[1:, None], axis=-1)[:, 0] for x in (true, other)]
     divergence = (np.exp(true) * (true - other)).sum(-1)
@@ -200,13 +200,13 @@ def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> N
     """A table on the screen, and beside it JSON and a plot in a folder."""
     table = "\n\n".join(
         [
-            reports.columns(reports.quality_rows(found)),
-            reports.columns(reports.range_rows(found)),
+            reports.format_columns(reports.quality_rows(found)),
+            reports.format_columns(reports.range_rows(found)),
         ]
     )
     print(table, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(reports.as_figures(found), indent=1)
+    text = json.dumps(reports.as_dicts(found), indent=1)
     (folder / f"{part}-{name}.json").write_text(text + "\n", encoding="utf-8")
     (folder / f"{part}-{name}.txt").write_text(table + "\n", encoding="utf-8")
     title = f"the embedded model, {part.replace('_', '-')} text"

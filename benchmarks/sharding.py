@@ -25,7 +25,7 @@ from benchmarks.programs import collectives, operations
 from benchmarks.report import markdown_table
 from kvjax.cache.sizes import places
 from kvjax.core.pytree import tree_bytes
-from kvjax.memory.devices import plan_on
+from kvjax.memory.device_plan import plan_on
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import LlamaConfig, RopeConfig
 

@@ -6,7 +6,7 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 """
 
 from kvjax import bench, codecs, layouts, memory
-from kvjax.adapters.any_model import language_model
+from kvjax.adapters.language_model import language_model
 from kvjax.attention.attending import attend
 from kvjax.attention.step import Step, step
 from kvjax.attention.uncached import self_attend
@@ -37,15 +37,12 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.scoring import Scored, score
 from kvjax.memory.planning import plan
+from kvjax.operations.capacity import grow, make_room
 from kvjax.operations.concatenation import concatenate
 from kvjax.operations.conversion import convert
-from kvjax.operations.growth import grow
-from kvjax.operations.loading import SavedCache, load_cache
 from kvjax.operations.migration import migrate
-from kvjax.operations.rewinding import rewind, rewindable
-from kvjax.operations.room import make_room
-from kvjax.operations.rows import fork, repeat, reset, select
-from kvjax.operations.saving import save_cache
+from kvjax.operations.rows import fork, repeat, reset, rewind, rewindable, select
+from kvjax.operations.saving import SavedCache, load_cache, save_cache
 from kvjax.operations.stacks import stack, unstack
 from kvjax.placement.device import Device, Host
 from kvjax.placement.mesh import make_mesh

@@ -130,7 +130,7 @@ FAULTS = (
         "return (positions >= 0) | (positions < held.policy.layout.sinks)", ("tail", "migrate"),
     ),
     Fault(
-        "a grown layer forgets its mark", "operations/growth.py",
+        "a grown layer forgets its mark", "operations/capacity.py",
         "return jnp.where(written > slots, written + wider - slots, written)",
         "return jnp.where(written > slots, written, written)", ("operations", "cache"),
     ),
@@ -323,7 +323,7 @@ FAULTS = (
         "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
     ),
     Fault(
-        "a saved cache is anybody's", "operations/loading.py",
+        "a saved cache is anybody's", "operations/saving.py",
         "if None not in (asked, known) and asked != known:",
         "if None not in (asked, known) and not asked:", ("saving",),
     ),
@@ -598,27 +598,27 @@ FAULTS = (
         "if found != wanted:", "if len(found) != len(wanted):", ("adapters",),
     ),
     Fault(
-        "a stack's rows are rewound a layer at a time", "operations/rewinding.py",
+        "a stack's rows are rewound a layer at a time", "operations/rows.py",
         "return found if layer.stack is None else jnp.min(found, axis=0)",
         "return found + 0", ("stacks",),
     ),
     Fault(
-        "a ragged row's last logits are those behind its padding", "adapters/functions.py",
+        "a ragged row's last logits are those behind its padding", "adapters/language_model.py",
         "at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)",
         "at = jnp.full_like(jnp.asarray(lengths, jnp.int32), logits.shape[1] - 1)",
         ("adapters",),
     ),
     Fault(
-        "positions of a framework's layers begin at 0", "adapters/running.py",
+        "positions of a framework's layers begin at 0", "adapters/_running.py",
         "if call is None else call.positions", "if True else call.positions", ("frameworks",),
     ),
     Fault(
-        "Linen gives an attention no mask", "adapters/attention_fn.py",
+        "Linen gives an attention no mask", "adapters/_flax_attention.py",
         "return inspect.signature(self.own)",
         "return inspect.signature(lambda query, key, value: query)", ("frameworks",),
     ),
     Fault(
-        "a call that was not ended is taken for a cache", "adapters/functions.py",
+        "a call that was not ended is taken for a cache", "adapters/language_model.py",
         "if after.pending is not None:", "if False:", ("adapters",),
     ),
     Fault(
@@ -733,7 +733,7 @@ FAULTS = (
         "after[row] = guide if at in taken else guide", ("guided", "beams"),
     ),
     Fault(
-        "a beam's row keeps the tokens that it had", "operations/branching.py",
+        "a beam's row keeps the tokens that it had", "operations/rows.py",
         "first, last = units(since), units(length)",
         "first, last = units(length), units(length)", ("beams",),
     ),

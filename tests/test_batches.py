@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.generation.request import prompt_chunks
 from kvjax.memory.limits import InferenceLimits
-from kvjax.operations.migration import moved
+from kvjax.operations.migration import move_layers
 from tests import laws
 
 BATCHES = [["abc", "the cache"], [[65, 66]], "a text", ["x" * 40] * 2]
@@ -74,9 +74,9 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
     def watched(cache, placement, places, **more):
         moves.append((threading.current_thread().name, list(places)))
         begun.set()
-        return moved(cache, placement, places, **more)
+        return move_layers(cache, placement, places, **more)
 
-    monkeypatch.setattr(kvjax.generation.batches, "moved", watched)
+    monkeypatch.setattr(kvjax.generation.batches, "move_layers", watched)
     results = kvjax.generate_batches(
         tiny_llama, batches, placement=kvjax.Device(), park=kvjax.Host(), **AT,
         limits=InferenceLimits(prefetch_steps=ahead),

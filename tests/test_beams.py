@@ -21,7 +21,7 @@ from kvjax.generation.options import Options
 from kvjax.generation.request import prepare
 from kvjax.generation.results import Meter
 from kvjax.layouts import Dense, Growing, Paged, Ring
-from kvjax.operations.branching import branched
+from kvjax.operations.rows import branch_rows
 from kvjax.sampling.params import make_settings
 from tests import laws, matrix, naive
 from tests.copies import assert_no_copy
@@ -346,7 +346,7 @@ def test_rows_go_on_from_others_in_place(name):
         _, cache = laws.step(cache, begins, [take] * 3, 16, text)
         begins += take
     since = np.full(3, common, np.int32)
-    branch = jax.jit(branched, donate_argnums=0)
+    branch = jax.jit(branch_rows, donate_argnums=0)
     cache = branch(cache, rows.astype(np.int32), since)
     for _ in range(2):
         found, cache = laws.step(cache, begins, [9, 9, 3], 16, text, rows)
@@ -366,7 +366,7 @@ def test_what_rows_have_in_common_is_not_copied(lm):
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     cache, _ = kvjax.prefill(lm, rows, cache=cache)
     before = np.asarray(cache.layers[0].keys)
-    after = jax.jit(branched)(cache, np.array([2, 1, 2]), np.array([1, 1, 1], np.int32))
+    after = jax.jit(branch_rows)(cache, np.array([2, 1, 2]), np.array([1, 1, 1], np.int32))
     keys = np.asarray(after.layers[0].keys)
     np.testing.assert_array_equal(keys[1:], before[1:])
     np.testing.assert_array_equal(keys[0, :, :1], before[0, :, :1])

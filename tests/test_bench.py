@@ -17,7 +17,7 @@ from kvjax.bench.tables import decode_rows, part_rows
 from kvjax.cli import bench_command
 from kvjax.layouts import Growing
 from kvjax.memory import shapes as model_shape
-from kvjax.memory.weights import weight_bytes
+from kvjax.memory.sizes import weight_bytes
 from tests.checkpoints import write_llama
 
 BANDWIDTH = bench.Bandwidth(1e9, 5e8, {}, 4096)

@@ -23,7 +23,7 @@ from kvjax.codecs import Raw
 from kvjax.core import compat
 from kvjax.core.reporting import progress_callback
 from kvjax.core.target import Target
-from kvjax.memory.devices import DevicePlan
+from kvjax.memory.device_plan import DevicePlan
 
 STATS = {
     "cached_tokens",
@@ -509,7 +509,7 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
         numbers = dict(temporaries=10**7, code=0, moved=10**9, ideal=10**9, layers=2)
         return DevicePlan("TPU v5 lite", 16 * 10**9, 8e11, weights[-1], cache, **numbers)
 
-    monkeypatch.setattr("kvjax.memory.devices.plan_on", plan_on)
+    monkeypatch.setattr("kvjax.memory.device_plan.plan_on", plan_on)
     command = "plan", "--shape", "gpt2", "--device", "v5e", "--max-len", 64
     sentences = [
         (15e9, "Too large, static: it has 16 GB, and the weights take 15 GB, which leaves 1 GB"),

@@ -54,10 +54,9 @@ from kvjax.engine.speculative import verify
 from kvjax.generation.drafts.proposals import Second
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
-from kvjax.memory.devices import plan_on
-from kvjax.memory.links import collectives
+from kvjax.memory.device_plan import plan_on
+from kvjax.memory.hlo import collectives, large_results
 from kvjax.memory.shapes import SHAPES
-from kvjax.memory.traffic import large_results
 from kvjax.models import GenerationDefaults
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints

@@ -21,7 +21,7 @@ from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Meter
 from kvjax.memory import InferenceLimits
-from kvjax.memory.limits import memory_left
+from kvjax.memory.limits import available_memory
 from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
@@ -821,7 +821,7 @@ def test_pools_take_what_there_is(monkeypatch):
     limits = InferenceLimits(max_batch_size=ROWS, max_seq_len=MOST)
     whole = default()
     needed = sum(x.nbytes for x in jax.tree.leaves(whole._prefixes.pool.bodies))
-    other = 10**12 - memory_left(lettered(), batch=ROWS, capacity=MOST, memory=10**12)
+    other = 10**12 - available_memory(lettered(), batch=ROWS, capacity=MOST, memory=10**12)
     found = []
     for part in (2, 0.5):
         memory = other + int(part * needed / 0.9)

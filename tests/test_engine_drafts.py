@@ -16,7 +16,7 @@ from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import beside_others, price_of
 from kvjax.generation.results import Meter
 from kvjax.memory import InferenceLimits
-from kvjax.memory.limits import memory_left
+from kvjax.memory.limits import available_memory
 from tests.copies import assert_no_copy
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settled, until
@@ -328,7 +328,7 @@ def test_a_draft_takes_its_part_of_the_device():
     page = sum(kind.page_bytes for kind in engine().pool_config.kinds)
     found = []
     for draft, pages in ((None, 10), (lm(), 10 + cache // page)):
-        free = 2**30 - memory_left(lm(), batch=ROWS, capacity=MOST, memory=2**30)
+        free = 2**30 - available_memory(lm(), batch=ROWS, capacity=MOST, memory=2**30)
         limits = InferenceLimits(
             max_batch_size=ROWS, max_seq_len=MOST, cache_memory_ratio=1.0,
             device_memory=free + pages * page + 12,  # a few numbers of each row

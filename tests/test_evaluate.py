@@ -13,7 +13,7 @@ import kvjax
 from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import evaluate
-from kvjax.quality.figures import cache_bytes, pareto_front
+from kvjax.quality.metrics import cache_bytes, pareto_front
 from tests.texts import tokens_of
 
 CONTEXT = 320
@@ -122,12 +122,12 @@ def test_the_front_is_what_no_other_beats(found):
 def test_tables_plots_and_json(found, tmp_path, monkeypatch):
     rows = reports.quality_rows(found)
     assert all(len(row) == len(rows[0]) for row in rows)
-    table = reports.columns(rows).splitlines()
+    table = reports.format_columns(rows).splitlines()
     assert max(map(len, table)) <= 80 and rows[1][0] == "full precision"
     assert rows[1][1:4] == rows[2][1:4] and rows[1][-2:] == ["0", "100.00 %"]
     assert found["window"].bytes.row < found["bits=4"].bytes.row
     assert len(reports.range_rows(found)) == len(found) + 1
-    assert json.loads(json.dumps(reports.as_figures(found)))["bits=8"]["bytes"]["of_bfloat16"]
+    assert json.loads(json.dumps(reports.as_dicts(found)))["bits=8"]["bytes"]["of_bfloat16"]
     kept = []
     monkeypatch.setattr(reports.pyplot(), "close", kept.append)
     reports.plot_quality(found, tmp_path / "plot.png")

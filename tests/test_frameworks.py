@@ -17,7 +17,7 @@ from flax import nnx
 import kvjax
 from kvjax.adapters import linen
 from kvjax.adapters import nnx as ours
-from kvjax.adapters.running import running
+from kvjax.adapters._running import running
 from kvjax.core.compat import flax_0_12_list
 
 VOCAB, WIDTH, HEADS = 61, 32, 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache.checks import LOST, OVERFLOW
 from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
-from kvjax.operations import growth
+from kvjax.operations import capacity
 from tests import laws
 from tests.alive import alive
 from tests.matrix import tiny_config, tiny_model
@@ -166,13 +166,13 @@ def test_growing_holds_one_layer_twice_at_most(monkeypatch):
 
     sizes = [x.nbytes for x in jax.tree.leaves(cache.layers)]
     base = held() - sum(sizes)
-    seen, mark = [], growth.mark
+    seen, mark = [], capacity.grown_mark
 
     def watched(*layer):  # the one before has grown, and this one is there twice
         seen.append(held() - base)
         return mark(*layer)
 
-    monkeypatch.setattr(growth, "mark", watched)
+    monkeypatch.setattr(capacity, "grown_mark", watched)
     cache = kvjax.grow(cache, 512)
     layer = sum(sizes) // len(seen)
     assert seen == [sum(sizes) + (n + 2) * layer for n in range(len(cache.layers))]

@@ -13,12 +13,17 @@ from benchmarks import plans
 from kvjax.codecs import Float8
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
-from kvjax.memory.fitting import CHOICES, largest, what_fits
-from kvjax.memory.limits import InferenceLimits, device_memory, memory_left
+from kvjax.memory.limits import (
+    DEFAULT_CHOICES,
+    InferenceLimits,
+    available_memory,
+    device_memory,
+    largest_that_fits,
+    what_fits,
+)
 from kvjax.memory.planning import plan
 from kvjax.memory.shapes import SHAPES, ModelShape
-from kvjax.memory.sizes import bytes_a_token, cache_nbytes, memory_report
-from kvjax.memory.weights import weight_bytes
+from kvjax.memory.sizes import bytes_per_token, cache_nbytes, memory_report, weight_bytes
 from kvjax.models.architecture import Architecture
 from tests.alive import alive
 from tests.matrix import tiny_config, tiny_model
@@ -175,7 +180,7 @@ def test_what_fits_is_the_largest_that_does(full):
     weights = weight_bytes(MODEL)
     rooms = what_fits(MODEL, batch=2, max_len=4096, memory=weights + 40_000_000, fraction=0.7)
     assert [room.name for room in rooms] == ["static", "8 bits", "4 bits", "2 bits", "on the host"]
-    for room, choice in zip(rooms, CHOICES.values(), strict=True):
+    for room, choice in zip(rooms, DEFAULT_CHOICES.values(), strict=True):
         policy = kvjax.policy(**choice)
         sizes = cache_nbytes(MODEL.config, policy, batch=2, max_len=4096)
         assert (room.cache, room.host) == (sizes["device"], sizes.get("host", 0))
@@ -230,7 +235,7 @@ def test_devices_that_share_a_text_read_their_tails_whole():
 @pytest.mark.parametrize("limit", [None, 1, 7, 100])
 @pytest.mark.parametrize("end", [0, 1, 2, 6, 7, 8, 63, 64, 65])
 def test_the_largest(limit, end):
-    found = largest(lambda n: n <= end, limit)
+    found = largest_that_fits(lambda n: n <= end, limit)
     assert found == (end if limit is None else min(end, limit))
 
 
@@ -262,20 +267,24 @@ def test_a_report_says_what_is_where():
 
 
 def test_bytes_a_token_of_layers_that_do_not_grow():
-    assert bytes_a_token(MODEL.config, kvjax.policy("static")) == {"device": 2 * 2 * 2 * 8 * 4}
+    assert bytes_per_token(MODEL.config, kvjax.policy("static")) == {"device": 2 * 2 * 2 * 8 * 4}
 
 
 def test_rings_take_no_bytes_for_a_token_more():
     config, kv = MODEL.config, 2 * 2 * 8
     wide = kvjax.policy("sliding_window", window=4096)
-    assert bytes_a_token(config, wide) == {"device": 0}
-    assert bytes_a_token(config, kvjax.policy("sliding_window", window=64, bits=4)) == {"device": 0}
-    assert bytes_a_token(config, kvjax.policy("hybrid")) == {"device": kv * 4}  # one of two layers
+    assert bytes_per_token(config, wide) == {"device": 0}
+    assert bytes_per_token(config, kvjax.policy("sliding_window", window=64, bits=4)) == {
+        "device": 0
+    }
+    assert bytes_per_token(config, kvjax.policy("hybrid")) == {
+        "device": kv * 4
+    }  # one of two layers
     sizes = [
         cache_nbytes(config, kvjax.policy("hybrid", bits=8), max_len=n)["device"]
         for n in (1024, 2048)
     ]
-    each = bytes_a_token(config, kvjax.policy("hybrid", bits=8))["device"]
+    each = bytes_per_token(config, kvjax.policy("hybrid", bits=8))["device"]
     assert sizes[1] - sizes[0] == 1024 * each
 
 
@@ -434,7 +443,7 @@ def test_layers_fetched_ahead_are_planned_for(tiny_llama):
     )
     assert rooms[1].cache - rooms[0].cache == body // 2
     tails = kvjax.memory.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["device"]
-    left = memory_left(tiny_llama, batch=2, capacity=512, memory=10**8)
+    left = available_memory(tiny_llama, batch=2, capacity=512, memory=10**8)
     limits = InferenceLimits(cache_memory_ratio=(tails + 1000) / left, device_memory=10**8)
     request = {"batch": 2, "need": 512, "capacity": 512}
     limits.check(tiny_llama, plain, **request)

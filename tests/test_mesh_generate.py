@@ -18,7 +18,7 @@ import kvjax
 from kvjax import models
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import auto_mesh, device_memory
-from kvjax.memory.weights import weight_bytes
+from kvjax.memory.sizes import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
 from kvjax.models.config_families import (

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.codecs import Raw
 from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Dense, Growing
-from kvjax.memory.limits import InferenceLimits, memory_left
+from kvjax.memory.limits import InferenceLimits, available_memory
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
 from kvjax.placement.device import Budget, Sizes
@@ -342,7 +342,7 @@ def test_limits_give_auto_its_memory(tiny_llama):
         kvjax.memory.cache_nbytes(tiny_llama.config, name, batch=2, max_len=512)["device"]
         for name in names
     )
-    left = memory_left(tiny_llama, batch=2, capacity=512, memory=weights + total)
+    left = available_memory(tiny_llama, batch=2, capacity=512, memory=weights + total)
     wide, narrow, small = (
         InferenceLimits(cache_memory_ratio=share, device_memory=weights + total)
         for share in (1.0, (whole - 1) / left, (least - 1) / left)

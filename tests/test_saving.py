@@ -21,7 +21,7 @@ from kvjax.core import array_folder
 from kvjax.core.errors import CacheOverflowError, CheckpointError
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
-from kvjax.operations.fingerprints import fingerprint
+from kvjax.operations.saving import fingerprint
 from tests.matrix import CODECS, tiny_config
 from tests.test_prefixes import POLICIES, small
 

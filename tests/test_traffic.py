@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.memory.links import collectives
-from kvjax.memory.traffic import by_instruction, bytes_moved, large_results
+from kvjax.memory.hlo import bytes_by_instruction, bytes_moved, collectives, large_results
 
 KIB = 1024
 A = "%a = f32[1024]{0} parameter(0)\n"
@@ -34,7 +33,7 @@ def test_operands_are_read_and_results_written():
         """
     )
     rows = [(20 * KIB, "broadcast large f32[4096]{0}"), (2 * KIB, "negate small f32[256]{0}")]
-    assert by_instruction(program) == rows
+    assert bytes_by_instruction(program) == rows
     assert bytes_moved(program) == 22 * KIB
 
 
@@ -70,7 +69,7 @@ def test_names_and_constants_move_nothing():
         %f = s32[1024]{0} iota(), iota_dimension=0
         ROOT %g = f32[1024]{0} get-tuple-element(%e), index=0
         """
-    assert by_instruction(text(A + program)) == []
+    assert bytes_by_instruction(text(A + program)) == []
 
 
 def test_a_reshape_of_tiles_moves_them():

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kvjax.adapters.running import called, current, layer_number, positions, running
+from kvjax.adapters._running import call_model, check_layer_number, current_call, positions, running
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 
@@ -22,7 +22,7 @@ class _Numbered(keras.layers.Layer):
           ValueError: if ``layer`` is no number.
         """
         super().__init__(*args, **options)
-        self.layer = layer_number(layer)
+        self.layer = check_layer_number(layer)
 
     def get_config(self) -> dict[str, Any]:
         """As Keras', with ``layer``."""
@@ -37,7 +37,7 @@ class MultiHeadAttention(_Numbered, keras.layers.MultiHeadAttention):
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
     ) -> Any:
-        call = current()
+        call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)
         return call.attend(self.layer, query, key, value, window=self._sliding_window), None
@@ -50,7 +50,7 @@ class GroupQueryAttention(_Numbered, keras.layers.GroupQueryAttention):
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
     ) -> Any:
-        call = current()
+        call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)
         # Keras has given every query head a copy of its own.
@@ -105,4 +105,4 @@ class ModelFunction:
             )
             return found
 
-        return called(logits, tokens, cache, lengths)
+        return call_model(logits, tokens, cache, lengths)

@@ -6,8 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 
-from kvjax.adapters.attention_fn import cached_attention
-from kvjax.adapters.running import TokensFirst, called, positions, running
+from kvjax.adapters._flax_attention import cached_attention
+from kvjax.adapters._running import TokensFirst, call_model, positions, running
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, Tokens
@@ -48,4 +48,4 @@ class ModuleFunction:
         self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the module."""
-        return called(self.module.bind(params), tokens, cache, lengths)
+        return call_model(self.module.bind(params), tokens, cache, lengths)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
-from kvjax.adapters.any_model import language_model
+from kvjax.adapters.language_model import language_model
 from kvjax.adapters.nnx import as_function
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row

@@ -8,7 +8,7 @@ from kvjax.bench.bandwidth import (
     peak_memory,
 )
 from kvjax.bench.measuring import Bench, Cell, Split, measure
-from kvjax.memory.weights import weight_bytes_read
+from kvjax.memory.sizes import weight_bytes_read
 
 __all__ = [
     "Bandwidth", "Bench", "Cell", "Split", "cpu_bandwidth", "jax_bandwidth", "measure",

@@ -36,15 +36,14 @@ import jax
 import numpy as np
 
 from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
-from kvjax.bench.timing import Timed, difference
+from kvjax.bench.timing import PolicyTimer, difference
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Drawing, spelled_out
 from kvjax.generation.programs import CHUNK
-from kvjax.memory.sizes import bytes_read
-from kvjax.memory.weights import weight_bytes_read
+from kvjax.memory.sizes import cache_bytes_read, weight_bytes_read
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 
@@ -151,13 +150,13 @@ def measure(
     as_int("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)
-    found: list[tuple[str, Timed]] = []
+    found: list[tuple[str, PolicyTimer]] = []
     for batch, prompt in itertools.product(batches, fitting):
         if told is not None:
             told(f"{batch} x {prompt:,} tokens")
         shape, drawn = (batch, prompt), np.random.default_rng(prompt)
         tokens = drawn.integers(0, lm.config.vocab_size, shape, np.int32)
-        timed = {name: Timed(lm, policies[name], tokens, steps, drawing) for name in names}
+        timed = {name: PolicyTimer(lm, policies[name], tokens, steps, drawing) for name in names}
         most = min(each.revocable for each in timed.values())
         if most < 1:
             raise ValueError("a ring without slack can't take back a step: give it slack=")
@@ -181,12 +180,12 @@ def measure(
     )  # fmt: skip
 
 
-def _cell(lm: LanguageModel, read: float, name: str, timed: Timed) -> Cell:
+def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell:
     (batch, prompt), capacity = timed.shape, timed.request.capacity
     seconds, steps = timed.seconds, timed.steps
     whole = statistics.median(seconds["whole"])
     weights = weight_bytes_read(lm.params, batch)
-    cache = bytes_read(
+    cache = cache_bytes_read(
         lm.config, timed.request.policy, batch=batch, max_len=capacity,
         length=prompt + (steps + 1) // 2,
     )  # fmt: skip

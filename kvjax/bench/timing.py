@@ -27,7 +27,7 @@ from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
 
 
-class Timed:
+class PolicyTimer:
     """Two caches of a policy, one with the prompt and one with a token, and times of runs on them.
 
     ``shape``: of the prompts, batch and tokens. ``allocated``: bytes of one of the caches, by

@@ -19,7 +19,7 @@ from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Answering, spelled_out
-from kvjax.memory.weights import encodes
+from kvjax.memory.sizes import has_encoder
 from kvjax.policies.presets import PolicyChoice, policy
 
 _COUNTED = ("prefilled", "known", "reread", "generated", "prefill_seconds", "decode_seconds",
@@ -80,7 +80,7 @@ class Chat:
           ValueError: if an argument is out of its range, the model has an encoder or no tokenizer,
             or its mesh divides rows.
         """
-        if encodes(lm):
+        if has_encoder(lm):
             raise ValueError("a chat goes on with its text, and this model has an encoder for that")
         if isinstance(cache, KVCache):
             raise ValueError("a chat makes its own cache: give a policy or its name")

@@ -12,8 +12,7 @@ from kvjax.generation.capacity import capacity_bucket, most_tokens
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import abstract_cache
-from kvjax.operations.rewinding import rewind, rewindable
-from kvjax.operations.rows import reset
+from kvjax.operations.rows import reset, rewind, rewindable
 from kvjax.placement.mesh import spread_over
 from kvjax.policies.model_config import common_heads, trained_context
 from kvjax.policies.presets import PolicyChoice

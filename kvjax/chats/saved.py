@@ -14,9 +14,7 @@ from kvjax.chats.held import Held
 from kvjax.core.array_folder import expand_user, report_format_errors
 from kvjax.core.errors import CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.operations.fingerprints import fingerprint
-from kvjax.operations.loading import load_cache
-from kvjax.operations.saving import save_cache
+from kvjax.operations.saving import fingerprint, load_cache, save_cache
 
 _NAME, _CACHE, _FORM = "chat.json", "cache", 1
 _BESIDE = _NAME + ".new"

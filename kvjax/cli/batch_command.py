@@ -129,7 +129,7 @@ def batch(
         from kvjax import models
         from kvjax.engine.engine import Engine
         from kvjax.memory.limits import InferenceLimits
-        from kvjax.operations.fingerprints import fingerprint
+        from kvjax.operations.saving import fingerprint
 
         with shown("loading"):
             lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))

@@ -15,7 +15,7 @@ from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.reporting import readable_bytes
 from kvjax.memory.limits import device_memory
-from kvjax.memory.weights import weight_bytes
+from kvjax.memory.sizes import weight_bytes
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import layer_windows
 from kvjax.policies.presets import parse_policy
@@ -88,9 +88,9 @@ def bench(
         echo_json({"model": name} | dataclasses.asdict(found))
         return
     typer.echo(f"{name} in {found.dtype} on {found.device}, JAX {found.jax}\n")
-    typer.echo(reports.columns(tables.decode_rows(found)))
+    typer.echo(reports.format_columns(tables.decode_rows(found)))
     typer.echo("\nmilliseconds of a step by difference; a prompt's, all rows together\n")
-    typer.echo(reports.columns(tables.part_rows(found)))
+    typer.echo(reports.format_columns(tables.part_rows(found)))
     typer.echo("\n".join(["", tables.device_line(found), *found.left_out]))
 
 

@@ -7,8 +7,7 @@ from kvjax.core.errors import CheckpointError
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import UNLIMITED
 from kvjax.generation.capacity import capacity_bucket
-from kvjax.operations.loading import load_cache
-from kvjax.operations.saving import save_cache
+from kvjax.operations.saving import load_cache, save_cache
 from kvjax.policies.model_config import positions_needed
 
 

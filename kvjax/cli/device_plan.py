@@ -23,13 +23,13 @@ def on_device(
 ) -> None:
     """Plan for a kind of device, or a mesh of such, and print it. ``choices``: policies by name,
     by default those that plans compare."""
-    from kvjax.memory.devices import DevicePlan, plan_on
-    from kvjax.memory.fitting import CHOICES
+    from kvjax.memory.device_plan import DevicePlan, plan_on
+    from kvjax.memory.limits import DEFAULT_CHOICES
     from kvjax.placement.mesh import make_mesh, parse_mesh
     from kvjax.policies.presets import policy
 
     if choices is None:
-        every: dict[str, Any] = {title: policy(**it) for title, it in CHOICES.items()}
+        every: dict[str, Any] = {title: policy(**it) for title, it in DEFAULT_CHOICES.items()}
         # Bodies on the host are compiled for when they are asked for.
         choices = {k: each for k, each in every.items() if not each.placement.behind_tail}
     there: Any = device if mesh is None else make_mesh(**parse_mesh(mesh), devices=device)
@@ -76,7 +76,7 @@ def _table(found: dict[str, Any]) -> str:
         for each, plan in found.items()
     ]  # fmt: skip
     alone = all(plan.devices == 1 for plan in found.values())
-    return reports.columns([row[:-1] if alone else row for row in (head, *rows)])
+    return reports.format_columns([row[:-1] if alone else row for row in (head, *rows)])
 
 
 def _too_large(found: dict[str, Any], divides: bool) -> str:

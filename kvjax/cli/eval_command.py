@@ -79,6 +79,6 @@ def evaluate(
             reports.plot_quality(found, plot, title=model or "the embedded model")
         tables = [reports.quality_rows(found), reports.range_rows(found)]
     if as_json:
-        echo_json(reports.as_figures(found))
+        echo_json(reports.as_dicts(found))
     else:
-        typer.echo("\n\n".join(map(reports.columns, tables)))
+        typer.echo("\n\n".join(map(reports.format_columns, tables)))

@@ -13,7 +13,7 @@ from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import shown
 from kvjax.core.reporting import readable_bytes
 from kvjax.core.target import current_target
-from kvjax.memory.sizes import bytes_a_token
+from kvjax.memory.sizes import bytes_per_token
 from kvjax.policies.model_config import layer_heads
 from kvjax.policies.presets import parse_policy
 
@@ -54,7 +54,7 @@ def info(
         "vocabulary": config.vocab_size,
         "context": config.context,
         "cache": cache,
-        "cache_bytes_a_token": bytes_a_token(config, policy),
+        "cache_bytes_a_token": bytes_per_token(config, policy),
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
         "upgrade": gained_by_upgrading(current_target()),

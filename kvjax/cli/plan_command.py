@@ -156,11 +156,11 @@ def plan(
         "  without a cache": f"{found.operations_uncached:.3g}",
         "  bytes read": readable_bytes(found.moved),
     }
-    typer.echo(reports.columns([*rows.items()]))
+    typer.echo(reports.format_columns([*rows.items()]))
     if rooms is not None:
         each = f" on each of {devices} devices" if devices > 1 else ""
         typer.echo(f"\n{memory} of memory{each}:\n")
-        typer.echo(reports.columns(_room_rows(rooms)))
+        typer.echo(reports.format_columns(_room_rows(rooms)))
 
 
 def _abstract(words: str) -> Any:

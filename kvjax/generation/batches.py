@@ -18,7 +18,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import Options, Settings, spelled_out
 from kvjax.generation.request import Chunk, Prompts, Request, prepare, prompt_chunks
 from kvjax.generation.results import GenerationResult
-from kvjax.operations.migration import let_go, migrate, moved
+from kvjax.operations.migration import delete_unshared, migrate, move_layers
 from kvjax.placement.device import Device, check_placement
 
 
@@ -153,7 +153,7 @@ class _Run:
         if cache is None:
             return None
         check_not_donated(cache)
-        return moved(cache, placement, range(min(self.ahead, len(cache.layers))), keep=True)
+        return move_layers(cache, placement, range(min(self.ahead, len(cache.layers))), keep=True)
 
     @without_mesh_context
     def _result(self, ready: _Ready, begun: Future[KVCache | None] | None) -> GenerationResult:
@@ -164,7 +164,7 @@ class _Run:
             first = None if begun is None else begun.result()
             if first is not None:
                 for old, new in zip(given.layers, first.layers, strict=True):
-                    let_go(old, new)
+                    delete_unshared(old, new)
                 given = first
             given = given if self.placement is None else migrate(given, self.placement)
             request = replace(request, cache=given)

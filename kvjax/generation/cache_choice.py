@@ -13,10 +13,9 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.generation.options import Options
 from kvjax.layouts import UNLIMITED, paged
-from kvjax.memory.limits import InferenceLimits, memory_left
-from kvjax.memory.planning import PREFILL
-from kvjax.memory.sizes import abstract_cache
-from kvjax.memory.weights import encodes
+from kvjax.memory.limits import InferenceLimits, available_memory
+from kvjax.memory.planning import PREFILL_CHUNK
+from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import positions_needed, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
@@ -53,7 +52,7 @@ def with_memory(
     allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
     if allowed is None and memory is None:
         try:
-            allowed = memory_left(lm, batch=batch, capacity=tokens)
+            allowed = available_memory(lm, batch=batch, capacity=tokens)
         except ValueError as error:
             raise ValueError(f"policy('auto') without memory=: {error}") from None
     found = min(bytes for bytes in (memory, allowed) if bytes is not None)
@@ -72,7 +71,7 @@ def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list
     Raises:
       ValueError: if what is continued, or known, would go by another text.
     """
-    if not encodes(lm):
+    if not has_encoder(lm):
         return None
     if options.prefix_cache is not None:
         raise ValueError(
@@ -129,7 +128,7 @@ def known_prefixes(options: Options) -> Tenant | None:
         raise ValueError("a prefix_cache was given together with use_cache=False")
     fixed = {
         "max_len": (None, tree.terms.max_len),
-        "prefill_chunk": (PREFILL, tree.terms.prefill_chunk),
+        "prefill_chunk": (PREFILL_CHUNK, tree.terms.prefill_chunk),
     }
     for name, known in fixed.items():
         if getattr(options, name) not in known:

@@ -10,7 +10,7 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.model import Model
-from kvjax.operations.rewinding import rewind
+from kvjax.operations.rows import rewind
 from kvjax.sampling.filters import Logits
 
 

@@ -11,8 +11,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.typing import PerRow, Tokens
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.layouts import Dense
-from kvjax.memory.sizes import device_bytes
-from kvjax.memory.weights import encodes
+from kvjax.memory.sizes import device_bytes, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
@@ -23,7 +22,7 @@ UNREAD = "this model's encoder has read no text: lm.reading(texts) lets it"
 
 def has_read(lm: Any) -> bool:
     """Whether it has, and that has read what its rows go by."""
-    return encodes(lm) and SOURCE in getattr(lm, "params", {})
+    return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
 
 def without_source(params: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def without_source(params: dict[str, Any]) -> dict[str, Any]:
 
 def without_encoder(what: str, lm: Any) -> None:
     """Raise ``ValueError`` for a model with an encoder, of which there is no ``what``."""
-    if encodes(lm):
+    if has_encoder(lm):
         raise ValueError(
             f"{what} is of models without an encoder: what one reads has no place in it"
         )
@@ -41,7 +40,7 @@ def without_encoder(what: str, lm: Any) -> None:
 
 def check_read(lm: Any) -> None:
     """Raise ``ValueError`` for a model whose encoder has read nothing."""
-    if encodes(lm) and not has_read(lm):
+    if has_encoder(lm) and not has_read(lm):
         raise ValueError(UNREAD)
 
 

@@ -19,7 +19,7 @@ from kvjax.generation.request import Chunk, Request, prepare, prompt_chunks
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.session import Session
 from kvjax.generation.streaming import Stream
-from kvjax.memory.planning import PREFILL
+from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.model_config import position_limit
 from kvjax.sampling.filters import Logits
 
@@ -149,7 +149,7 @@ def prefill(
     cache: CacheChoice = "static",
     max_len: int | None = None,
     rotary_len: int | None = None,
-    prefill_chunk: int = PREFILL,
+    prefill_chunk: int = PREFILL_CHUNK,
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, Logits]:
     """Read prompts into a cache, as ``generate`` does before its first token.

@@ -21,7 +21,7 @@ from kvjax.core.validation import as_list, is_traced, short_repr
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.encoder import SOURCE, has_read, read, refuse_auto, without_source
 from kvjax.generation.model import GenerationDefaults
-from kvjax.memory.weights import encodes
+from kvjax.memory.sizes import has_encoder
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import spread_over
 from kvjax.policies.model_config import common_heads
@@ -135,7 +135,7 @@ class LanguageModel:
     def __repr__(self) -> str:
         """What it is, not its parameters."""
         config = self.config
-        weights = without_source(self.params) if encodes(self) else self.params
+        weights = without_source(self.params) if has_encoder(self) else self.params
         count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(weights))
         name = getattr(config, "model_type", "a model of one's own")
         return (
@@ -214,7 +214,7 @@ class LanguageModel:
         Raises:
           ValueError: if the model has no encoder, a text is empty, or the policy is ``Auto``.
         """
-        if not encodes(self):
+        if not has_encoder(self):
             raise ValueError("the model has no encoder: what it reads is its prompt")
         refuse_auto(cache)
         ids = self._ids(texts)

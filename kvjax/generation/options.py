@@ -13,7 +13,7 @@ from kvjax.core.validation import normalize_bool_field
 from kvjax.generation.drafts.asked import DraftChoice
 from kvjax.generation.guides.masks import RowGuides
 from kvjax.memory.limits import InferenceLimits
-from kvjax.memory.planning import PREFILL
+from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
 from kvjax.sampling.history import LogitsHook
@@ -107,7 +107,7 @@ class Options:
     stop: str | Sequence[str] | None = None
     eos_token_ids: int | Sequence[int] | None = None
     use_cache: bool = True
-    prefill_chunk: int = PREFILL
+    prefill_chunk: int = PREFILL_CHUNK
     limits: InferenceLimits | None = None
     mesh: Mesh | None = None
     n: int = 1

@@ -37,7 +37,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.options import Options
 from kvjax.layouts import UNLIMITED
-from kvjax.operations.room import check_room
+from kvjax.operations.capacity import check_budget
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import Spread, spread_over
 from kvjax.policies.model_config import common_heads, positions_needed, same_rotary
@@ -194,7 +194,7 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     if chosen is not None:
         chosen = with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
     if given is not None:
-        check_room(given, grown_to(given, need))
+        check_budget(given, grown_to(given, need))
     if options.limits is not None:
         options.limits.check(
             lm,

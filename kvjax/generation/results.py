@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.core.reporting import COMPILE_CALLBACK
-from kvjax.operations.room import Move
+from kvjax.operations.capacity import Move
 from kvjax.sampling.scores import Scores, TokenScore
 
 

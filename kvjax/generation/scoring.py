@@ -20,7 +20,7 @@ from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.request import chunk_bucket
-from kvjax.memory.planning import PREFILL
+from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select
 from kvjax.policies.presets import PolicyChoice
 from kvjax.sampling.filters import Logits
@@ -62,7 +62,7 @@ def score(
     top_p: float | None = None,
     min_p: float | None = None,
     typical_p: float | None = None,
-    prefill_chunk: int = PREFILL,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> Scored:
     """Log-probabilities of continuations of prompts, each prompt read once for all of its own.
 

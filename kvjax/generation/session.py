@@ -23,8 +23,8 @@ from kvjax.generation.encoder import SOURCE, has_read
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress
 from kvjax.generation.request import Chunk, Request
-from kvjax.operations.rewinding import rewind, rewindable
-from kvjax.operations.room import Move, make_room, settled
+from kvjax.operations.capacity import Move, make_room, settle_in_budget
+from kvjax.operations.rows import rewind, rewindable
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
 from kvjax.sampling.history import Past, past_of
@@ -231,7 +231,7 @@ class Session:
     def _new_context(self) -> Context:
         request, rows = self._request, self._rows
         if request.cache is not None:
-            self._hold(*settled(request.cache, grown_to(request.cache, request.need)))
+            self._hold(*settle_in_budget(request.cache, grown_to(request.cache, request.need)))
         elif request.prefixes is not None:
             tree, name = request.prefixes.tree, request.prefixes.name
             lease = self._lease = tree.lend(

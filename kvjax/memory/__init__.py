@@ -1,8 +1,7 @@
 """Memory before anything runs: the bytes of a cache, of weights and programs, and what fits."""
 
-from kvjax.memory.devices import DevicePlan, plan_on
-from kvjax.memory.fitting import what_fits
-from kvjax.memory.limits import InferenceLimits
+from kvjax.memory.device_plan import DevicePlan, plan_on
+from kvjax.memory.limits import InferenceLimits, what_fits
 from kvjax.memory.pages import PageMap, page_map
 from kvjax.memory.planning import Plan
 from kvjax.memory.shapes import ModelShape

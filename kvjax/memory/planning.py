@@ -18,11 +18,14 @@ from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
 from kvjax.cache.sizes import nbytes, shares_of
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import INT32_MAX, as_int
-from kvjax.memory.sizes import abstract_cache, bytes_a_token, bytes_ahead, seen
-from kvjax.memory.weights import (
+from kvjax.memory.sizes import (
     Plannable,
-    multiplied,
-    plannable,
+    abstract_cache,
+    as_plannable,
+    bytes_per_token,
+    matmul_parameters,
+    prefetch_bytes,
+    visible_tokens,
     weight_bytes,
     weight_bytes_read,
 )
@@ -30,7 +33,7 @@ from kvjax.placement.mesh import Spread, spread_over
 from kvjax.policies.model_config import beyond_context, common_heads, layer_heads, model_dtype
 from kvjax.policies.presets import PolicyChoice
 
-PREFILL = 512
+PREFILL_CHUNK = 512
 """Tokens of a prompt that a call takes, where nothing else is said."""
 
 
@@ -77,7 +80,7 @@ def plan(
     batch: int = 1,
     max_len: int,
     length: int | None = None,
-    prefill_chunk: int = PREFILL,
+    prefill_chunk: int = PREFILL_CHUNK,
     compiled: bool = True,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Plan:
@@ -103,7 +106,7 @@ def plan(
     chunk = min(as_int("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
         raise ValueError(f"length is {length}, but max_len only {max_len}")
-    model = plannable(model)
+    model = as_plannable(model)
     for name in ("num_attention_heads", "hidden_size"):
         if not hasattr(model.config, name):
             raise ValueError(f"the model's config has no {name}, which a plan goes by")
@@ -112,7 +115,7 @@ def plan(
     if spread is not None:
         spread.check_rows(batch)
     temporaries = estimated_temporaries(model.config, batch, chunk, spread)
-    temporaries, source = temporaries + bytes_ahead(cache, spread), "estimated"
+    temporaries, source = temporaries + prefetch_bytes(cache, spread), "estimated"
     # JAX compiles for arrays on the host only where it has them, and none are made here.
     on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
     if spread is None and compiled and on_device and model.apply is not None:
@@ -125,8 +128,8 @@ def plan(
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
     share = weights / weight_bytes(model)  # of a device, where a mesh divides them
     pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
-    held = [seen(layer, length, own) for layer, own in pairs]
-    matrices = 2 * share * multiplied(params)
+    held = [visible_tokens(layer, length, own) for layer, own in pairs]
+    matrices = 2 * share * matmul_parameters(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
     scores = 4 * model.config.num_attention_heads
     # A layer that reads another's has queries of its own.
@@ -138,7 +141,7 @@ def plan(
         for head_dim, n in zip(head_dims, tokens, strict=True)
     )
     rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
-    token = bytes_a_token(model.config, choice)
+    token = bytes_per_token(model.config, choice)
     if spread is not None:
         rows, devices = cache.batch // spread.rows, spread.devices
         parts = spread.parts * spread.heads

@@ -15,9 +15,9 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core.typing import Array
 from kvjax.core.validation import is_traced
 from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout
-from kvjax.operations.conversion import laid_out_anew, under, unpaged
-from kvjax.operations.growth import mark, padded_to
-from kvjax.operations.rows import without
+from kvjax.operations.capacity import grown_mark, pad_layer
+from kvjax.operations.conversion import convert_entry, with_policies, without_pages
+from kvjax.operations.rows import empty_unallocated
 from kvjax.operations.stacks import stack, unstack
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -81,12 +81,12 @@ def _in_pages(caches: Sequence[KVCache]) -> KVCache:
     divided = first.spread is not None and first.spread.rows > 1
     if divided or any(each != policies[0] for each in policies):
         # Rows leave the pages of their device, or policy.
-        whole = _joined([unpaged(cache) for cache in caches])
+        whole = _joined([without_pages(cache) for cache in caches])
         wanted = [
             _repaged([of[entry] for of in policies], layer.policy, whole.batch)
             for entry, layer in enumerate(whole.layers)
         ]
-        return under(whole, wanted)
+        return with_policies(whole, wanted)
     same = all(_pages_of(cache) == _pages_of(first) for cache in caches)
     layers = []
     for held in zip(*(cache.layers for cache in caches), strict=True):
@@ -101,7 +101,7 @@ def _in_pages(caches: Sequence[KVCache]) -> KVCache:
     pools = [of[0].joined(of[1:], same=same) for of in zip(*(c.pools for c in caches), strict=True)]
     cache = with_rows(first, layers=tuple(layers), pools=tuple(pools), **_rows_of(caches))
     # A page that is not full can stand in two rows of one pool.
-    return without(*forked(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
+    return empty_unallocated(*forked(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
 
 
 def _pages_of(cache: KVCache) -> list[int]:
@@ -172,9 +172,9 @@ def _as_policies(cache: KVCache, wanted: Sequence[CachePolicy]) -> KVCache:
     for entry, (held, policy) in enumerate(zip(cache.layers, wanted, strict=True)):
         layout, written = policy.layout, cache.written[:, entry]
         if replace(held.policy, layout=layout) == policy and _fits(held.policy.layout, layout):
-            layer, written = padded_to(held, layout), mark(held, layout, written)
+            layer, written = pad_layer(held, layout), grown_mark(held, layout, written)
         else:
-            layer, written, lost = laid_out_anew(cache, entry, policy)
+            layer, written, lost = convert_entry(cache, entry, policy)
             status |= lost
         layers.append(layer)
         marks.append(written)

@@ -77,10 +77,10 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
         resolved = kept_within(budget, resolved, some)
-    return replace(under(cache, resolved), budget=budget)
+    return replace(with_policies(cache, resolved), budget=budget)
 
 
-def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
+def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
     """A cache under other resolved policies, all laid out anew.
 
     Raises:
@@ -99,7 +99,7 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
         status |= flag_where(lacking, LOST)
     tables = [each.paging and pools[each.paging].whole for each in policies]
     anew = [
-        laid_out_anew(cache, entry, each, table)
+        convert_entry(cache, entry, each, table)
         for entry, (each, table) in enumerate(zip(policies, tables, strict=True))
     ]
     layers, written, lost = zip(*anew, strict=True)
@@ -109,13 +109,13 @@ def under(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
     )  # fmt: skip
 
 
-def unpaged(cache: KVCache) -> KVCache:
+def without_pages(cache: KVCache) -> KVCache:
     """A cache in which each row has slots of its own."""
     policies = [layer.policy for layer in cache.layers]
-    return under(cache, [replace(x, layout=unpaged_layout(x.layout)) for x in policies])
+    return with_policies(cache, [replace(x, layout=unpaged_layout(x.layout)) for x in policies])
 
 
-def laid_out_anew(
+def convert_entry(
     cache: KVCache, entry: int, policy: CachePolicy, table: Array | None = None
 ) -> tuple[LayerCache, PerRow, PerRow]:
     """One of ``KVCache.layers`` under another policy, in its place, with its rows' ``table`` where
@@ -128,7 +128,7 @@ def laid_out_anew(
     """
     old, tables = cache.layers[entry], (cache.table(entry, whole=True), table)
     rows = cache.length, cache.written[:, entry]
-    layer, written, long, lost = converted(old, *rows, policy, tables)
+    layer, written, long, lost = convert_layer(old, *rows, policy, tables)
     if not is_traced(long) and np.any(fetch(long)):
         row = int(np.argmax(fetch(long)))
         raise ValueError(
@@ -155,7 +155,7 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
     return layout.grown(min(to, max(layout.grows_to or to, layout.slots)))
 
 
-def converted(
+def convert_layer(
     old: LayerCache, length: PerRow, marks: PerRow, policy: CachePolicy,
     tables: tuple[Array | None, Array | None] = (None, None),
 ) -> tuple[LayerCache, PerRow, Array, Array]:  # fmt: skip

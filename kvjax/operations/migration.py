@@ -19,7 +19,7 @@ from kvjax.core.transfer import commit_together, put_on_default_device
 from kvjax.core.typing import Array
 from kvjax.core.validation import as_int
 from kvjax.layouts import paged
-from kvjax.operations.conversion import converted, under, unpaged
+from kvjax.operations.conversion import convert_layer, with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator, Paging
 from kvjax.placement.device import Device, beside, check_placement
@@ -74,10 +74,10 @@ def migrate(
         if not isinstance(layers, Iterable):
             raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
         entries = sorted({cache.entry(as_int("layer", number, 0)) for number in layers})
-    return moved(cache, placement, entries)
+    return move_layers(cache, placement, entries)
 
 
-def moved(
+def move_layers(
     cache: KVCache, placement: Device, entries: Iterable[int], *, keep: bool = False
 ) -> KVCache:
     """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
@@ -102,7 +102,7 @@ def moved(
                 keys, values = policy.placement.store((moving.keys, moving.values), moving.orders)
                 moving = replace(moving, keys=keys, values=values)
                 if not keep:
-                    let_go(old, moving)
+                    delete_unshared(old, moving)
             else:
                 # What is laid out anew is there before the old arrays go, and those go before it
                 # moves: never more than two of them.
@@ -111,7 +111,7 @@ def moved(
                     old, cache.length, marks[entry], policy, tables
                 )
                 if not keep:
-                    let_go(old, anew)
+                    delete_unshared(old, anew)
                 moving = anew.placed()
                 del anew
                 status |= flag_where(lost, LOST)
@@ -184,7 +184,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
 def _repaged(cache: KVCache, spread: Spread | None) -> KVCache:
     """``_respread`` to where another number of devices divide the rows, who have pages of their
     own: by way of rows without pages."""
-    whole = _respread(unpaged(cache), spread)
+    whole = _respread(without_pages(cache), spread)
     policies = []
     for old, new in zip(cache.layers, whole.layers, strict=True):
         layout, policy = old.policy.layout, new.policy
@@ -192,14 +192,14 @@ def _repaged(cache: KVCache, spread: Spread | None) -> KVCache:
             layout = replace(layout, inner=policy.layout, pool=None)
             policy = replace(policy, layout=layout).pooled(cache.batch)
         policies.append(policy)
-    found = under(whole, policies)
+    found = with_policies(whole, policies)
     for old, new in zip(cache.layers, found.layers, strict=True):
-        let_go(old, new)
+        delete_unshared(old, new)
     return found
 
 
 def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:
-    """``let_go`` of what lies elsewhere: a move to where an array is already copies nothing."""
+    """Like ``delete_unshared``, but compares buffers: a move may return arrays that share them."""
 
     def memory(arrays: list[Any]) -> set[int]:
         return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
@@ -226,7 +226,7 @@ def _reordered(body: Any, before: Any, after: Any) -> Any:
     return kept(given(body, before), after)
 
 
-def let_go(old: LayerCache, new: LayerCache) -> None:
+def delete_unshared(old: LayerCache, new: LayerCache) -> None:
     """Delete the arrays that are no longer needed; what still reads them does so to the end."""
     kept = {id(array) for array in jax.tree.leaves(new)}
     for array in jax.tree.leaves(old):
@@ -235,4 +235,4 @@ def let_go(old: LayerCache, new: LayerCache) -> None:
 
 
 # In one program: operation by operation each of them would be compiled, and keep what it makes.
-_laid_out = jax.jit(converted, static_argnames="policy")
+_laid_out = jax.jit(convert_layer, static_argnames="policy")

@@ -1,23 +1,26 @@
-"""What is done with whole rows: pure functions, for every layout."""
+"""Operations on whole rows: copy, select, repeat, empty, rewind and continue them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, usable
+from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, REWOUND_TOO_FAR, usable
 from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.paging import forked, freed
+from kvjax.cache.paging import forked, freed, trimmed
 from kvjax.cache.state import KVCache, LayerCache, with_rows
+from kvjax.core import control_flow
 from kvjax.core.array_ops import flag_where
-from kvjax.core.typing import Array, RowMask
-from kvjax.core.validation import as_int, is_traced
-from kvjax.operations.conversion import under, unpaged
-from kvjax.operations.growth import with_pages_for
-from kvjax.operations.rewinding import whole_numbers
+from kvjax.core.typing import Array, Counts, PerRow, RowMask
+from kvjax.core.validation import UNLIMITED, as_int, is_traced
+from kvjax.operations.capacity import grow_pools_for
+from kvjax.operations.conversion import with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
+from kvjax.placement.device import Device
+from kvjax.placement.order import AS_IS
 
 
 @automatic
@@ -44,7 +47,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         (where traced: the nearest row, and the status ``NO_SUCH_ROW``).
     """
     cache = usable("kvjax.select", cache, between=False)
-    index = whole_numbers("rows must be a list of whole numbers", rows)
+    index = as_int_array("rows must be a list of whole numbers", rows)
     if index.ndim != 1 or not index.size:
         raise ValueError(f"rows must be a list of whole numbers, got {rows!r:.80}")
     if not is_traced(index):
@@ -57,7 +60,9 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     across = cache.pools and cache.spread is not None and cache.spread.rows > 1
     if across:
         # Each device has pages of its own, which rows leave.
-        chosen = under(_of_rows(unpaged(cache), index), [layer.policy for layer in cache.layers])
+        chosen = with_policies(
+            _of_rows(without_pages(cache), index), [layer.policy for layer in cache.layers]
+        )
     else:
         chosen = _of_rows(cache, index)
     return with_rows(chosen, status=chosen.status | flag_where(missing, NO_SUCH_ROW))
@@ -78,7 +83,7 @@ def repeat(cache: KVCache, times: int) -> KVCache:
     repeated = _changed(
         cache, lambda layer: layer.repeated(times), lambda x: jnp.repeat(x, times, axis=0)
     )
-    return without(repeated, had)
+    return empty_unallocated(repeated, had)
 
 
 def _of_rows(cache: KVCache, index: Array) -> KVCache:
@@ -87,15 +92,15 @@ def _of_rows(cache: KVCache, index: Array) -> KVCache:
     chosen = _changed(
         cache, lambda layer: layer.taken(index), lambda x: jnp.take(x, index, axis=0, mode="clip")
     )
-    return without(chosen, had)
+    return empty_unallocated(chosen, had)
 
 
 def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
     """``forked``, of a cache that has pools; with pages for all that the rows may become."""
-    return forked(with_pages_for(cache, len(rows)), rows) if cache.pools else (cache, None)
+    return forked(grow_pools_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
-def without(cache: KVCache, had: RowMask | None) -> KVCache:
+def empty_unallocated(cache: KVCache, had: RowMask | None) -> KVCache:
     """A cache in which the rows that have not got their pages are empty."""
     if had is None:
         return cache
@@ -140,3 +145,210 @@ def _changed(
     layers = tuple(layer(held) for held in cache.layers)
     own = jax.tree.map(rows, replace(cache, layers=(), pools=()))
     return with_rows(own, layers=layers, pools=cache.pools)
+
+
+@automatic
+def rewindable(cache: KVCache) -> PerRow:
+    """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
+
+    A ring has overwritten what lies further back than its slack.
+    """
+    cache = usable("kvjax.rewindable", cache)
+    each = [
+        _rewindable(layer, cache.length, cache.written[:, entry])
+        for entry, layer in enumerate(cache.layers)
+    ]
+    return jnp.min(jnp.stack(each), axis=0)
+
+
+@automatic
+def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
+    """Forget the newest tokens.
+
+    Args:
+      cache: the cache.
+      tokens: how many, for all rows, or int32[batch], one number a row.
+
+    Returns:
+      The cache. A row that can't forget so many (see ``rewindable``) is left as it is and gets
+      the status ``REWOUND_TOO_FAR``. Of a paged cache it gives pages back; where it ends in one
+      that others have too, that is copied, or the row left, with the status ``OUT_OF_PAGES``.
+
+    Raises:
+      ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
+        not one number a row.
+    """
+    cache = usable("kvjax.rewind", cache)
+    back = as_int_array("rewind takes a whole number, or one a row", tokens)
+    if back.shape not in ((), (cache.batch,)):
+        raise ValueError(
+            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(back.shape)}"
+        )
+    if not is_traced(back) and np.any(np.asarray(back) < 0):
+        raise ValueError(f"rewind takes tokens away: {np.min(back)} is negative")
+    # A number that int32 can't hold is too many in any case.
+    back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
+    back = jnp.broadcast_to(back, cache.length.shape)
+    wrong = (back > rewindable(cache)) | (back < 0)
+    length = jnp.where(wrong, cache.length, cache.length - back)
+    status = cache.status | flag_where(wrong, REWOUND_TOO_FAR)
+    if cache.pools:
+        cache, had = trimmed(cache, length)
+        length = jnp.where(had, length, cache.length)
+        status |= flag_where(~had, OUT_OF_PAGES)
+    return with_rows(cache, length=length, status=status)
+
+
+def _rewindable(layer: LayerCache, length: PerRow, written: PerRow) -> PerRow:
+    tokens = layer.policy.rewindable(length, written)
+    if layer.low is None:
+        return tokens
+    window = layer.policy.layout.window or 0  # a dense layer lacks nothing
+    back = length - (layer.low + window - 1)
+    found = jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+    return found if layer.stack is None else jnp.min(found, axis=0)
+
+
+def as_int_array(wanted: str, x: Any) -> Any:
+    """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
+    if not is_traced(x):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(f"{wanted}, got {x!r:.80}") from None
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{wanted}, got {x!r:.80}")
+    if is_traced(x):
+        return x if x.dtype.itemsize > 4 else x.astype(jnp.int32)
+    return x.astype(np.int64)
+
+
+_PIECE = 256
+"""Tokens that are copied in one go."""
+
+
+def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
+    """A cache whose rows go on from ``rows``; inside ``jit``.
+
+    Args:
+      cache: between two calls.
+      rows: int32[batch], which row each goes on from: one that stays, ``rows[rows[i]] == rows[i]``;
+        on a mesh one on the same devices.
+      since: int32[batch], the first tokens of each that those it may go on from have too.
+
+    Returns:
+      The cache. Of pages rows share the full ones. A row that finds no page to go on in is empty,
+      with the status ``OUT_OF_PAGES``.
+    """
+    spread = cache.spread
+    here = rows % (cache.batch if spread is None else cache.batch // spread.rows)
+    had = None
+    if cache.pools:
+        cache, had = forked(cache, here)
+    kinds, layers = [(held.policy, held.stack) for held in cache.layers], list(cache.layers)
+    for kind in dict.fromkeys(kinds):
+        # Layers that are alike in one loop: each would be one more to compile.
+        entries = [n for n, other in enumerate(kinds) if other == kind]
+        alike = _of_layers([layers[n] for n in entries], here, cache.length, since)
+        for n, held in zip(entries, alike, strict=True):
+            layers[n] = held
+
+    def taken(own: Any, rows: PerRow) -> Any:
+        return jax.tree.map(lambda x: x[rows], own)
+
+    own = cache.length, cache.written, cache.status
+    if spread is None:
+        length, written, status = taken(own, here)
+    else:
+        length, written, status = spread.run(taken, spread.of_rows(), spread.of_rows(), own, here)
+    cache = replace(cache, layers=tuple(layers))
+    return empty_unallocated(with_rows(cache, length=length, written=written, status=status), had)
+
+
+def _of_layers(
+    layers: list[LayerCache], rows: PerRow, length: PerRow, since: PerRow
+) -> list[LayerCache]:
+    """The own arrays of layers of one policy; those of a pool stay as they are."""
+    policy, stack = layers[0].policy, layers[0].stack
+    paged, spread = policy.paging is not None, policy.placement.spread
+    parts = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
+    first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
+    if policy.layout.window is None and policy.placement.parts == 1:
+        # Positions stand in their order, and those up to `since` are there.
+        units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
+        first, last = units(since), units(length)
+
+    def change(parts: Any, rows: PerRow, first: PerRow, last: PerRow) -> Any:
+        bodies, tails, lows = zip(*parts, strict=True)
+        if not paged:
+            orders = tuple(x.orders for x in layers)
+            piece = _PIECE // policy.unit
+            bodies = _copied(bodies, orders, policy.placement, rows, first, last, piece, stack)
+        if tails[0] is not None:
+            every = jnp.zeros_like(first), jnp.full_like(first, UNLIMITED)
+            orders = jax.tree.map(lambda _: AS_IS, tails)
+            tails = _copied(tails, orders, Device(), rows, *every, _PIECE, stack)
+            lows = [low[rows] if stack is None else low[:, rows] for low in lows]
+        return [*zip(bodies, tails, lows, strict=True)]
+
+    if spread is None:
+        parts = change(parts, rows, first, last)
+    else:
+        each, specs = spread.of_rows(), [x.specs() for x in layers]
+        own = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in specs]
+        parts = spread.run(change, (own, each, each, each), own, parts, rows, first, last)
+    after = []
+    for held, (body, tail, low) in zip(layers, parts, strict=True):
+        own_body = {} if paged else {"keys": body[0], "values": body[1]}
+        after.append(replace(held, tail=tail, low=low, **own_body))
+    return after
+
+
+def _copied(
+    stores: Any,
+    orders: Any,
+    placement: Device,
+    rows: PerRow,
+    first: PerRow,
+    last: PerRow,
+    piece: int,
+    stack: int | None,
+) -> Any:
+    """Kept arrays [batch, ...], or of a stack [layers, batch, ...], with units ``first`` to
+    ``last`` of the rows that others go on from copied to these, in place."""
+    given = stores
+    if stack is not None:
+        stores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stores)
+    batch, layers = len(rows), stack or 1
+    store, order = jax.tree.leaves(stores)[0], jax.tree.leaves(orders)[0]
+    units = store.shape[order.axis] // order.step
+    size = min(max(piece, 1), units)
+
+    def row_of(number: Array, stores: Any) -> Any:
+        row = number % batch
+        source, begin = rows[row], first[row]
+        end = jnp.minimum(last[source], units)
+        turns = jnp.where(source == row, 0, -(-jnp.maximum(end - begin, 0) // size))
+
+        def copy(turn: Array, stores: Any) -> Any:
+            start = jnp.minimum(begin + turn * size, units - size)
+            return jax.tree.map(_one(placement, number - row, source, row, start, size),
+                                stores, orders)  # fmt: skip
+
+        return control_flow.fori_loop(0, turns, copy, stores)
+
+    stores = control_flow.fori_loop(0, batch * layers, row_of, stores)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, given)
+
+
+def _one(
+    placement: Device, base: Array, source: Array, row: Array, start: Array, size: int
+) -> Callable[[Array, Any], Array]:
+    def one(store: Array, order: Any) -> Array:
+        shape = [1, *store.shape[1:]]
+        shape[order.axis] = size * order.step
+        like: Any = jax.ShapeDtypeStruct(tuple(shape), store.dtype)
+        units = order.of_row(store, base + source, start, like)
+        return order.with_row(store, base + row, start, placement.far(placement.near(units)))
+
+    return one

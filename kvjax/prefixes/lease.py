@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.cache.checks import REWOUND_TOO_FAR
 from kvjax.cache.state import KVCache
 from kvjax.core.transfer import fetch
-from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.rows import rewind, rewindable
 from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.checkpoints import State, Taken, put_back, taken
 from kvjax.prefixes.found import found_of

@@ -11,8 +11,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
 from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
 from kvjax.layouts import paged
-from kvjax.memory.sizes import abstract_cache
-from kvjax.memory.weights import encodes
+from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.model_config import decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import own, state_bytes
@@ -122,7 +121,7 @@ def terms_for(
             "trees of prefixes, and engines, keep what rows have a layer at a time: a model whose "
             "config says stacked can't be lent it"
         )
-    if encodes(lm):
+    if has_encoder(lm):
         raise ValueError(
             "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
             "decoder writes goes by what its encoder has read besides"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
 from kvjax.core.mesh_context import allow_host_to_device
-from kvjax.operations.fingerprints import fingerprint
+from kvjax.operations.saving import fingerprint
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.keys import Versions, named
 from kvjax.prefixes.lease import Lease

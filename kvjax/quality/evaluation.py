@@ -24,14 +24,14 @@ from kvjax.core.validation import as_int
 from kvjax.generation.encoder import without_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_device
-from kvjax.operations.growth import grow
-from kvjax.operations.rewinding import rewind, rewindable
+from kvjax.operations.capacity import grow
+from kvjax.operations.rows import rewind, rewindable
 from kvjax.operations.stacks import unstack
 from kvjax.placement.mesh import DATA
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
-from kvjax.quality.figures import Quality, cache_bytes, quality_of, seen_encoded
+from kvjax.quality.metrics import Quality, cache_bytes, compute_quality, seen_encoded
 
 CHUNK = 256
 """Tokens of a pass's calls."""
@@ -89,7 +89,7 @@ def evaluate(
     for name, cache in caches.items():
         _check_encodes(name, cache, context, chunk)
     full = empty(CachePolicy())
-    of_full = cache_bytes(one_by_one(full), context)
+    of_full = cache_bytes(unstacked_shapes(full), context)
     for number, window in enumerate(cut):
         if number:
             full = empty(CachePolicy())
@@ -104,17 +104,17 @@ def evaluate(
             wanted, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
                 report_progress(f"evaluating {name}, {place}", compared, total, last)
-                caches[name] = with_room(caches[name], start + part.shape[1], context)
+                caches[name] = grow_to_hold(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
                 found[name].append(last := _compared(wanted, logits, target))
                 compared += len(target)
         for name, cache in {"full precision": full, **caches}.items():
-            raise_for(name, cache)
+            check_named(name, cache)
     report_progress("evaluating", compared, total, last)
     return {
-        name: quality_of(
+        name: compute_quality(
             np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
-            cache_bytes(one_by_one(caches[name]), context),
+            cache_bytes(unstacked_shapes(caches[name]), context),
             _step_ms(lm, name, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
             of_full,
         )
@@ -122,7 +122,7 @@ def evaluate(
     }
 
 
-def one_by_one(cache: KVCache) -> KVCache:
+def unstacked_shapes(cache: KVCache) -> KVCache:
     """A cache whose figures are told: of stacks, the layers' own, as shapes."""
     return cache if cache.stacks is None else jax.eval_shape(unstack, cache)
 
@@ -147,7 +147,7 @@ def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
         )
 
 
-def with_room(cache: KVCache, tokens: int, context: int) -> KVCache:
+def grow_to_hold(cache: KVCache, tokens: int, context: int) -> KVCache:
     """The cache, doubled until it holds so many tokens."""
     to = cache.max_len
     while to < tokens:
@@ -198,7 +198,7 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
     return tokens
 
 
-def raise_for(name: str, cache: KVCache) -> None:
+def check_named(name: str, cache: KVCache) -> None:
     """``kvjax.check``, with the policy's name in what it raises."""
     try:
         check(cache)

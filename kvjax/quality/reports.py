@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import pyplot
-from kvjax.quality.figures import CacheBytes, Quality, pareto_front
+from kvjax.quality.metrics import CacheBytes, Quality, pareto_front
 
 DEFAULT_POLICIES = (
     "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
@@ -51,7 +51,7 @@ def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
     return [["mean KL at positions", *head], *rows]
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns."""
     padded = []
     for number, column in enumerate(zip(*rows, strict=True)):
@@ -60,7 +60,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
-def as_figures(found: Mapping[str, Any]) -> dict[str, Any]:
+def as_dicts(found: Mapping[str, Any]) -> dict[str, Any]:
     """All figures of each policy (of any dataclass), to be written as JSON."""
     return {name: asdict(each) for name, each in found.items()}
 

@@ -20,8 +20,8 @@ from kvjax.core.typing import Array
 from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
-from kvjax.quality.evaluation import CHUNK, raise_for, with_room
-from kvjax.quality.figures import CacheBytes, cache_bytes
+from kvjax.quality.evaluation import CHUNK, check_named, grow_to_hold
+from kvjax.quality.metrics import CacheBytes, cache_bytes
 
 from .. import load
 from . import FOLDER
@@ -97,10 +97,10 @@ def recall(
             part = tokens[:, start : start + chunk]
             done = number * 4 * facts + start
             report_progress(f"asking for facts, {name}", done, len(policies) * 4 * facts)
-            cache = with_room(cache, start + part.shape[1], 4 * facts)
+            cache = grow_to_hold(cache, start + part.shape[1], 4 * facts)
             best, cache = _first(lm.architecture, lm.params, part, cache)
             said.append(np.asarray(best))
-        raise_for(name, cache)
+        check_named(name, cache)
         answers = np.concatenate(said, axis=1)[:, 2 * facts :: 2]
         right = answers == tokens[:, 2 * facts + 1 :: 2]
         found[name] = Recall(

@@ -22,7 +22,7 @@ from kvjax.generation.options import Compiling, Options, spelled_out
 from kvjax.generation.request import Request, prepare, prompt_chunks
 from kvjax.generation.results import Meter
 from kvjax.generation.session import Session
-from kvjax.memory.weights import Plannable
+from kvjax.memory.sizes import Plannable
 from kvjax.policies.presets import PolicyChoice
 
 

@@ -13,7 +13,7 @@ from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.model import GenerationDefaults, Model
 from kvjax.generation.request import Request
 from kvjax.layouts import Growing
-from kvjax.memory.weights import plannable
+from kvjax.memory.sizes import as_plannable
 from kvjax.policies.presets import PolicyChoice, per_layer
 
 _DEFAULTS = GenerationDefaults()
@@ -41,7 +41,7 @@ class Shapes:
         architecture: Any = getattr(lm, "architecture", lm)
         params = getattr(lm, "params", None)
         if params is None:
-            params = plannable(architecture).abstract_params()
+            params = as_plannable(architecture).abstract_params()
         if architecture.apply is None:
             raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

@@ -17,9 +17,7 @@ from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.model import Model
 from kvjax.generation.programs import CHUNK, whole
 from kvjax.generation.request import Request
-from kvjax.operations.branching import branched
-from kvjax.operations.rewinding import rewind, rewindable
-from kvjax.operations.rows import select
+from kvjax.operations.rows import branch_rows, rewind, rewindable, select
 from kvjax.placement.mesh import Spread
 from kvjax.sampling.filters import Logits, with_set
 from kvjax.sampling.history import Past
@@ -187,7 +185,7 @@ def _branched(context: Context, search: Searched, parent: Array) -> Context:
     if isinstance(context, Uncached):
         return jax.tree.map(lambda x: _of_beams(x, parent), context)
     rows = jnp.arange(len(parent), dtype=jnp.int32)[:, None] * parent.shape[1] + parent
-    return Cached(branched(context.cache, rows.ravel(), search.since.ravel()))
+    return Cached(branch_rows(context.cache, rows.ravel(), search.since.ravel()))
 
 
 def _placed(tree: Any, spread: Spread | None) -> Any:

@@ -19,10 +19,12 @@ from kvjax.core.validation import as_int
 TokensFirst = Float[Array, "batch new heads head_dim"]
 """The order of axes that frameworks' attention has."""
 
-_current: contextvars.ContextVar["Running | None"] = contextvars.ContextVar("call", default=None)
+_current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
+    "call", default=None
+)
 
 
-class Running:
+class RunningCall:
     """A call while a model runs: each of its attention layers goes on with what the one before it
     has left in ``step``."""
 
@@ -60,7 +62,7 @@ class Running:
 @contextlib.contextmanager
 def running(
     cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None
-) -> Iterator[Running]:
+) -> Iterator[RunningCall]:
     """Run a model's layers as one call on a cache; arguments and errors as of ``kvjax.step``::
 
         with running(cache, tokens, lengths=lengths) as call:
@@ -70,7 +72,7 @@ def running(
     Layers must be traced where the call is: not inside a scan, a ``remat`` or a ``jit`` of their
     own, through which what they leave can't be carried. There models hand a ``kvjax.Step`` on.
     """
-    call = Running(step(cache, tokens, lengths=lengths))
+    call = RunningCall(step(cache, tokens, lengths=lengths))
     token = _current.set(call)
     try:
         yield call
@@ -78,7 +80,7 @@ def running(
         _current.reset(token)
 
 
-def current() -> Running | None:
+def current_call() -> RunningCall | None:
     """The call that runs, None outside of ``running``."""
     return _current.get()
 
@@ -86,11 +88,11 @@ def current() -> Running | None:
 def positions(tokens: Array) -> Positions:
     """Where tokens [batch, new] stand, for learned positions: int32[batch, new] in the call that
     runs, or 0 on, [1, new]."""
-    call = current()
+    call = current_call()
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if call is None else call.positions
 
 
-def called(
+def call_model(
     model: Callable[..., Any], tokens: Tokens, cache: KVCache | None, lengths: Counts | None
 ) -> tuple[Array, KVCache | None]:
     """A model whose call has a parameter ``cache`` is given ``(tokens, cache, lengths)``, and gives
@@ -102,6 +104,6 @@ def called(
     return logits, call.done()
 
 
-def layer_number(layer: Any) -> int:
+def check_layer_number(layer: Any) -> int:
     """The number of a layer, as an attention of it is made."""
     return as_int("layer", layer, 0)

@@ -18,10 +18,10 @@ def as_tokenizer(given: Any) -> Any:
     for method in ("encode", "decode"):
         if not callable(getattr(given, method, None)):
             raise ValueError(f"the tokenizer, a {type(given).__name__}, has no {method}")
-    return Wrapped(given)
+    return TokenizerAdapter(given)
 
 
-class Wrapped:
+class TokenizerAdapter:
     """A tokenizer with ``encode(text)`` and ``decode(ids)``, whose keywords ``add_special_tokens``
     and ``skip_special_tokens`` are given where it has them, as those of Transformers have."""
 

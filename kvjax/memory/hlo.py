@@ -1,6 +1,4 @@
-"""What a compiled program moves through the device's main memory, and which large arrays it makes,
-as its text says (``compiled.as_text()``, optimized and scheduled HLO): nothing is run here.
-"""
+"""What a compiled program moves, makes and sends, read from its optimized HLO text."""
 
 import math
 import re
@@ -82,18 +80,18 @@ _FOLLOWED = {"bitcast-convert", "convert", "copy", "reshape", "transpose", *_UPD
 def bytes_moved(text: str, trips: int = 1) -> int:
     """Bytes that a program reads from and writes to main memory when it runs once; a loop runs
     ``trips`` times where the text does not say how often."""
-    return sum(size for size, _ in by_instruction(text, trips))
+    return sum(size for size, _ in bytes_by_instruction(text, trips))
 
 
-def by_instruction(text: str, trips: int = 1) -> list[tuple[int, str]]:
+def bytes_by_instruction(text: str, trips: int = 1) -> list[tuple[int, str]]:
     """What ``bytes_moved`` adds up, largest first: bytes of an instruction, and what it is."""
-    return sorted(_rows(parse(text).entry, 1, trips), reverse=True)
+    return sorted(_rows(parse_hlo(text).entry, 1, trips), reverse=True)
 
 
 def large_results(text: str, at_least: int) -> list[str]:
     """Arrays of at least so many bytes that a program makes, in whatever memory, unless by an
     update in place: the opcode, and the shape with its layout."""
-    computations = parse(text).computations
+    computations = parse_hlo(text).computations
     every = [x for computation in computations for x in computation.instructions]
     fused = {called for x in every if x.kind not in _RUNS for called in x.called}
     return [
@@ -106,7 +104,7 @@ def large_results(text: str, at_least: int) -> list[str]:
     ]
 
 
-def parse(text: str) -> Program:
+def parse_hlo(text: str) -> Program:
     """The program that a text writes down."""
     computations: dict[str, Computation] = {}
     known: dict[str, Instruction] = {}
@@ -150,7 +148,7 @@ def _result(found: re.Match[str]) -> Result:
 
 
 def _rows(computation: Computation, times: int, trips: int) -> list[tuple[int, str]]:
-    """The rows of ``by_instruction`` for a computation that runs so many times."""
+    """The rows of ``bytes_by_instruction`` for a computation that runs so many times."""
     rows: list[tuple[int, str]] = []
     starts = [x for x in computation.instructions if x.started and _PREFETCH not in x.attributes]
     again = {operand for start in starts for operand in start.operands}
@@ -246,3 +244,60 @@ def _aliased(instruction: Instruction) -> list[int]:
     given, made = instruction.operands, instruction.results
     pairs = [(int(to or 0), int(by)) for to, by in _ALIAS.findall(instruction.attributes)]
     return [to for to, by in pairs if made[to:] and made[to].nbytes == given[by].nbytes]
+
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
+    "reduce-scatter",
+)  # fmt: skip
+_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_COUNTS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+"""How a text says which devices take part with one another: by their numbers, by how many groups
+there are of how many, or by the axes of a mesh."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective: its ``kind``, the ``bytes`` that a device has after it, and how many
+    ``devices`` take part with one another."""
+
+    kind: str
+    bytes: int
+    devices: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends, at least: of what it gives, to the others round a ring."""
+        others = self.devices - 1
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes
+        if self.kind == "reduce-scatter":
+            return others * self.bytes
+        twice = 2 if self.kind == "all-reduce" else 1
+        return twice * others * self.bytes // max(self.devices, 1)
+
+
+def collectives(text: str, devices: int = 1) -> list[Collective]:
+    """Those of a compiled program, each once, however often it runs. ``devices``: of the mesh,
+    among which are those that take part where the text does not say which."""
+    return [
+        Collective(instruction.kind, instruction.nbytes, _together(instruction, devices))
+        for computation in parse_hlo(text).computations
+        for instruction in computation.instructions
+        if instruction.kind in COLLECTIVES
+    ]
+
+
+def _together(instruction: Instruction, devices: int) -> int:
+    """How many devices take part with one another."""
+    said = instruction.attributes
+    if found := _LIST.search(said):
+        return len(found[1].split(","))
+    if found := _COUNTS.search(said):
+        return int(found[1])
+    if found := _MESH.search(said):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # of an axis perhaps a part
+        return math.prod(int(part or sizes[name]) for name, part in axes)
+    return devices

@@ -29,11 +29,16 @@ from kvjax.core.topology import (
     resolve_device_or_mesh,
 )
 from kvjax.core.validation import INT32_MAX, as_int
-from kvjax.memory.links import collectives
-from kvjax.memory.planning import PREFILL
-from kvjax.memory.sizes import abstract_cache, seen
-from kvjax.memory.traffic import bytes_moved
-from kvjax.memory.weights import Plannable, plannable, weight_bytes, weight_bytes_read
+from kvjax.memory.hlo import bytes_moved, collectives
+from kvjax.memory.planning import PREFILL_CHUNK
+from kvjax.memory.sizes import (
+    Plannable,
+    abstract_cache,
+    as_plannable,
+    visible_tokens,
+    weight_bytes,
+    weight_bytes_read,
+)
 from kvjax.policies.presets import PolicyChoice
 
 
@@ -87,7 +92,7 @@ def plan_on(
     device: Any,
     batch: int = 1,
     max_len: int,
-    prefill_chunk: int = PREFILL,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> DevicePlan:
     """What a model with a cache takes on a device, by the device's own compiler; nothing is
     allocated, and the device need not be here.
@@ -108,7 +113,7 @@ def plan_on(
         sent to another.
       MissingCompilerError: if the device's compiler is not installed.
     """
-    model = plannable(model)
+    model = as_plannable(model)
     device, mesh = resolve_device_or_mesh(device)
     if _is_for_another_process(device):
         settings: Any = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
@@ -146,7 +151,7 @@ def plan_on(
         params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
     length = min(max_len, cache.reach)
     pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
-    of_row = sum(seen(layer, length, own)[1] for layer, own in pairs)
+    of_row = sum(visible_tokens(layer, length, own)[1] for layer, own in pairs)
     return DevicePlan(
         device.device_kind or device.platform,
         None if kind is None else kind.memory,

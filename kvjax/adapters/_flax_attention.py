@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.adapters.running import TokensFirst, current, layer_number
+from kvjax.adapters._running import TokensFirst, check_layer_number, current_call
 from kvjax.attention.uncached import self_attend
 from kvjax.core.rotary import RotaryTable
 
@@ -40,7 +40,7 @@ class CachedAttention:
         self, query: TokensFirst, key: TokensFirst, value: TokensFirst, *args: Any, **options: Any
     ) -> TokensFirst:
         """Attention, [batch, new, heads, head_dim]."""
-        call, sight = current(), dict(self.sight)
+        call, sight = current_call(), dict(self.sight)
         if call is None and self.rotary is None and not sight:
             return self.own(query, key, value, *args, **options)
         if options.get("dropout_rate") and not options.get("deterministic", False):
@@ -61,4 +61,4 @@ def cached_attention(
     Raises:
       ValueError: if ``layer`` is no number.
     """
-    return CachedAttention(layer_number(layer), own, rotary, tuple(sorted(sight.items())))
+    return CachedAttention(check_layer_number(layer), own, rotary, tuple(sorted(sight.items())))

@@ -1,7 +1,7 @@
-"""A cache with room for more tokens a row."""
+"""The capacity of a cache: grow it, and keep it within a memory budget."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,16 @@ from jax import lax
 
 from kvjax.cache.checks import usable
 from kvjax.cache.creation import naming_no_memory
+from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core import control_flow
 from kvjax.core.mesh_context import allow_host_to_device
+from kvjax.core.pytree import tree_bytes
 from kvjax.core.typing import Array, PerRow
 from kvjax.core.validation import INT32_MAX, as_int, is_traced
 from kvjax.layouts import Layout
 from kvjax.layouts.layout import check_growth
+from kvjax.operations.migration import move_layers
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.device import Device, beside
@@ -51,7 +54,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
         raise ValueError(f"grow to {to}: {cache.last_position}")
     check_growth(to, cache.max_len, None)
     # All of them first: none may raise when others have been deleted.
-    wanted = enlarged(cache, to)
+    wanted = enlarged_layouts(cache, to)
     layers, marks = [], []
     with (
         beside(cache.length),
@@ -63,8 +66,8 @@ def grow(cache: KVCache, to: int) -> KVCache:
         ),
     ):
         for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
-            larger = padded_to(layer, layout)
-            marks.append(mark(layer, layout, cache.written[:, entry]))
+            larger = pad_layer(layer, layout)
+            marks.append(grown_mark(layer, layout, cache.written[:, entry]))
             if larger is not layer:
                 larger = jax.block_until_ready(larger.placed())
                 if _first_shape(larger) != _first_shape(layer):
@@ -73,7 +76,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
                         array.delete()
             layers.append(larger)
         larger = replace(cache, layers=tuple(layers), written=jnp.stack(marks, axis=1))
-        return replace(larger, pools=grown_pools(cache, larger))
+        return replace(larger, pools=enlarged_pools(cache, larger))
 
 
 def _first_shape(layer: LayerCache) -> tuple[int, ...]:
@@ -81,17 +84,17 @@ def _first_shape(layer: LayerCache) -> tuple[int, ...]:
     return shape
 
 
-def with_pages_for(cache: KVCache, rows: int) -> KVCache:
+def grow_pools_for(cache: KVCache, rows: int) -> KVCache:
     """A cache with pools for so many rows, but for those that were given their pages."""
     policies = [layer.policy.pooled(rows) for layer in cache.layers]
     if all(new == layer.policy for new, layer in zip(policies, cache.layers, strict=True)):
         return cache
     layers = [_more_pages(x, new) for x, new in zip(cache.layers, policies, strict=True)]
     larger = replace(cache, layers=tuple(layers))
-    return replace(larger, pools=grown_pools(cache, larger))
+    return replace(larger, pools=enlarged_pools(cache, larger))
 
 
-def grown_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
+def enlarged_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
     """The pools of a cache whose layers have grown."""
     found = {}
     for old, new in zip(cache.layers, larger.layers, strict=True):
@@ -103,7 +106,7 @@ def grown_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
     return pools
 
 
-def enlarged(cache: KVCache, to: int) -> list[Layout]:
+def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
     """The layouts of a cache grown to hold ``to`` tokens a row."""
     policies = [layer.policy for layer in cache.layers]
     return [
@@ -114,7 +117,7 @@ def enlarged(cache: KVCache, to: int) -> list[Layout]:
     ]
 
 
-def padded_to(layer: LayerCache, layout: Layout) -> LayerCache:
+def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
     """A layer in a larger layout of its kind; one that has it already is given back as it is."""
     if layout == layer.policy.layout:
         return layer
@@ -167,8 +170,102 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
     return control_flow.fori_loop(0, x.shape[order.axis] // order.step, one, into)
 
 
-def mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
+def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
     """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
     conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
     slots, wider = layer.policy.marked, replace(layer.policy, layout=layout).marked
     return jnp.where(written > slots, written + wider - slots, written)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A layer that was moved: which of ``KVCache.layers``, the ``place`` where it is now, the
+    ``bytes`` of its body, and the ``tokens`` a row that room was made for."""
+
+    layer: int
+    place: str
+    bytes: int
+    tokens: int
+
+
+@layer_by_layer
+def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
+    """Grow a cache until rows hold so many tokens, where it can grow, and keep to its memory.
+
+    A cache of ``policy("auto")`` first moves layers to the host, the last ones first, where the
+    device would not hold them all; one comes back only where that leaves a quarter of the memory
+    free, so that none goes to and fro. It is done outside ``jit``, and the cache given is used up.
+
+    Args:
+      cache: the cache.
+      tokens: what each row is to hold.
+
+    Returns:
+      The cache, and what was moved.
+
+    Raises:
+      ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
+        tokens, takes more than the memory.
+    """
+    cache = usable("kvjax.make_room", cache, outside=True)
+    tokens = as_int("tokens", tokens, 1)
+    grows = cache.grows_to is not None and tokens > cache.max_len
+    moves = []
+    if cache.budget is not None:
+        out, away = _out(cache), _away(cache, tokens if grows else cache.max_len)
+        cache, moves = _rearranged(cache, away - out, out - away, tokens)
+    return (grow(cache, tokens) if grows else cache), moves
+
+
+def settle_in_budget(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
+    """A cache that keeps to its memory as it is, with those layers back on the device that there is
+    room for even when rows hold so many tokens; and what was moved. The cache given is used up.
+
+    Raises:
+      ValueError: if the memory has no room for so many tokens though all layers are on the host.
+    """
+    if cache.budget is None:
+        return cache, []
+    out = _out(cache)
+    leave = _away(cache, cache.max_len) - out
+    back = frozenset() if leave else out - _away(cache, max(tokens, cache.max_len))
+    return _rearranged(cache, leave, back, tokens)
+
+
+def check_budget(cache: KVCache, tokens: int) -> None:
+    """Raise ``ValueError`` if a cache's memory has no room for so many tokens a row."""
+    if cache.budget is not None:
+        _away(cache, max(tokens, cache.max_len))
+
+
+def _out(cache: KVCache) -> frozenset[int]:
+    """Layers that are on the host."""
+    away = [layer.policy.placement.behind_tail for layer in cache.layers]
+    return frozenset(n for n, on_host in enumerate(away) if on_host)
+
+
+def _away(cache: KVCache, tokens: int) -> frozenset[int]:
+    """Layers that are to be on the host when rows hold so many tokens."""
+    assert cache.budget is not None
+    sizes = [
+        layer_sizes(
+            replace(layer.policy, layout=layout), cache.budget.placement, cache.batch,
+            layer.kv_heads, layer.head_dim,
+        )
+        for layer, layout in zip(cache.layers, enlarged_layouts(cache, tokens), strict=True)
+    ]  # fmt: skip
+    return cache.budget.away(sizes, _out(cache))
+
+
+def _rearranged(
+    cache: KVCache, leave: frozenset[int], back: frozenset[int], tokens: int
+) -> tuple[KVCache, list[Move]]:
+    """Layers moved to the host, the last ones first, and others to the device."""
+    assert cache.budget is not None
+    moves: list[Move] = []
+    steps = [(entry, cache.budget.placement) for entry in sorted(leave, reverse=True)]
+    for entry, placement in [*steps, *((entry, Device()) for entry in sorted(back))]:
+        cache = move_layers(cache, placement, [entry])
+        size = tree_bytes((cache.layers[entry].keys, cache.layers[entry].values))
+        moves.append(Move(entry, placement.place, size, tokens))
+    return cache, moves

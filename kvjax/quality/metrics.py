@@ -18,7 +18,7 @@ FIRST_RANGE = 512
 
 
 @dataclass(frozen=True)
-class Figures:
+class PredictionMetrics:
     """What a policy does to the predictions of some tokens.
 
     ``tokens``: how many. ``perplexity``: of the text. ``mean_kl``, ``median_kl``, ``high_kl``: the
@@ -61,14 +61,14 @@ class Quality:
     its bytes, the median milliseconds of a decode step at the end of a window, if asked, and the
     bytes of the full-precision cache of the same text, where that is one of kvjax."""
 
-    overall: Figures
-    by_position: dict[int, Figures]
+    overall: PredictionMetrics
+    by_position: dict[int, PredictionMetrics]
     bytes: CacheBytes
     step_ms: float | None = None
     full: CacheBytes | None = None
 
 
-def quality_of(
+def compute_quality(
     each: np.ndarray,
     size: CacheBytes,
     step_ms: float | None = None,
@@ -134,9 +134,9 @@ def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     return front
 
 
-def _figures(each: np.ndarray) -> Figures:
+def _figures(each: np.ndarray) -> PredictionMetrics:
     plain, nats, divergence, same = each.astype(np.float64)
-    return Figures(
+    return PredictionMetrics(
         tokens=len(nats),
         perplexity=math.exp(nats.mean()),
         perplexity_ratio=math.exp(nats.mean() - plain.mean()),
