@@ -39,7 +39,7 @@ def tables(shapes: Mapping[str, ModelShape] = SHAPES) -> str:
 
 def _sizes(shapes: Mapping[str, ModelShape]) -> str:
     rows = [
-        "| | weights | a token, 16 bits | 8 bits | 4 bits | 2 bits | one text of its context |",
+        "| model | weights | per token, 16 bits | 8 bits | 4 bits | 2 bits | one full context |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, shape in shapes.items():
@@ -58,7 +58,7 @@ def _sizes(shapes: Mapping[str, ModelShape]) -> str:
 
 def _operations(shapes: Mapping[str, ModelShape]) -> str:
     rows = [
-        "| a token behind | operations | without a cache | bytes read | without a cache |",
+        "| one token after | operations | without a cache | bytes read | without a cache |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, shape in shapes.items():
@@ -74,7 +74,7 @@ def _operations(shapes: Mapping[str, ModelShape]) -> str:
 def _rooms(shapes: Mapping[str, ModelShape]) -> str:
     names = list(BITS)
     rows = [
-        f"| texts of its context, {FRACTION:.0%} of what is left | {' | '.join(names)} |",
+        f"| full contexts in {FRACTION:.0%} of the remaining memory | {' | '.join(names)} |",
         "| --- |" + " --- |" * len(names),
     ]
     for name, shape in shapes.items():
