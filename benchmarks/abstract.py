@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import kvjax
 from kvjax.attention import buckets
 from kvjax.attention.kernels.choice import kernels_for
-from kvjax.cache.sizes import arguments, places, share_of
+from kvjax.cache.sizes import abstract_arguments, array_shardings, shard_of
 from kvjax.codecs import Float8, Int4, Rotated
 from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text
 from kvjax.core.pytree import tree_bytes
@@ -154,7 +154,7 @@ def compiled(cell: Cell, device: Any) -> Found:
             mesh=mesh, stacked=cell.stacked,
         )  # fmt: skip
         cache = jax.eval_shape(make)
-        there, spread = places(cache, device), cache.spread
+        there, spread = array_shardings(cache, device), cache.spread
         near: Any = [SingleDeviceSharding(device)] * 2
         if spread is not None:
             of_queries = spread.of_queries(cell.heads, cell.kv_heads)
@@ -167,12 +167,12 @@ def compiled(cell: Cell, device: Any) -> Found:
             functools.partial(_PROGRAMS[cell.form], path=cell.path), donate_argnums=2,
             in_shardings=(*near, there), out_shardings=(near[0], there),
         )  # fmt: skip
-        found = program.lower(queries, keys, arguments(cache, there)).compile(
+        found = program.lower(queries, keys, abstract_arguments(cache, there)).compile(
             jax_0_8_compiler_options(device)
         )
     memory: Any = found.memory_analysis()
     text = jax_0_8_program_text(found)
-    layers = [x if spread is None else share_of(x, spread) for x in cache.layers]
+    layers = [x if spread is None else shard_of(x, spread) for x in cache.layers]
     body = min(tree_bytes((layer.keys, layer.values)) // (layer.stack or 1) for layer in layers)
     size = math.prod(near[0].shard_shape(queries.shape)) * queries.dtype.itemsize
     return Found(
@@ -233,14 +233,14 @@ def pages_changed(
     with compiling_for(device):
         make = functools.partial(kvjax.init_cache, cell.config, policy, batch=cell.batch)
         cache = jax.eval_shape(functools.partial(make, max_len=cell.max_len))
-        there, found = places(cache, device), jax.eval_shape(change, cache)
+        there, found = array_shardings(cache, device), jax.eval_shape(change, cache)
         after = (
-            places(found, device) if isinstance(found, kvjax.KVCache)
+            array_shardings(found, device) if isinstance(found, kvjax.KVCache)
             else jax.tree.map(lambda _: SingleDeviceSharding(device), found)
         )  # fmt: skip
-        program = jax.jit(
-            change, donate_argnums=0, in_shardings=(there,), out_shardings=after
-        ).lower(arguments(cache, there)).compile(jax_0_8_compiler_options(device))  # fmt: skip
+        jitted = jax.jit(change, donate_argnums=0, in_shardings=(there,), out_shardings=after)
+        lowered = jitted.lower(abstract_arguments(cache, there))
+        program = lowered.compile(jax_0_8_compiler_options(device))
     memory: Any = program.memory_analysis()
     bodies = [(layer.keys, layer.values) for layer in cache.layers]
     small = min(tree_bytes(x) for body in bodies for x in body)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import kvjax
 from benchmarks.programs import collectives, operations
 from benchmarks.report import markdown_table
-from kvjax.cache.sizes import places
+from kvjax.cache.sizes import array_shardings
 from kvjax.core.pytree import tree_bytes
 from kvjax.memory.device_plan import plan_on
 from kvjax.models.architecture import Architecture
@@ -85,7 +85,7 @@ def program(layers: int, max_len: int, sizes: dict[str, int]) -> tuple[Any, Any,
     def placed(x: Any, sharding: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    there = places(cache)
+    there = array_shardings(cache)
     cache = jax.tree.map(placed, cache, there)
     params = jax.tree.map(placed, lm.abstract_params(), lm.param_shardings(over))
 

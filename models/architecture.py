@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache.checks import note_non_finite, note_tokens, usable
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.checks import note_non_finite, note_tokens, validated
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Counts, Tokens
@@ -37,7 +37,7 @@ class Architecture:
 
     config: Config
 
-    @automatic
+    @automatic_axes
     def apply(
         self,
         params: Params,
@@ -73,7 +73,7 @@ class Architecture:
         if is_traced(last_only):
             raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
         if cache is not None:
-            cache = usable("lm.apply", cache)
+            cache = validated("lm.apply", cache)
             if cache.spread is not None:
                 cache.spread.check_context()
         tokens = jnp.asarray(tokens)

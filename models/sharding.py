@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.placement.mesh import COPIES, TENSOR, Spread, spread_over
+from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding, shard_over
 
 
 class Divided(Enum):
@@ -49,7 +49,7 @@ def param_shardings(
       mesh: with the axes of ``kvjax.make_mesh``.
       heads, kv_heads: the model's, of queries and of keys and values.
     """
-    spread = spread_over(mesh, kv_heads)
+    spread = shard_over(mesh, kv_heads)
     axes = {Divided.HEADS: (TENSOR,)}
     if COPIES not in _names(spread.of_queries(heads, kv_heads)):
         # A share of them would cut across heads, of which every device takes whole ones.
@@ -71,7 +71,7 @@ def _names(spec: PartitionSpec) -> set[str]:
 
 
 def _spec(
-    spread: Spread, rule: Divided, axes: tuple[str, ...], shape: tuple[int, ...]
+    spread: MeshSharding, rule: Divided, axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
     inputs = {Divided.INPUTS: (1,), Divided.MIXTURES: (1,)}
     tries = (inputs | {Divided.ROWS: (0, 1)}).get(rule, (0,))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache.sections import View, sections
+from kvjax.cache.sections import LayerView, sections
 from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.rotary import rotary_table
 from tests import matrix, naive
@@ -202,7 +202,9 @@ def out_of_pages(cache: Any) -> Any:
     layers = []
     for entry, held in enumerate(cache.layers):
         marks = cache.written[:, entry]
-        view = View(held, cache.length, cache.length, marks, pages=cache.table(entry, whole=True))
+        view = LayerView(
+            held, cache.length, cache.length, marks, pages=cache.table(entry, whole=True)
+        )
         body = sections(view, together=True)[0]
         units = jax.numpy.arange(body.size)
         there = body.positions(units, 0).reshape(cache.batch, body.size, body.unit)[..., 0] >= 0

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache.sizes import places
+from kvjax.cache.sizes import array_shardings
 from tests.matrix import HEADS, MESHES, tiny_model
 
 SHAPES = MESHES
@@ -27,7 +27,7 @@ def abstract_cache(config: Any, policy: Any, batch: int, max_len: int, over: Any
     )
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        cache, places(cache),
+        cache, array_shardings(cache),
     )  # fmt: skip
 
 

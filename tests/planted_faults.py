@@ -136,8 +136,8 @@ FAULTS = (
     ),
     Fault(
         "a device of the mesh has its neighbour's slots", "layouts/split.py",
-        "return Part(layout, slots, share.index * slots)",
-        "return Part(layout, slots, (share.count - 1 - share.index) * slots)", ("mesh",),
+        "return LayoutSlice(layout, slots, share.index * slots)",
+        "return LayoutSlice(layout, slots, (share.count - 1 - share.index) * slots)", ("mesh",),
     ),
     Fault(
         "the decode loop does not donate its cache", "generation/programs.py",
@@ -225,7 +225,7 @@ FAULTS = (
     ),
     Fault(
         "a row that is emptied keeps its pages", "operations/rows.py",
-        "cache = replace(cache, pools=freed(cache, ~keep))",
+        "cache = replace(cache, pools=free_pages(cache, ~keep))",
         "cache = replace(cache, pools=cache.pools)", ("pages",),
     ),
     Fault(
@@ -311,7 +311,7 @@ FAULTS = (
     ),
     Fault(
         "samples share what is in their tails", "generation/cache_choice.py",
-        "full = len(Kind(paging).needed(tokens)[0])",
+        "full = len(Kind(page_group).needed(tokens)[0])",
         "full = tokens // layout.page_size", ("prefixes",),
     ),
     Fault(
@@ -374,8 +374,8 @@ FAULTS = (
     ),
     Fault(
         "a window's page goes before it was left", "engine/page_tables.py",
-        "return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))",
-        "return int(paging.layout.filled(units)), int(paging.layout.gone_before(units + 32))",
+        "return int(layout.filled(units)), int(layout.gone_before(units))",
+        "return int(layout.filled(units)), int(layout.gone_before(units + 32))",
         ("engine",),
     ),
     Fault(

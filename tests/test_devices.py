@@ -237,9 +237,9 @@ def _rewritten(cache):
 
 def _left(cache):
     """And when a row's state is taken, which donates nothing."""
-    kind = Kind(cache.pagings[0], (0,), 0)
+    kind = Kind(cache.page_groups[0], (0,), 0)
     parts = [np.zeros(cache.batch, np.int32)]
-    static = ((kind.entries, True, kind.paging.split is not None),)
+    static = ((kind.entries, True, kind.page_group.split is not None),)
     return checkpoints._taken(cache, jnp.ones(cache.batch, bool), parts, kinds=static)
 
 

@@ -47,7 +47,7 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
     layer = cache.layers[0]
     if layer.tail is not None or not spoil:
         return cache
-    if layer.policy.paging is not None:
+    if layer.policy.page_group is not None:
         return spoilt_pages(cache)
     layout = layer.policy.layout
     positions = jax.jit(layout.positions)(

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
 from kvjax.layouts import Dense, Growing, Ring
-from kvjax.placement.mesh import parse_mesh, spread_over
+from kvjax.placement.mesh import parse_mesh, shard_over
 from tests import laws
 from tests.matrix import CODECS, FULL, tiny_config
 from tests.meshes import HEADS, MAX_LEN, ROWS, SHAPES, close, mesh, model_of
@@ -315,7 +315,7 @@ def test_an_operation_inside_jit_leaves_each_device_its_share(operation, name):
 
 
 def spread_of(over):
-    return None if over is None else spread_over(over, 2)
+    return None if over is None else shard_over(over, 2)
 
 
 @pytest.mark.slow

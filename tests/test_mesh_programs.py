@@ -13,7 +13,7 @@ from benchmarks.programs import collectives, counted, operations
 from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Dense, Ring
 from kvjax.memory.planning import plan
-from kvjax.placement.mesh import spread_over
+from kvjax.placement.mesh import shard_over
 from tests.copies import assert_no_copy
 from tests.matrix import CODECS, tiny_config, tiny_model
 from tests.meshes import (
@@ -113,7 +113,7 @@ def test_the_search_finds_a_cache_that_is_gathered():
     over = mesh("1-1-8")
     cache = kvjax.init_cache(model_of("grouped")[0].config, "static", max_len=MAX_LEN, mesh=over)
     keys = cache.layers[0].keys
-    whole = spread_over(over, 2).sharding(jax.sharding.PartitionSpec())
+    whole = shard_over(over, 2).sharding(jax.sharding.PartitionSpec())
     program = jax.jit(lambda x: 2 * x, out_shardings=whole).lower(keys).compile()
     assert max(found.bytes for found in collectives(program)) == tree_bytes(keys)
 

@@ -14,7 +14,7 @@ from kvjax.layouts import Dense, Growing
 from kvjax.memory.limits import InferenceLimits, available_memory
 from kvjax.memory.planning import plan
 from kvjax.memory.sizes import memory_report
-from kvjax.placement.device import Budget, Sizes
+from kvjax.placement.device import Budget, LayerBytes
 from tests import laws
 from tests.alive import alive
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
@@ -176,19 +176,19 @@ def test_wrong_moves_are_refused():
 
 
 def test_the_last_layers_go_first_and_come_back_late():
-    budget, sizes = Budget(100), [Sizes(40, 5, 40)] * 3
+    budget, sizes = Budget(100), [LayerBytes(40, 5, 40)] * 3
     assert budget.away(sizes[:2], ()) == frozenset()
     assert budget.away(sizes, ()) == {2}
     # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
     assert budget.away(sizes[:2], {0, 1}) == {1}
-    assert budget.away([Sizes(30, 5, 30)] * 2, {0, 1}) == frozenset()
+    assert budget.away([LayerBytes(30, 5, 30)] * 2, {0, 1}) == frozenset()
     with pytest.raises(ValueError, match=r"may take 10 bytes of the device.* would take 15"):
         Budget(10).away(sizes, ())
 
 
 def test_room_is_kept_for_a_layer_that_grows_or_moves():
     """The largest of those on the device that may; of one that can't leave, or grow, none."""
-    sizes = [Sizes(40, 5, 40, True), Sizes(20, 5, 20, True), Sizes(30, 30, 30, True)]
+    sizes = [LayerBytes(40, 5, 40, True), LayerBytes(20, 5, 20, True), LayerBytes(30, 30, 30, True)]
     assert Budget(130).away(sizes, ()) == frozenset()  # 90, and 40 of them twice
     assert Budget(129).away(sizes, ()) == {1}  # 75, and 40
     assert Budget(114).away(sizes, ()) == {0, 1}
@@ -200,7 +200,7 @@ def test_room_is_kept_for_a_layer_that_grows_or_moves():
 
 
 def test_what_is_fetched_ahead_counts():
-    sizes = [Sizes(40, 5, 40)] * 4
+    sizes = [LayerBytes(40, 5, 40)] * 4
     assert Budget(100).away(sizes, ()) == {2, 3}
     # One more on the host would not help: two bodies are fetched, and what is left is too much.
     assert Budget(100, kvjax.Host(prefetch=1)).away(sizes, ()) == {0, 1, 2, 3}

@@ -254,8 +254,8 @@ def rests(cache, row=0):
     found = {}
     length, written = int(np.asarray(cache.length)[row]), np.asarray(cache.written)[row].tolist()
     for entry, held in enumerate(cache.layers):
-        paging, table = held.policy.paging, np.asarray(cache.table(entry))[row]
-        pages, size = pages_in(paging.layout, written[entry]), paging.layout.page_size
+        page_group, table = held.policy.page_group, np.asarray(cache.table(entry))[row]
+        pages, size = pages_in(page_group.layout, written[entry]), page_group.layout.page_size
         for page, number in zip(pages.tolist(), table.tolist(), strict=True):
             if number >= 0:
                 keys = np.asarray(held.keys)[number, 0, :, 0]

@@ -187,7 +187,7 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
     with pytest.MonkeyPatch.context() as patch:
         # What was traced before would not be seen.
         patch.setattr(attending, "_traced_once", attending._traced)
-        patch.setattr(appending, "with_tokens", inspect.unwrap(appending.with_tokens))
+        patch.setattr(appending, "write_layer", inspect.unwrap(appending.write_layer))
         sys.setprofile(note)
         try:
             jax.eval_shape(step, *args)

@@ -289,7 +289,7 @@ def test_engines_and_programs_go_by_the_length_that_was_chosen(tmp_path: Path) -
     again = kvjax.generate(lm, TEXTS, rotary_len=SHORT, **given)
     assert again.tokens == short and not again.stats.compilations
     cache, _ = kvjax.prefill(lm, TEXTS, max_len=64, rotary_len=SHORT)
-    assert cache.turned_for == SHORT
+    assert cache.rotary_len == SHORT
     paged = kvjax.policy("paged", page_size=16)
     engine = kvjax.Engine(
         lm,

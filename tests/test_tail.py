@@ -61,7 +61,7 @@ def calls(start, stop, size):
     [pytest.param(x, marks=[pytest.mark.rare] * (x != "dense")) for x in LAYOUTS],
 )
 def test_a_block_can_always_be_taken_back(layout):
-    """From anywhere, ``revocable`` tokens at least, and the text goes on as if they never were."""
+    """From anywhere, ``max_rewind`` tokens at least, and the text goes on as if they never were."""
     made, _ = LAYOUTS[layout]
     policy = kvjax.CachePolicy(made, CODECS["int4"], CODECS["int8"], block=BLOCK)
     rewind = jax.jit(kvjax.rewind)
@@ -69,7 +69,9 @@ def test_a_block_can_always_be_taken_back(layout):
         cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=MAX_LEN)
         for start, new in calls(0, tokens, 16):
             _, cache = fed(None, new, cache=cache, start=start)
-        assert cache.revocable is not None and cache.revocable <= int(kvjax.rewindable(cache).min())
+        assert cache.max_rewind is not None and cache.max_rewind <= int(
+            kvjax.rewindable(cache).min()
+        )
         back = min(int(kvjax.rewindable(cache).min()), tokens)
         assert back >= BLOCK
         again = rewind(cache, back)
@@ -276,7 +278,7 @@ def test_a_ring_can_take_back_a_block_unless_it_was_given_less_slack():
     for slack, wanted in ((None, 64), (8, 8)):
         policy = kvjax.policy("sliding_window", window=128, slack=slack, bits=4)
         cache = kvjax.init_cache(CONFIG, policy, batch=BATCH)
-        assert cache.revocable == wanted
+        assert cache.max_rewind == wanted
         for _ in range(40):
             _, cache = fed(None, 8, cache=cache)
         assert kvjax.rewindable(cache).tolist() == [wanted] * BATCH

@@ -24,7 +24,7 @@ from kvjax.codecs.codec import plain_mix, plain_scores
 from kvjax.core.compat import JAX
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Growing, Paged, Ring
-from kvjax.placement.mesh import Spread
+from kvjax.placement.mesh import MeshSharding
 from kvjax.placement.tpu import orders_of
 from tests.matrix import tiny_config
 
@@ -338,7 +338,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.rare), "int4"])
 def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
     """Each device has the units of its heads, which go from one device there, and back."""
-    monkeypatch.setattr(Spread, "target", Target("tpu"))
+    monkeypatch.setattr(MeshSharding, "target", Target("tpu"))
     policy = replace(POLICIES[name], placement=kvjax.Host())
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=4, head_dim=64)
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 200, 64)), "float32")

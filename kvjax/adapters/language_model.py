@@ -18,7 +18,7 @@ from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel, strong
 from kvjax.generation.model import GenerationDefaults, in_parts
-from kvjax.placement.mesh import spread_over
+from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads, decoder_config, layer_heads
 
 _NEEDED = ("params", "tokens", "cache", "lengths")
@@ -219,7 +219,7 @@ class FunctionModel:
           ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it, or ``specs`` are
             of another tree.
         """
-        spread = spread_over(mesh, common_heads(self.config))
+        spread = shard_over(mesh, common_heads(self.config))
         specs = PartitionSpec() if self.specs is None else self.specs
         shapes = self.abstract_params()
         try:

@@ -18,7 +18,7 @@ def evenly(inputs: AttentionInputs) -> AttentionOutput:
     What rows have of their own is copied for it, but for pages: other layers are left in one, so
     are stacks, and such as a bias is added to, which may have rows of its own."""
     batch, view = len(inputs.length), inputs.view
-    paged = view.held.policy.paging is not None and view.layer is None
+    paged = view.layer_cache.policy.page_group is not None and view.layer is None
     if batch <= TOGETHER or not on_cpu() or not paged or inputs.mask.bias:
         return blockwise(inputs, even=True)
 

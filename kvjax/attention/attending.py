@@ -21,11 +21,11 @@ from kvjax.attention.blocks import blockwise
 from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.mask import Bias, Mask, bias_of_heads
 from kvjax.attention.paths import DIFFERENTIABLE, Path, path_of
-from kvjax.cache.appending import in_step
-from kvjax.cache.checks import usable
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.layer import strip_is_there
-from kvjax.cache.sections import View
+from kvjax.cache.appending import check_lengths
+from kvjax.cache.checks import validated
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.layer import check_strip
+from kvjax.cache.sections import LayerView
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.cache.storing import positions_from
 from kvjax.core.rotary import RotaryTable, apply_rotary
@@ -36,7 +36,7 @@ from kvjax.layouts import UNLIMITED
 from kvjax.placement.mesh import SEQUENCE
 
 
-@automatic
+@automatic_axes
 def attend(
     queries: Queries,
     cache: KVCache,
@@ -87,7 +87,7 @@ def attend(
         ``path`` is not known or can't serve the call; if a long call's queries of a stack attend
         to another layer than the last one appended to (where traced, they get NaN).
     """
-    cache = usable("kvjax.attend", cache, layer=layer, between=False)
+    cache = validated("kvjax.attend", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
     held, pending = cache.layers[entry], cache.pending
     if pending is not None and index is None and entry not in pending.entries:
@@ -110,9 +110,9 @@ def attend(
             )
         if new != pending.new:
             raise ValueError(f"queries of {new} token(s), but {pending.new} were appended")
-        in_step(cache, lengths)  # where that can be seen
+        check_lengths(cache, lengths)  # where that can be seen
         length = length + pending.count
-        if index is not None and (mine := strip_is_there(held, index, new)) is not None:
+        if index is not None and (mine := check_strip(held, index, new)) is not None:
             queries = jnp.where(mine, queries, jnp.nan)
     else:
         if pending is not None:
@@ -133,19 +133,19 @@ def attend(
         capped = apply_rotary(queries, jnp.minimum(at, cap), rotary)
     kinds = (turned,) if capped is turned else (turned, capped)
     marks, table = cache.written[:, entry], cache.table(entry)
-    view = View(held, cache.length, length, marks, rotary, table, index)
+    view = LayerView(held, cache.length, length, marks, rotary, table, index)
     return mixture(way, kinds, view, mask)
 
 
 def mixture(
-    way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+    way: Path, kinds: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
     """``_traced``, by a trace that layers which are alike share: tracing each would be half of what
     a program takes that was compiled before. A bias that is a function may hold traced arrays, of
     which derivatives are asked for: its trace is not kept, but that of a pytree of arrays is. No
     way that serves one is without a derivative.
     """
-    target = view.held.policy.placement.target()
+    target = view.layer_cache.policy.placement.target()
     if mask.bias is not None:
         arrays, form = jax.tree.flatten(mask.bias)
         if _is_kept(arrays, form):
@@ -158,7 +158,7 @@ def mixture(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _by_kernel(
-    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
     """By a path that has no derivative; that of the walk is the same."""
     mixed: AttentionOutput = _traced_once(target, way, kinds, view, mask)
@@ -171,14 +171,14 @@ def _by_walk(target: Target, way: Path, primals: Any, tangents: Any) -> Any:
 
 
 def _traced(
-    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: View, mask: Mask
+    target: Target, way: Path, kinds: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
     """What queries see of a layer, by a path, as it is traced for a target. ``kinds``: at their
     positions, and capped where that is something else."""
-    kv_heads, spread = view.held.kv_heads, view.held.policy.placement.spread
+    kv_heads, spread = view.layer_cache.kv_heads, view.layer_cache.policy.placement.spread
     if spread is None:
         with tracing_for(target):
-            return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.opened(), mask))
+            return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.unstacked(), mask))
     heads = kinds[0].shape[1]
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
     parts, form = jax.tree.flatten(mask.bias)
@@ -188,19 +188,22 @@ def _traced(
     divided = spread.of_queries(heads, kv_heads)
 
     def on_each(
-        kinds: tuple[AttentionOutput, ...], view: View, mask: Mask, arrays: list[Any]
+        kinds: tuple[AttentionOutput, ...], view: LayerView, mask: Mask, arrays: list[Any]
     ) -> AttentionOutput:
         here = [part if own is None else own for part, own in zip(parts, arrays, strict=True)]
         bias = form.unflatten(here)
         if bias is not None:
             bias = bias_of_heads(bias, spread, heads, kinds[0].shape[1])
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias)
-        kv_heads, share = view.held.kv_heads // spread.heads, view.held.policy.placement.share()
-        return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.opened(), own, share))
+        kv_heads, share = (
+            view.layer_cache.kv_heads // spread.heads,
+            view.layer_cache.policy.placement.share(),
+        )
+        return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.unstacked(), own, share))
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
-    layer = View(view.held.specs(), rows, rows, rows, everywhere, rows, everywhere)
+    layer = LayerView(view.layer_cache.specs(), rows, rows, rows, everywhere, rows, everywhere)
     with tracing_for(target):
         specs = divided, layer, specs, everywhere
         return spread.run(on_each, specs, divided, kinds, view, mask, arrays)
@@ -225,7 +228,7 @@ def _biased(
     way: Path,
     form: Any,
     kinds: tuple[AttentionOutput, ...],
-    view: View,
+    view: LayerView,
     mask: Mask,
     arrays: list[Any],
 ) -> AttentionOutput:

@@ -68,7 +68,7 @@ def _multiplied(
     highest = jnp.maximum(highest, LOWEST / 2)
     weights = jnp.exp(scores - highest[owner][..., None])
     total = weights.sum(-1).at[at].get(mode="fill", fill_value=0).sum(1)
-    mixed = section.mix(weights, section.values, None, queries.dtype.name)
+    mixed = section.weighted_values(weights, section.values, None, queries.dtype.name)
 
     def column(number: Array, sums: Array) -> Array:
         return sums + mixed.at[at[:, number]].get(mode="fill", fill_value=0)
@@ -87,7 +87,7 @@ def _served(inputs: AttentionInputs) -> bool:
     rows = inputs.rows(section)
     # Of the pages of a stack most are other layers'.
     alone = section.pages is not None and section.layer is None
-    near = alone and not section.placement.behind_tail
+    near = alone and not section.placement.needs_tail
     # Scores, and queries and mixtures: beside what a page has of keys.
     group, head_dim = rows.shape[2:]
     few = SCORES * group <= head_dim // 2 and SCORES * group <= section.page

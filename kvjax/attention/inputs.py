@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import Partial
-from kvjax.cache.sections import Section, View, sections
+from kvjax.cache.sections import LayerView, Section, sections
 from kvjax.core.typing import Array, AttentionOutput, PerRow
-from kvjax.layouts import Share
+from kvjax.layouts import Shard
 
 
 class Unserved(ValueError):
@@ -28,9 +28,9 @@ class AttentionInputs:
     queries: AttentionOutput
     capped: AttentionOutput
     kv_heads: int
-    view: View
+    view: LayerView
     mask: Mask
-    share: Share | None = None
+    share: Shard | None = None
 
     @functools.cached_property
     def sections(self) -> list[Section]:
@@ -46,7 +46,7 @@ class AttentionInputs:
         """That of some rows, int32[n]."""
         queries = self.queries[rows]
         capped = queries if self.capped is self.queries else self.capped[rows]
-        view, mask = self.view.taken(rows), self.mask.taken(rows)
+        view, mask = self.view.take_rows(rows), self.mask.taken(rows)
         return replace(self, queries=queries, capped=capped, view=view, mask=mask)
 
     def rows(self, section: Section) -> Array:
@@ -84,11 +84,13 @@ def softmax_over(
       whole: of a whole section as it lies, on a CPU, with the values of empty slots as they are.
     """
     positions = section.positions(origin + jnp.arange(size, dtype=jnp.int32), start)
-    keys, values = (section.keys, section.values) if whole else section.part_of(origin, size)
+    keys, values = (section.keys, section.values) if whole else section.slice_units(origin, size)
     products = section.scores(rows, keys, positions, long=whole)
     scores, seen = mask.scores(products, positions, section)
 
     def mix(weights: Array) -> Array:
-        return section.mix(weights, values, None if whole else positions, rows.dtype.name)
+        return section.weighted_values(
+            weights, values, None if whole else positions, rows.dtype.name
+        )
 
     return Partial.of(scores, seen, mix, after)

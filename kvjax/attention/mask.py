@@ -11,7 +11,7 @@ from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, Positions, Visible
 from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import UNLIMITED, Split
-from kvjax.placement.mesh import COPIES, TENSOR, Spread
+from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding
 
 Bias = Callable[[Array, Array], Array]
 """``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
@@ -108,7 +108,7 @@ def _raw_from(split: Split, queries: Array, call: Array | None) -> Array:
     return first if call is None else jnp.minimum(first, call)
 
 
-def bias_of_heads(bias: Bias, spread: Spread, heads: int, count: int) -> Bias:
+def bias_of_heads(bias: Bias, spread: MeshSharding, heads: int, count: int) -> Bias:
     """A bias of a device's heads alone, from one of all."""
 
     def own(queries: Array, keys: Array) -> Array:

@@ -88,20 +88,20 @@ def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
     """
     if name is None:
         placement = policy.placement
-        return _first(by_table(placement.target(), placement.behind_tail, queries))
+        return _first(by_table(placement.target(), placement.needs_tail, queries))
     if name not in PATHS:
         raise ValueError(f"unknown attention path {name!r}: there are {', '.join(PATHS)}")
     return PATHS[name]
 
 
-def by_table(target: Target, behind_tail: bool, queries: int) -> tuple[str, ...]:
+def by_table(target: Target, needs_tail: bool, queries: int) -> tuple[str, ...]:
     """The names of the paths for a target, a body that a placement keeps behind a tail or not, and
     so many queries: the first that serves a call is taken."""
     able = {None, *abilities(target)}
     found = [
         path
         for ability, behind, most, path in TABLE
-        if ability in able and behind in (None, behind_tail) and (most is None or queries <= most)
+        if ability in able and behind in (None, needs_tail) and (most is None or queries <= most)
     ]
     # Kernels alone may not serve a call.
     other = _mixed.get() or next(x for x in found if x != "pallas")

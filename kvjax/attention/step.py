@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from kvjax.attention.attending import attend
 from kvjax.attention.uncached import self_attend
-from kvjax.cache.appending import advance, append, begun
-from kvjax.cache.checks import usable
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.appending import advance, append, begin_append
+from kvjax.cache.checks import validated
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.state import KVCache
 from kvjax.cache.storing import positions_from
 from kvjax.core.pytree import pytree_dataclass, static_field
@@ -36,7 +36,7 @@ class Step:
             return jnp.arange(self.new, dtype=jnp.int32)[None]
         return positions_from(self.cache.length, self.new)
 
-    @automatic
+    @automatic_axes
     def attend(
         self,
         layer: LayerNumber,
@@ -82,7 +82,7 @@ class Step:
         mixed = attend(queries, cache, layer, rotary=rotary, **sight)
         return mixed, replace(self, cache=_between_layers(cache))
 
-    @automatic
+    @automatic_axes
     def done(self) -> KVCache | None:
         """The cache, with the call's tokens counted; None where there is none.
 
@@ -107,7 +107,7 @@ def _between_layers(cache: KVCache) -> KVCache:
     return replace(cache, layers=layers)
 
 
-@automatic
+@automatic_axes
 def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -> Step:
     """Begin a call: the one object that its layers are handed::
 
@@ -133,9 +133,9 @@ def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -
     new = as_int("tokens", tokens, 1) if not shape else as_int("new", shape[1], 1)
     if cache is None:
         return Step(None, new)
-    cache = usable("kvjax.step", cache)
+    cache = validated("kvjax.step", cache)
     if shape and shape[0] != cache.batch:
         raise ValueError(f"tokens of {shape[0]} row(s), and the cache has {cache.batch}")
     if cache.spread is not None:
         cache.spread.check_context()
-    return Step(begun(cache, new, lengths), new)
+    return Step(begin_append(cache, new, lengths), new)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from kvjax.attention.attending import check_queries, mixture, scale_of
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.mask import Bias, Mask
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.sections import View
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.sections import LayerView
 from kvjax.cache.state import LayerCache
 from kvjax.codecs import Raw
 from kvjax.core.rotary import RotaryTable, apply_rotary
@@ -17,7 +17,7 @@ from kvjax.layouts import Dense
 from kvjax.policies.cache_policy import CachePolicy
 
 
-@automatic
+@automatic_axes
 def self_attend(
     queries: Queries,
     keys: KeysValues,
@@ -56,4 +56,4 @@ def self_attend(
         positions, scale_of(queries, scale), window, sinks, chunk, soft_cap=soft_cap, bias=bias
     )
     length = jnp.full((batch,), new, jnp.int32)
-    return mixture(blockwise, (queries,), View(held, length, length, length), mask)
+    return mixture(blockwise, (queries,), LayerView(held, length, length, length), mask)

@@ -157,7 +157,7 @@ def measure(
         shape, drawn = (batch, prompt), np.random.default_rng(prompt)
         tokens = drawn.integers(0, lm.config.vocab_size, shape, np.int32)
         timed = {name: PolicyTimer(lm, policies[name], tokens, steps, drawing) for name in names}
-        most = min(each.revocable for each in timed.values())
+        most = min(each.max_rewind for each in timed.values())
         if most < 1:
             raise ValueError("a ring without slack can't take back a step: give it slack=")
         for each in timed.values():

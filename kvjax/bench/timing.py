@@ -84,10 +84,10 @@ class PolicyTimer:
                 self.seconds[kind].append(seconds)
 
     @property
-    def revocable(self) -> int:
+    def max_rewind(self) -> int:
         """How many steps the caches can take back."""
         assert self._full.cache is not None
-        most = self._full.cache.revocable
+        most = self._full.cache.max_rewind
         return self.steps if most is None else min(self.steps, most)
 
     def drop(self) -> None:

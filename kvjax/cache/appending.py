@@ -17,12 +17,12 @@ from kvjax.cache.checks import (
     OUT_OF_PAGES,
     OUT_OF_STEP,
     OVERFLOW,
-    usable,
+    validated,
 )
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.layer import Body, LayerCache
-from kvjax.cache.paging import pages_taken
-from kvjax.cache.state import KVCache, Pending, with_rows
+from kvjax.cache.paging import take_pages
+from kvjax.cache.state import KVCache, PendingAppend, with_rows
 from kvjax.cache.storing import store_tokens
 from kvjax.core.array_ops import arange_row, flag_where
 from kvjax.core.rotary import RotaryTable
@@ -32,7 +32,7 @@ from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, PerRow
 from kvjax.core.validation import as_int, check_not_symbolic, is_traced
 
 
-def fetched_ahead(
+def prefetch_bodies(
     layers: tuple[LayerCache, ...],
     entry: int,
     sources: tuple[int, ...] | None,
@@ -65,7 +65,7 @@ def _near(held: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
     return spread.run(placement.near, (bodies, rest), bodies, stores, after)
 
 
-def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
+def begin_append(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
     """The cache in a call of ``new`` tokens a row: that of an earlier layer's ``append``, or one
     that begins. Rows that are given other ``lengths`` than before get the status ``OUT_OF_STEP``.
 
@@ -77,22 +77,22 @@ def begun(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
         cache, asked = admit(cache, new, lengths)
         count = asked
         if cache.pools:
-            pools, had, astray = pages_taken(cache, new, asked)
+            pools, had, astray = take_pages(cache, new, asked)
             wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, BAD_PAGE)
             cache = replace(cache, pools=pools, status=cache.status | wrong)
             count = jnp.where(had, asked, 0)
         stacks = (layer.stack for layer in cache.layers if layer.stack is not None)
         turns = tuple(jnp.zeros(each, jnp.int32) for each in stacks)
-        return replace(cache, pending=Pending(count, asked, new, (), turns))
+        return replace(cache, pending=PendingAppend(count, asked, new, (), turns))
     if new != pending.new:
         raise ValueError(
             f"{new} token(s), and the call began with {pending.new}: all layers of a call are "
             "given the same tokens"
         )
-    return in_step(cache, lengths)
+    return check_lengths(cache, lengths)
 
 
-def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
+def check_lengths(cache: KVCache, lengths: Counts | None) -> KVCache:
     """A cache whose call has begun; rows whose ``lengths`` are not those that it began with get the
     status ``OUT_OF_STEP``. None goes by those.
 
@@ -102,7 +102,7 @@ def in_step(cache: KVCache, lengths: Counts | None) -> KVCache:
     pending = cache.pending
     if lengths is None or pending is None:
         return cache
-    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.asked
+    other = _taken(cache, _real(cache, pending.new, lengths)) != pending.requested
     if not is_traced(other) and np.any(rows := fetch(other)):
         raise ValueError(
             f"lengths of row {int(np.argmax(rows))} are not those that the first append of its "
@@ -175,7 +175,7 @@ def _real(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
-@automatic
+@automatic_axes
 def append(
     cache: KVCache,
     layer: LayerNumber,
@@ -206,7 +206,7 @@ def append(
         one whole number a row, or one is negative or above ``new`` (where traced: the status
         ``BAD_LENGTHS``).
     """
-    cache = usable("kvjax.append", cache, layer=layer, between=False)
+    cache = validated("kvjax.append", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
     old = cache.layers[entry]
     number = cast(int, layer)  # where it is another it goes by no sources
@@ -223,16 +223,16 @@ def append(
     check_new(cache, old, values, "values")
     if keys.shape != values.shape:
         raise ValueError(f"keys {keys.shape} and values {values.shape} do not fit each other")
-    cache = begun(cache, keys.shape[2], lengths)
+    cache = begin_append(cache, keys.shape[2], lengths)
     pending = cache.pending
     assert pending is not None
     count = pending.count
-    layers = fetched_ahead(cache.layers, entry, cache.sources, number, (keys, cache.length))
+    layers = prefetch_bodies(cache.layers, entry, cache.sources, number, (keys, cache.length))
     old = layers[entry]
     keys, values = jnp.asarray(keys), jnp.asarray(values)
     target = old.policy.placement.target()
     rows = cache.length, count
-    new = with_tokens(target, old, keys, values, *rows, rotary, cache.table(entry), index)
+    new = write_layer(target, old, keys, values, *rows, rotary, cache.table(entry), index)
     if old.tail is not None:
         cache = note_numbers(cache, (keys, values), count)
     new = replace(new, strip_of=None if new.strip is None else index)
@@ -240,17 +240,17 @@ def append(
     return replace(cache, layers=layers, pending=_noted(pending, entry, index))
 
 
-def _noted(pending: Pending, entry: int, index: Array | None) -> Pending:
+def _noted(pending: PendingAppend, entry: int, index: Array | None) -> PendingAppend:
     """A call in which one more layer has its tokens."""
     if index is None:
         return replace(pending, entries=(*pending.entries, entry))
     # A number that no layer has is missed at the end.
-    turns = list(pending.turns)
+    turns = list(pending.append_counts)
     turns[entry] = turns[entry].at[index].add(1, mode="drop")
     return replace(pending, turns=tuple(turns))
 
 
-@automatic
+@automatic_axes
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     """Count the tokens that all layers have appended as held.
 
@@ -267,7 +267,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
       ValueError: if ``new`` is no whole number or not that of ``append``, a layer has not been
         appended to, or ``lengths`` is wrong, as of ``append``.
     """
-    cache = usable("kvjax.advance", cache, between=False)
+    cache = validated("kvjax.advance", cache, between=False)
     new, pending = as_int("new", new, 0), cache.pending
     if pending is None:
         raise ValueError("advance counts what was appended, and nothing was since the last advance")
@@ -280,7 +280,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
             f"advance, but {len(missing)} of {len(cache.layers)} layers that have keys and values "
             f"of their own were not appended to, number {missing[0]} the first of them"
         )
-    cache = _all_turns(in_step(cache, lengths), pending)
+    cache = _all_turns(check_lengths(cache, lengths), pending)
     length = cache.length + pending.count
     layers = tuple(
         replace(layer, strip=None, strip_of=None, fetched=None) for layer in cache.layers
@@ -289,14 +289,14 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     return with_rows(cache, layers=layers, length=length, written=written, pending=None)
 
 
-def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
+def _all_turns(cache: KVCache, pending: PendingAppend) -> KVCache:
     """A cache after a call, with the status of one that did not go over each layer of its stacks
     once, which is raised where it can be seen."""
-    if not pending.turns:
+    if not pending.append_counts:
         return cache
-    other = jnp.any(jnp.concatenate(pending.turns) != 1)
+    other = jnp.any(jnp.concatenate(pending.append_counts) != 1)
     if not is_traced(other) and bool(fetch(other)):
-        every = [fetch(turns).tolist() for turns in pending.turns]
+        every = [fetch(turns).tolist() for turns in pending.append_counts]
         raise ValueError(
             f"advance, but layers of the cache's stacks were appended to {every} times, not once"
         )
@@ -304,7 +304,7 @@ def _all_turns(cache: KVCache, pending: Pending) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnames="target")
-def with_tokens(
+def write_layer(
     target: Target, old: LayerCache, keys: Array, values: Array, length: PerRow, count: PerRow,
     rotary: RotaryTable | None, table: Array | None = None, index: Array | None = None,
 ) -> LayerCache:  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import flag_where
@@ -17,10 +17,10 @@ from kvjax.core.errors import CacheOverflowError, NonFiniteError
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array, LayerNumber
 from kvjax.core.validation import check_not_donated, check_not_symbolic, check_not_traced, is_traced
-from kvjax.placement.device import beside
+from kvjax.placement.device import on_device_of
 
 
-def usable(
+def validated(
     what: str,
     cache: Any,
     *,
@@ -109,14 +109,14 @@ def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
 
 def _check_pools(what: str, cache: KVCache) -> None:
     """Raise ``ValueError`` for pools that are not those of the layers' pages."""
-    pagings = cache.pagings
-    if len(pagings) != len(cache.pools):
+    page_groups = cache.page_groups
+    if len(page_groups) != len(cache.pools):
         raise ValueError(
             f"{what}: the cache has {len(cache.pools)} pool(s) of pages, and its policies say "
             f"{len(pagings)}"
         )
-    for paging, pool in zip(pagings, cache.pools, strict=True):
-        wanted = (cache.batch, paging.layout.columns), paging.layout.pool
+    for page_group, pool in zip(page_groups, cache.pools, strict=True):
+        wanted = (cache.batch, page_group.layout.columns), page_group.layout.pool
         if (found := (pool.table.shape, pool.pages)) != wanted:
             raise ValueError(
                 f"{what}: a table and a pool of {found[0]} and {found[1]} pages, and its policy "
@@ -147,7 +147,7 @@ def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
             f"{what}: not all arrays of the cache are in the memory that its policies say: "
             "kvjax.fork(cache), outside jit, brings them there"
         )
-    with beside(arrays[0]) if arrays else nullcontext():
+    with on_device_of(arrays[0]) if arrays else nullcontext():
         length, written, status, pools = layers[0].policy.placement.put(rows)
         for entry in away:
             layers[entry] = layers[entry].placed()
@@ -243,7 +243,7 @@ def check(cache: KVCache) -> None:
     check_not_traced("kvjax.check", cache.status)
     status = fetch(cache.status)
     grows = cache.grows_to is not None and cache.max_len < cache.grows_to
-    limit = "rotary_len" if cache.max_len == cache.positions == cache.turned_for else "max_len"
+    limit = "rotary_len" if cache.max_len == cache.positions == cache.rotary_len else "max_len"
     way = "kvjax.grow it before the step" if grows else f"start with a larger {limit}"
     for error, words in _ERRORS.items():
         for bit, sentence in words.items():
@@ -252,7 +252,7 @@ def check(cache: KVCache) -> None:
                 raise error(sentence.format(cache=cache, rows=rows, way=way))
 
 
-@automatic
+@automatic_axes
 def clear_status(cache: KVCache) -> KVCache:
     """The cache without what ``check`` would raise: when the reason has been dealt with."""
     check_arrays("kvjax.clear_status", cache)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.layer import LayerCache, empty_layer
 from kvjax.cache.paging import with_pools
-from kvjax.cache.sizes import kept_within
+from kvjax.cache.sizes import place_within
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import CacheMemoryError
@@ -23,7 +23,7 @@ from kvjax.core.reporting import readable_bytes
 from kvjax.core.transfer import check_not_target_mesh, commit_together
 from kvjax.core.validation import MAX_DIMENSION, as_bool, as_int, as_optional_int
 from kvjax.placement.device import Budget
-from kvjax.placement.mesh import spread_over
+from kvjax.placement.mesh import shard_over
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import (
     CacheShape,
@@ -34,7 +34,7 @@ from kvjax.policies.model_config import (
     layer_windows,
     model_dtype,
     position_limit,
-    rotary_terms,
+    resolve_rotary_len,
     scanned,
 )
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
@@ -86,7 +86,7 @@ def init_cache(
 
 
 @contextlib.contextmanager
-def naming_no_memory(sentence: Callable[[], str]) -> Iterator[None]:
+def as_memory_error(sentence: Callable[[], str]) -> Iterator[None]:
     """Raise ``CacheMemoryError(sentence())`` if there is no memory for what is made inside."""
     try:
         yield
@@ -105,12 +105,12 @@ def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
             cache = jax.eval_shape(functools.partial(make, *given, **named))
             return (
                 f"there is no memory for the cache: {cache.batch} row(s) of "
-                f"{named['max_len'] or named.get('room'):,} tokens take "
+                f"{named['max_len'] or named.get('initial_len'):,} tokens take "
                 f"{readable_bytes(tree_bytes(cache))}; give fewer tokens (max_new_tokens, "
                 "max_len), fewer rows, or a smaller policy (kvjax.memory.what_fits lists some)"
             )
 
-        with naming_no_memory(sentence):
+        with as_memory_error(sentence):
             return make(*given, **named)
 
     return made
@@ -123,13 +123,13 @@ def allocate(
     *,
     batch: int,
     max_len: int | None,
-    room: int | None = None,
+    initial_len: int | None = None,
     mesh: Mesh | None = None,
     stacked: bool | None = None,
     rotary_len: int | None = None,
 ) -> KVCache:
-    """``init_cache`` for a text of ``room`` tokens: what can be enlarged later begins with that,
-    and what is fixed takes it where ``max_len`` does not say."""
+    """``init_cache`` for rows of ``initial_len`` tokens at first. Layouts that can grow start with
+    it; the others use it as their capacity if ``max_len`` is not given."""
     register_with_flax()
     batch = as_int("batch", batch, 1, MAX_DIMENSION)
     config = decoder_config(config)
@@ -137,11 +137,11 @@ def allocate(
     max_len = as_optional_int("max_len", max_len, 1, MAX_DIMENSION)
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
-    max_len = limit if max_len is None and room is None else max_len
+    max_len = limit if max_len is None and initial_len is None else max_len
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     heads = layer_heads(config)
-    spread = None if mesh is None else spread_over(mesh, common_heads(config))
+    spread = None if mesh is None else shard_over(mesh, common_heads(config))
     if spread is not None:
         spread.check_rows(batch)
         check_not_target_mesh(spread.mesh)
@@ -155,18 +155,20 @@ def allocate(
 
     def resolve(max_len: int | None) -> list[CachePolicy]:
         return [
-            policies[n].resolve(max_len, windows[n], model_dtype(config), room=room, rows=batch)
+            policies[n].resolve(
+                max_len, windows[n], model_dtype(config), initial_len=initial_len, rows=batch
+            )
             for n in own
         ]
 
     resolved = resolve(max_len)
     reach = max(each.layout.reach for each in resolved)
-    turned_for, most = rotary_terms(config, reach, rotary_len)
+    rotary_len, most = resolve_rotary_len(config, reach, rotary_len)
     if most is not None and (max_len or 0) > most:
         resolved = resolve(max_len := most)  # no row could use the rest
     budget = budget_of(policy)
     if budget is not None:
-        resolved = kept_within(budget, resolved, [(batch, *heads[n]) for n in own])
+        resolved = place_within(budget, resolved, [(batch, *heads[n]) for n in own])
     kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
     stacks = None
     if as_bool("stacked", scanned(config) if stacked is None else stacked):
@@ -185,7 +187,7 @@ def allocate(
         sources = tuple(own.index(source) for source in sources)
     cache = KVCache(
         tuple(layers), *rows, sources=sources, positions=limit if most is None else most,
-        turned_for=turned_for, budget=budget, stacks=stacks,
+        rotary_len=rotary_len, budget=budget, stacks=stacks,
     )  # fmt: skip
     return commit_together(with_pools(cache))
 

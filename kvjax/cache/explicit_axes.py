@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 _Path = tuple[Any, ...]
 
 
-def automatic(call: Callable[_P, _T]) -> Callable[_P, _T]:
+def automatic_axes(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """``call`` with the explicit axes of the mesh that is set as automatic ones.
 
     Of a cache that it gives, each array is divided as that of the cache that it was given; an array

@@ -21,7 +21,7 @@ Blocks = Callable[[Array], tuple[Body, Array]] | None
 body is cut in the same blocks."""
 
 
-def filled(
+def build_layer(
     like: LayerCache, policy: CachePolicy, length: PerRow, tokens: Tokens, blocks: Blocks,
     table: Array | None = None,
 ) -> tuple[LayerCache, PerRow, Array]:  # fmt: skip
@@ -64,8 +64,8 @@ def _layer(
     tail: Tail | None = None, low: PerRow | None = None,
 ) -> LayerCache:  # fmt: skip
     """A layer with a body of rows, or, with a ``table``, in pages."""
-    if table is not None and (paging := policy.paging):
-        body = in_pages(body, table, paging.layout.page_size, paging.layout.pool or 0)
+    if table is not None and (page_group := policy.page_group):
+        body = in_pages(body, table, page_group.layout.page_size, page_group.layout.pool or 0)
     keys, values = kept(body, policy.orders(like.kv_heads, like.head_dim))
     return replace(
         like, keys=keys, values=values, policy=policy, tail=tail, low=low,

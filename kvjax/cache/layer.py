@@ -113,7 +113,7 @@ class LayerCache:
         def into(mine: Any, new: Any) -> Any:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), mine, new)
 
-        if self.policy.paging is None:
+        if self.policy.page_group is None:
             return self.each(lambda x, y: x.at[rows].set(y, mode="drop"), others)
         tail = self.policy.placement.put_tokens(into(self.tail, others.tail))
         low = into(self.low, others.low)
@@ -125,7 +125,7 @@ class LayerCache:
 
     def _of_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
         """The same for every array that has rows."""
-        if self.policy.paging is None:
+        if self.policy.page_group is None:
             return self.each(change)
         tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
         placement = self.policy.placement
@@ -211,9 +211,9 @@ def empty_layer(
         in_tail = (batch, kv_heads, policy.split.tail.slots, head_dim)
         tail = Tail(*(codec.empty(in_tail) for codec in policy.raw))
     rows = batch
-    if paging := policy.paging:
-        assert paging.layout.pool is not None
-        rows, slots = paging.layout.pool, (paging.layout.page_size, *slots[1:])
+    if page_group := policy.page_group:
+        assert page_group.layout.pool is not None
+        rows, slots = page_group.layout.pool, (page_group.layout.page_size, *slots[1:])
     shape = (rows, kv_heads, *slots, head_dim)
     body = policy.keys.empty(shape), policy.values.empty(shape)
     keys, values = kept(body, policy.orders(kv_heads, head_dim))
@@ -223,17 +223,17 @@ def empty_layer(
 _T = TypeVar("_T")
 
 
-def opened(held: LayerCache, index: Array) -> LayerCache:
+def unstacked(held: LayerCache, index: Array) -> LayerCache:
     """A layer of a stack, int32[], whose arrays stay among those of the others.
 
     Not as rows one behind the other: where a stack or a batch is of one, a compiler might take that
     for another order of axes, or write what is read and what is kept each on its own, and copy all
     of it.
     """
-    return replace(held, low=one_of(held.low, index), stack=None)
+    return replace(held, low=index_stack(held.low, index), stack=None)
 
 
-def strip_is_there(held: LayerCache, index: Array, new: int) -> Array | None:
+def check_strip(held: LayerCache, index: Array, new: int) -> Array | None:
     """Whether what queries of a call of ``new`` tokens see raw is of this layer of a stack, bool[]:
     the stack has that of the last one appended to. None for a call that is not so long.
 
@@ -252,14 +252,14 @@ def strip_is_there(held: LayerCache, index: Array, new: int) -> Array | None:
     return same
 
 
-def one_of(arrays: _T, index: Array | None) -> _T:
+def index_stack(arrays: _T, index: Array | None) -> _T:
     """Arrays [layers, ...] of one layer, sliced out; without an index they are of one."""
     if index is None:
         return arrays
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), arrays)
 
 
-def with_one(arrays: _T, new: _T, index: Array | None) -> _T:
+def update_stack(arrays: _T, new: _T, index: Array | None) -> _T:
     """With new ones of a layer, in place."""
     if index is None:
         return new

@@ -15,7 +15,7 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.core.validation import is_traced
-from kvjax.paging.allocator import Copies, PageAllocator, Paging
+from kvjax.paging.allocator import Copies, PageAllocator, PageGroup
 from kvjax.placement.pages import copied_pages
 
 Pools = tuple[PageAllocator, ...]
@@ -23,26 +23,26 @@ Pools = tuple[PageAllocator, ...]
 
 def with_pools(cache: KVCache) -> KVCache:
     """A cache whose rows are empty, with pools of which all pages are free."""
-    pools = tuple(empty_pool(kind, cache) for kind in cache.pagings)
+    pools = tuple(empty_pool(kind, cache) for kind in cache.page_groups)
     return replace(cache, pools=cache.layers[0].policy.placement.put(pools))
 
 
-def empty_pool(paging: Paging, cache: KVCache) -> PageAllocator:
+def empty_pool(page_group: PageGroup, cache: KVCache) -> PageAllocator:
     """A pool for a cache's rows, of which all pages are free; as NumPy's arrays."""
-    pool, spread = paging.layout.pool, cache.spread
+    pool, spread = page_group.layout.pool, cache.spread
     assert pool is not None
     shares = 1 if spread is None else spread.rows
-    return PageAllocator.create(pool, cache.batch, paging.layout.columns, shares)
+    return PageAllocator.create(pool, cache.batch, page_group.layout.columns, shares)
 
 
-def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, RowMask]:
+def pool_for(page_group: PageGroup, cache: KVCache) -> tuple[PageAllocator, RowMask]:
     """A pool of which the rows of a cache have what their texts need, and the rows for which there
     are not enough pages; they have none."""
-    layout, pool = paging.layout, empty_pool(paging, cache)
+    layout, pool = page_group.layout, empty_pool(page_group, cache)
     pool = PageAllocator(*(jnp.asarray(x) for x in (pool.table, pool.refs, pool.stack, pool.left)))
 
     def of(pool: PageAllocator, length: PerRow) -> Any:
-        units = paging.units(length)
+        units = page_group.units(length)
         pages = layout.pages_in(units)
         wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
         columns = jnp.broadcast_to(arange_row(layout.columns), pages.shape)
@@ -52,16 +52,16 @@ def pool_for(paging: Paging, cache: KVCache) -> tuple[PageAllocator, RowMask]:
     return pool, ~had
 
 
-def pages_taken(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask, RowMask]:
+def take_pages(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask, RowMask]:
     """The pools, with the pages that a call of ``asked`` tokens a row, ``new`` at most, writes in,
     and without those that windows have left; the rows that have got all their pages, in every pool:
     the others none in any; and those whose tables are none."""
-    pagings = cache.pagings
+    page_groups = cache.page_groups
 
     def of(pools: Pools, length: PerRow, marks: list[PerRow], asked: PerRow) -> Any:
         requests = [
-            PageRequest(paging, pool, length, mark, asked, new)
-            for paging, pool, mark in zip(pagings, pools, marks, strict=True)
+            PageRequest(page_group, pool, length, mark, asked, new)
+            for page_group, pool, mark in zip(page_groups, pools, marks, strict=True)
         ]
         alone = [request.taken() for request in requests]
         had = functools.reduce(jnp.logical_and, [had for _, had in alone])
@@ -74,7 +74,7 @@ def pages_taken(cache: KVCache, new: int, asked: PerRow) -> tuple[Pools, RowMask
         return after, had, bad
 
     found: tuple[Pools, RowMask, RowMask] = _on_each(
-        cache, of, cache.pools, cache.length, [_marks(cache, each) for each in pagings], asked
+        cache, of, cache.pools, cache.length, [_marks(cache, each) for each in page_groups], asked
     )
     return found
 
@@ -84,17 +84,17 @@ class PageRequest:
 
     def __init__(
         self,
-        paging: Paging,
+        page_group: PageGroup,
         pool: PageAllocator,
         length: PerRow,
         marks: PerRow,
         asked: PerRow,
         new: int,
     ) -> None:
-        layout, units = paging.layout, paging.units
+        layout, units = page_group.layout, page_group.units
         self.layout, self.pool = layout, pool
         self.begin, self.end = units(length), units(length + asked)
-        self.new = max(paging.new_units(new), 1)
+        self.new = max(page_group.new_units(new), 1)
         pages = layout.filled(self.begin)[:, None] + arange_row(layout.filled(self.new))
         self.wanted = pages < layout.filled(self.end)[:, None]
         self.columns = layout.column_of(pages)
@@ -125,17 +125,17 @@ class PageRequest:
         return rows & jnp.any(bad, axis=1)
 
 
-def forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
+def fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
     """A cache's pools and its layers' pages for rows that go on from ``rows``, int32[n], and which
     of these have got what they need. On a mesh ``rows`` are of a device's own."""
-    pagings, pending = cache.pagings, cache.pending
+    page_groups, pending = cache.page_groups, cache.pending
     count = jnp.zeros_like(cache.length) if pending is None else pending.count
     new = 0 if pending is None else pending.new
 
     def of(pools: Pools, length: PerRow, count: PerRow, rows: Array) -> Any:
         found, had = [], jnp.ones(rows.shape, bool)
-        for paging, pool in zip(pagings, pools, strict=True):
-            columns = [x[rows] for x in _written(paging, length, count, new)]
+        for page_group, pool in zip(page_groups, pools, strict=True):
+            columns = [x[rows] for x in _written(page_group, length, count, new)]
             found.append(pool.fork(rows, columns))
             had &= found[-1][2]
         pools = tuple(pool.free(~had) for pool, _, _ in found)
@@ -145,18 +145,18 @@ def forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
     return replace(cache, pools=pools, layers=_copied(cache, copies)), had
 
 
-def trimmed(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
+def trim_pages(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
     """A cache's pools and its layers' pages for rows that are to have the first ``length`` tokens
     alone; and the rows that find a page to go on in: the others have what they had."""
-    pagings = cache.pagings
+    page_groups = cache.page_groups
 
     def of(pools: Pools, before: PerRow, marks: list[PerRow], length: PerRow) -> Any:
         had, changes = jnp.ones(length.shape, bool), []
-        for paging, pool, mark in zip(pagings, pools, marks, strict=True):
-            layout = paging.layout
-            held = layout.pages_in(paging.units(jnp.maximum(mark, before)))
-            behind = held >= layout.filled(paging.units(length))[:, None]
-            (last,) = _written(paging, length, jnp.zeros_like(length), 0)
+        for page_group, pool, mark in zip(page_groups, pools, marks, strict=True):
+            layout = page_group.layout
+            held = layout.pages_in(page_group.units(jnp.maximum(mark, before)))
+            behind = held >= layout.filled(page_group.units(length))[:, None]
+            (last,) = _written(page_group, length, jnp.zeros_like(length), 0)
             last = jnp.where(length < before, last, -1)
             changes.append((pool, behind & (pool.table >= 0), last))
             had &= pool.writable(last)
@@ -166,12 +166,12 @@ def trimmed(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
             found.append((pool.drop(behind & had[:, None]), copies))
         return tuple(pool for pool, _ in found), [copies for _, copies in found], had
 
-    marks = [_marks(cache, each) for each in pagings]
+    marks = [_marks(cache, each) for each in page_groups]
     pools, copies, had = _on_each(cache, of, cache.pools, cache.length, marks, length)
     return replace(cache, pools=pools, layers=_copied(cache, copies)), had
 
 
-def freed(cache: KVCache, rows: RowMask) -> Pools:
+def free_pages(cache: KVCache, rows: RowMask) -> Pools:
     """A cache's pools without the pages of some rows, bool[batch]."""
 
     def of(pools: Pools, rows: RowMask) -> Pools:
@@ -181,39 +181,39 @@ def freed(cache: KVCache, rows: RowMask) -> Pools:
     return found
 
 
-def _written(paging: Paging, length: PerRow, count: PerRow, new: int) -> list[Array]:
+def _written(page_group: PageGroup, length: PerRow, count: PerRow, new: int) -> list[Array]:
     """The columns, int32[batch] each, that rows write in where they have pages there, -1 for none:
     behind ``length``, and of a call that has begun with ``count`` tokens, ``new`` at most."""
-    layout = paging.layout
-    begin, end = paging.units(length), paging.units(length + count)
+    layout = page_group.layout
+    begin, end = page_group.units(length), page_group.units(length + count)
     first = begin // layout.page_size
     columns = []
-    for number in range(layout.spanned(paging.new_units(new) + 1)):
+    for number in range(layout.spanned(page_group.new_units(new) + 1)):
         page = first + number
         there = (page * layout.page_size < end) & ((page + 1) * layout.page_size > begin)
         columns.append(jnp.where(there, layout.column_of(page), -1))
     return columns
 
 
-def _marks(cache: KVCache, paging: Paging) -> PerRow:
+def _marks(cache: KVCache, page_group: PageGroup) -> PerRow:
     """int32[batch]: what all layers of a kind have written."""
-    kinds = enumerate(layer.policy.paging for layer in cache.layers)
-    mine = np.array([n for n, kind in kinds if kind == paging], np.int32)
+    kinds = enumerate(layer.policy.page_group for layer in cache.layers)
+    mine = np.array([n for n, kind in kinds if kind == page_group], np.int32)
     return jnp.min(cache.written[:, mine], axis=1)
 
 
 def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
     """The layers, with the pages of each kind copied."""
-    of_kind = dict(zip(cache.pagings, copies, strict=True))
+    of_kind = dict(zip(cache.page_groups, copies, strict=True))
     sources = [found.source for found in of_kind.values()]
     if not any(is_traced(x) or np.any(fetch(x) >= 0) for x in sources):
         return cache.layers  # the arrays that they are, though nobody gave them away
 
     def one(held: LayerCache) -> LayerCache:
-        paging = held.policy.paging
-        if paging is None:
+        page_group = held.policy.page_group
+        if page_group is None:
             return held
-        found, placement, orders = of_kind[paging], held.policy.placement, held.orders
+        found, placement, orders = of_kind[page_group], held.policy.placement, held.orders
 
         def copy(body: Any, source: Array, target: Array) -> Any:
             if held.stack is None:

@@ -3,16 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.checks import usable
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.layer import Body, LayerCache, strip_is_there
-from kvjax.cache.sections import View, sections
+from kvjax.cache.checks import validated
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.layer import Body, LayerCache, check_strip
+from kvjax.cache.sections import LayerView, sections
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, PerRow, SlotPositions
 
 
-@automatic
+@automatic_axes
 def read(
     cache: KVCache, layer: LayerNumber, *, rotary: RotaryTable | None = None
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
@@ -31,7 +31,7 @@ def read(
       Keys (rotated) and values [batch, kv_heads, slots, head_dim], and the position that each
       slot holds, int32[batch, slots], -1 where it is empty or stale.
     """
-    cache = usable("kvjax.read", cache, layer=layer, between=False)
+    cache = validated("kvjax.read", cache, layer=layer, between=False)
     (entry, index), pending = cache.at(layer), cache.pending
     held = cache.layers[entry]
     before = length = cache.length
@@ -39,15 +39,17 @@ def read(
         length = length + pending.count
     mine = None
     if pending is not None and index is not None:
-        length = length + jnp.where(pending.turns[entry][index] > 0, pending.count, 0)
-        mine = strip_is_there(held, index, pending.new)
+        length = length + jnp.where(pending.append_counts[entry][index] > 0, pending.count, 0)
+        mine = check_strip(held, index, pending.new)
     raw_from = held.policy.split.raw_from(length - 1) if held.policy.has_tail else length
     if held.policy.prefill == "exact":
         raw_from = jnp.minimum(raw_from, before)
     keys, values, positions = [], [], []
     table = cache.table(entry, whole=True)
-    view = View(held, before, length, cache.written[:, entry], pages=table, index=index).opened()
-    held = view.held
+    view = LayerView(
+        held, before, length, cache.written[:, entry], pages=table, index=index
+    ).unstacked()
+    held = view.layer_cache
     # A long call's own sinks have been written, its other tokens stand in a section of their own.
     for section in sections(view, together=held.strip is None):
         some_keys, some_values, at = section.numbers()
@@ -73,7 +75,7 @@ def tokens_at(
     ``pages``: the rows' tables, where it is in pages."""
     keys = values = jnp.zeros((), held.policy.keys.dtype)
     there = jnp.zeros(wanted.shape, bool)
-    view = View(held, length, length, marks, pages=pages)
+    view = LayerView(held, length, length, marks, pages=pages)
     for section in reversed(sections(view, together=True)):  # raw ones first
         some_keys, some_values, at = section.numbers()
         source = jnp.clip(section.slot_of(wanted), 0, at.shape[1] - 1)
@@ -106,7 +108,7 @@ def blocks_at(
         index = source.reshape(batch, 1, -1, *[1] * (store.ndim - 3))
         return jnp.take_along_axis(store, index, axis=2)
 
-    body = sections(View(held, length, length, marks, pages=pages))[0]
+    body = sections(LayerView(held, length, length, marks, pages=pages))[0]
     return jax.tree.map(taken, body.stores()), there
 
 

@@ -9,29 +9,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import LayerCache, Strip, Tail, opened
+from kvjax.cache.layer import LayerCache, Strip, Tail, unstacked
 from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
 from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Cursors, PerRow
-from kvjax.layouts import Layout, Part, Region, Share, Split, divided, paged, shared
+from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, paged, split_slots
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, given
 from kvjax.placement.pages import fitting, from_pages
 
 
 @pytree_dataclass
-class View:
+class LayerView:
     """A layer, with the tokens of a call appended.
 
     ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
     int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table. ``pages``:
     int32[batch, columns], where the layer is in pages, those of each row. ``index``: int32[], which
-    layer of a stack it is, and ``layer`` the same of one that is ``opened``.
+    layer of a stack it is, and ``layer`` the same of one that is ``unstacked``.
     """
 
-    held: LayerCache
+    layer_cache: LayerCache
     before: PerRow
     length: PerRow
     marks: PerRow
@@ -40,27 +40,29 @@ class View:
     index: Array | None = None
     layer: Array | None = None
 
-    def opened(self) -> "View":
+    def unstacked(self) -> "View":
         """That of a layer alone, on a device."""
         if self.index is None:
             return self
-        held = opened(self.held, self.index)
-        return replace(self, held=held, layer=self.index, index=None)
+        layer_cache = unstacked(self.layer_cache, self.index)
+        return replace(self, layer_cache=layer_cache, layer=self.index, index=None)
 
-    def taken(self, rows: PerRow) -> "View":
+    def take_rows(self, rows: PerRow) -> "View":
         """That of some rows, int32[n], of a layer in pages, which stay as they are."""
-        held = self.held
+        held = self.layer_cache
         own = held.tail, held.strip, held.low
         mine = own, (self.before, self.length, self.marks, self.pages)
         (tail, strip, low), cursors = jax.tree.map(lambda x: x[rows], mine)
         before, length, marks, pages = cursors
         held = replace(held, tail=tail, strip=strip, low=low)
-        return replace(self, held=held, before=before, length=length, marks=marks, pages=pages)
+        return replace(
+            self, layer_cache=held, before=before, length=length, marks=marks, pages=pages
+        )
 
 
 def regions_of(
-    layout: Layout, of: Callable[[Layout, Share], Part], together: bool, share: Share | None
-) -> Sequence[tuple[Region, Layout | Part]]:
+    layout: Layout, of: Callable[[Layout, Shard], LayoutSlice], together: bool, share: Shard | None
+) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
     if together:
         return [(Region(0, layout.slots), layout)]
@@ -70,7 +72,7 @@ def regions_of(
         return [
             (
                 Region(0, pages.whole(end), each.capped),
-                Part(layout, layout.slots, 0, each.first, end),
+                LayoutSlice(layout, layout.slots, 0, each.first, end),
             )
             for each, end in ends
         ]
@@ -80,13 +82,13 @@ def regions_of(
 
 
 def placed(
-    of: Callable[[Share | None], Any], share: Share | None, length: PerRow, written: PerRow
+    of: Callable[[Shard | None], Any], share: Shard | None, length: PerRow, written: PerRow
 ) -> dict[str, Any]:
     """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
     is a cursor as well."""
 
     def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if share is None else Share(expand_over_slots(index[0]), share.count)
+        own = None if share is None else Shard(expand_over_slots(index[0]), share.count)
         return of(own).positions(length, written, slots)
 
     cursors = (length, written)
@@ -183,7 +185,9 @@ class Section:
         turned = apply_rotary(tokens_of(codec.decode(keys)), positions.clip(0), self.table)
         return plain_scores(queries, turned)
 
-    def mix(self, weights: Array, values: Store, positions: Array | None, dtype: str) -> Array:
+    def weighted_values(
+        self, weights: Array, values: Store, positions: Array | None, dtype: str
+    ) -> Array:
         """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
         kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out; None
         is a whole section, on a CPU."""
@@ -196,7 +200,7 @@ class Section:
         numbers = tokens_of(codec.decode(values)).astype(dtype)
         return plain_mix(weights, numbers, present=positions[:, None, :, None] >= 0)
 
-    def part_of(self, start: Array, size: int) -> tuple[Store, Store]:
+    def slice_units(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""
         stores, layer = (self.keys, self.values), self.layer
         if self.pages is not None:
@@ -242,9 +246,9 @@ class Section:
     def stores(self) -> tuple[Store, Store]:
         """Keys and values of all units of every row, as codecs know them."""
         if self.pages is not None:
-            return self.part_of(jnp.int32(0), self.pages.shape[1] * self.page)
+            return self.slice_units(jnp.int32(0), self.pages.shape[1] * self.page)
         if self.layer is not None:
-            return self.part_of(jnp.int32(0), self._units)
+            return self.slice_units(jnp.int32(0), self._units)
         return self._known(self.placement.near((self.keys, self.values)))
 
     def numbers(self) -> tuple[Array, Array, Array]:
@@ -259,7 +263,9 @@ class Section:
         return keys, values, self.positions(units, self.first)
 
 
-def sections(view: View, share: Share | None = None, *, together: bool = False) -> list[Section]:
+def sections(
+    view: LayerView, share: Shard | None = None, *, together: bool = False
+) -> list[Section]:
     """A layer's sections, in the order they are walked.
 
     Args:
@@ -267,11 +273,11 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
       share: of its slots, and of the newest tokens, which all devices have; None for all.
       together: sinks with what is stored in one array with them; queries look at them apart.
     """
-    held, length = view.held, view.length
+    held, length = view.layer_cache, view.length
     policy, written = held.policy, jnp.maximum(view.marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
-        of = functools.partial(regions_of, policy.stored, shared, together)
+        of = functools.partial(regions_of, policy.stored, split_slots, together)
         return [
             _in_pages(_region(stores, codecs, of, n, share, length, written), view)
             for n in range(len(of(share)))
@@ -290,7 +296,7 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
         orders=held.orders,
         **placed(lambda share: replace(split, share=share), share, length, written),
     )  # fmt: skip
-    of = functools.partial(regions_of, split.tail, divided, together)
+    of = functools.partial(regions_of, split.tail, mask_slots, together)
 
     def in_tail(
         tail: Tail, number: int, length: PerRow, written: PerRow, layer: Array | None = None
@@ -306,11 +312,11 @@ def sections(view: View, share: Share | None = None, *, together: bool = False) 
     return [_in_pages(body, view), *newest]
 
 
-def _in_pages(section: Section, view: View) -> Section:
+def _in_pages(section: Section, view: LayerView) -> Section:
     """A section of a layer's body, which may be in pages, or in a stack."""
-    paging = view.held.policy.paging
-    page = {} if paging is None else {"page": paging.layout.page_size}
-    alone = paging is None and view.layer is None
+    page_group = view.layer_cache.policy.page_group
+    page = {} if page_group is None else {"page": page_group.layout.page_size}
+    alone = page_group is None and view.layer is None
     return replace(
         section, pages=view.pages, layer=view.layer, whole=section.whole and alone, **page
     )
@@ -319,9 +325,9 @@ def _in_pages(section: Section, view: View) -> Section:
 def _region(
     stores: tuple[Store, Store],
     codecs: tuple[Codec, Codec],
-    of: Callable[[Share | None], Sequence[tuple[Region, Any]]],
+    of: Callable[[Shard | None], Sequence[tuple[Region, Any]]],
     number: int,
-    share: Share | None,
+    share: Shard | None,
     length: PerRow,
     written: PerRow,
 ) -> Section:
@@ -337,7 +343,7 @@ def _region(
 
 
 def _own(
-    strip: Strip, view: View, split: Split, raw: tuple[Codec, Codec], table: RotaryTable | None
+    strip: Strip, view: LayerView, split: Split, raw: tuple[Codec, Codec], table: RotaryTable | None
 ) -> Section:
     """A long call's own tokens, but for sinks, which have been written to slots of their own."""
     count = strip.keys.shape[2]

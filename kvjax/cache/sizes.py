@@ -14,19 +14,19 @@ from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.topology import check_host_memory
-from kvjax.placement.device import Budget, Device, Sizes
-from kvjax.placement.mesh import Spread
+from kvjax.placement.device import Budget, Device, LayerBytes
+from kvjax.placement.mesh import MeshSharding
 from kvjax.policies.cache_policy import CachePolicy
 
 
-def places(cache: KVCache, device: Any = None) -> Any:
+def array_shardings(cache: KVCache, device: Any = None) -> Any:
     """The sharding of each array of a cache: on its mesh, or on a device. A pytree like it.
 
     Raises:
       ValueError: if it has bodies on the host of a device that is not here and knows none.
     """
     spread = cache.spread
-    if device is not None and any(x.policy.placement.behind_tail for x in cache.layers):
+    if device is not None and any(x.policy.placement.needs_tail for x in cache.layers):
         check_host_memory(device)
     near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.of_rows())
 
@@ -46,7 +46,7 @@ def places(cache: KVCache, device: Any = None) -> Any:
     return replace(every, layers=tuple(of(layer) for layer in cache.layers))
 
 
-def arguments(tree: Any, places: Any) -> Any:
+def abstract_arguments(tree: Any, array_shardings: Any) -> Any:
     """Arrays that are not there, in the kinds of memory that their shardings say, for a program
     that is given these shardings as its own."""
 
@@ -55,10 +55,10 @@ def arguments(tree: Any, places: Any) -> Any:
         space = jax.memory.Space.Host if far else jax.memory.Space.Device
         return ShapedArray(x.shape, x.dtype, memory_space=space)
 
-    return jax.tree.map(one, tree, places)
+    return jax.tree.map(one, tree, array_shardings)
 
 
-def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
+def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]:
     """Bytes of all layers' keys and values, by the place where they are.
 
     Args:
@@ -73,7 +73,7 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
     totals: dict[str, int] = {}
     for layer in cache.layers:
         if spread is not None:
-            layer = share_of(layer, spread)
+            layer = shard_of(layer, spread)
         body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
         for place, held in ((layer.policy.placement.place, body), ("device", rest)):
             if jax.tree.leaves(held):
@@ -81,7 +81,7 @@ def nbytes(cache: KVCache, spread: Spread | None = None) -> dict[str, int]:
     return totals
 
 
-def share_of(held: LayerCache, spread: Spread) -> LayerCache:
+def shard_of(held: LayerCache, spread: MeshSharding) -> LayerCache:
     """What a device has of an empty layer like this one, as shapes."""
     policy = replace(held.policy, placement=held.policy.placement.over(spread))
     whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim, held.stack)
@@ -92,29 +92,29 @@ def share_of(held: LayerCache, spread: Spread) -> LayerCache:
     return jax.tree.map(part, whole, whole.specs())
 
 
-def shares_of(cache: KVCache, spread: Spread | None) -> list[LayerCache]:
+def shards_of(cache: KVCache, spread: MeshSharding | None) -> list[LayerCache]:
     """A cache's layers, or what a device has of each, as shapes, where some share it."""
-    return [layer if spread is None else share_of(layer, spread) for layer in cache.layers]
+    return [layer if spread is None else shard_of(layer, spread) for layer in cache.layers]
 
 
 @functools.lru_cache(maxsize=1024)
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
-) -> Sizes:
+) -> LayerBytes:
     """What a layer of a resolved policy takes, on the device and with ``host``; on a mesh, of one
     of its devices."""
 
     def parts(placement: Device) -> tuple[int, int]:
         layer = layer_shapes(policy.elsewhere(placement), batch, kv_heads, head_dim)
         spread = policy.placement.spread
-        layer = layer if spread is None else share_of(layer, spread)
+        layer = layer if spread is None else shard_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
 
     body, tail = parts(host)
-    return Sizes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
+    return LayerBytes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
 
 
-def kept_within(
+def place_within(
     budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
 ) -> list[CachePolicy]:
     """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the

@@ -11,26 +11,26 @@ from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, LayerNumber, PerRow, PerRowAndLayer
 from kvjax.core.validation import as_int, is_traced
 from kvjax.layouts import UNLIMITED
-from kvjax.paging.allocator import PageAllocator, Paging
+from kvjax.paging.allocator import PageAllocator, PageGroup
 from kvjax.placement.device import Budget
-from kvjax.placement.mesh import Spread
+from kvjax.placement.mesh import MeshSharding
 
 
 @pytree_dataclass
-class Pending:
+class PendingAppend:
     """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
 
-    ``count``: int32[batch], tokens that each row takes; ``asked``: that it was to take, though
-    there may have been no pages for them. ``new``: tokens a row, with padding. ``entries``: which
-    of ``KVCache.layers`` have them; of stacks ``turns`` tell it, int32[stack] each: how often each
-    of their layers was given some.
+    ``count``: int32[batch], tokens that each row takes. ``requested``: int32[batch], tokens that
+    each row was given; it takes none of them if its pool has too few pages. ``new``: tokens per
+    row, including padding. ``entries``: indices of ``KVCache.layers`` that have been appended to.
+    ``append_counts``: the same for stacks, int32[stack] each: how often each layer was appended to.
     """
 
     count: PerRow
-    asked: PerRow
+    requested: PerRow
     new: int = static_field()
     entries: tuple[int, ...] = static_field()
-    turns: tuple[Array, ...] = ()
+    append_counts: tuple[Array, ...] = ()
 
 
 @pytree_dataclass
@@ -45,12 +45,12 @@ class KVCache:
     after a rewind it tells which slots hold tokens that are no longer part of the text.
     ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
     ``pending``: the call whose tokens are being appended, None between calls.
-    ``pools``: who has which pages, of each kind of layers that go by the same tables (``pagings``).
+    ``pools``: the page tables, one for each group of layers that share them (``page_groups``).
     ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
     has its own.
     ``positions``: how many the model has, or texts whose keys are turned as these are; None where
     they do not end.
-    ``turned_for``: the length of text that its keys were turned for, where the model's rotary
+    ``rotary_len``: the length of text that its keys were turned for, where the model's rotary
     frequencies depend on it (dynamic, longrope); it stays when the cache grows.
     ``budget``: the memory that it keeps to when it grows (``make_room``), of ``policy("auto")``.
     """
@@ -61,10 +61,10 @@ class KVCache:
     status: PerRow
     sources: tuple[int, ...] | None = static_field(default=None)
     positions: int | None = static_field(default=None)
-    turned_for: int | None = static_field(default=None)
+    rotary_len: int | None = static_field(default=None)
     budget: Budget | None = static_field(default=None)
     stacks: tuple[tuple[int, int], ...] | None = static_field(default=None)
-    pending: Pending | None = None
+    pending: PendingAppend | None = None
     pools: tuple[PageAllocator, ...] = ()
 
     @property
@@ -81,12 +81,12 @@ class KVCache:
     @property
     def last_position(self) -> str:
         """Why a sequence can't be longer than ``positions``, as errors say it."""
-        if self.positions == self.turned_for:
+        if self.positions == self.rotary_len:
             return f"its keys are turned for texts of rotary_len={self.positions} tokens"
         return f"the model has only {self.positions} positions"
 
     @property
-    def spread(self) -> Spread | None:
+    def spread(self) -> MeshSharding | None:
         """How it is spread over a mesh; None where it is on one device."""
         return self.layers[0].policy.placement.spread
 
@@ -97,9 +97,9 @@ class KVCache:
         return min((chunk for chunk in chunks if chunk is not None), default=None)
 
     @property
-    def revocable(self) -> int | None:
+    def max_rewind(self) -> int | None:
         """How many of its newest tokens a row can forget at any time; None for all."""
-        spans = (layer.policy.revocable for layer in self.layers)
+        spans = (layer.policy.max_rewind for layer in self.layers)
         return min((span for span in spans if span is not None), default=None)
 
     @property
@@ -111,8 +111,8 @@ class KVCache:
     def reach(self) -> int:
         """Positions that distances between queries and keys stay below: what rotary kinds that
         depend on the length go by."""
-        if self.turned_for is not None:
-            return self.turned_for
+        if self.rotary_len is not None:
+            return self.rotary_len
         return max(layer.policy.layout.reach for layer in self.layers)
 
     @property
@@ -125,18 +125,18 @@ class KVCache:
         return min(limit for limit in (self.positions, *last) if limit is not None)
 
     @property
-    def pagings(self) -> tuple[Paging, ...]:
+    def page_groups(self) -> tuple[PageGroup, ...]:
         """The kinds of layers in pages, in the order of ``pools``."""
-        kinds = (layer.policy.paging for layer in self.layers)
+        kinds = (layer.policy.page_group for layer in self.layers)
         return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     def table(self, entry: int, *, whole: bool = False) -> Array | None:
         """int32[batch, columns]: the pages of each row, of one of ``layers``; None where its slots
         are a row's own. ``whole``: as numbers of the whole pool, not of a device's share."""
-        kind = self.layers[entry].policy.paging
+        kind = self.layers[entry].policy.page_group
         if kind is None:
             return None
-        pool = self.pools[self.pagings.index(kind)]
+        pool = self.pools[self.page_groups.index(kind)]
         return pool.whole if whole else pool.table
 
     def at(self, number: LayerNumber) -> tuple[int, Array | None]:

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.layer import Body, LayerCache, Strip, Tail, one_of, with_one
+from kvjax.cache.layer import Body, LayerCache, Strip, Tail, index_stack, update_stack
 from kvjax.codecs import Codec, Store
 from kvjax.core import control_flow
 from kvjax.core.array_ops import arange_row
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import current_platform
 from kvjax.core.typing import Array, PerRow, Positions
-from kvjax.layouts import Ring, Run, shared
-from kvjax.placement.mesh import TENSOR, Spread
+from kvjax.layouts import Ring, Run, split_slots
+from kvjax.placement.mesh import TENSOR, MeshSharding
 from kvjax.placement.writing import write_far, write_row, write_rows
 
 Arrays = tuple[Store, Store, Tail | None, Strip | None, Body | None]
@@ -44,7 +44,7 @@ def store_tokens(
     if old.tail is not None:
         return _behind_tail(old, old.tail, keys, values, length, count, table, layer)
     share = policy.placement.share()
-    layout = policy.stored if share is None else shared(policy.stored, share)
+    layout = policy.stored if share is None else split_slots(policy.stored, share)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
     body = jax.tree.map(
@@ -69,8 +69,8 @@ def _behind_tail(
             lambda into, x: write_rows(into, x, runs, count, layer=layer), tail, fresh
         )
     else:
-        stack, tail = tail, one_of(tail, layer)
-        after = with_one(stack, _last_of(split.tail, tail, fresh, length, count), layer)
+        stack, tail = tail, index_stack(tail, layer)
+        after = update_stack(stack, _last_of(split.tail, tail, fresh, length, count), layer)
 
     start, stop = split.flushed(length), split.flushed(length + count)
     leaving = -(-new // split.block)
@@ -82,7 +82,7 @@ def _behind_tail(
     def encoded(some: Callable[[Array], Array] = lambda x: x) -> Body:
         """The blocks that leave, of all rows or of some."""
         if short:
-            newest = one_of(after, layer)
+            newest = index_stack(after, layer)
             whole = jax.tree.map(lambda x: _taken(some(x), some(slots)), newest)
         else:
             before = length[:, None]
@@ -116,7 +116,7 @@ def _behind_tail(
         blocks = jax.tree.map(lambda x: x[:, :, None], block)
     else:
         blocks = encoded()
-    if placement.behind_tail:
+    if placement.needs_tail:
         stores, kind = jax.tree.flatten(body)
         copies = [None] * len(stores) if fetched is None else jax.tree.leaves(fetched)
         each = zip(
@@ -167,7 +167,7 @@ def _row_after_row(
     return kind.unflatten(far), kind.unflatten(near) if near else None
 
 
-def _encoded(codec: Codec, numbers: Array, spread: Spread | None) -> Store:
+def _encoded(codec: Codec, numbers: Array, spread: MeshSharding | None) -> Store:
     """Blocks as the codec stores them; of heads that share a scale, those of this device."""
     if spread is None or spread.heads == 1 or not codec.joins_heads:
         return codec.encode(numbers)

@@ -13,7 +13,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import abstract_cache
 from kvjax.operations.rows import reset, rewind, rewindable
-from kvjax.placement.mesh import spread_over
+from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads, trained_context
 from kvjax.policies.presets import PolicyChoice
 
@@ -50,7 +50,9 @@ class Held:
 def empty(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> Held:
     """A new one; where it grows, it begins small."""
     policy, room = with_memory(lm, policy, None, 1, max_len), min(capacity_bucket(1), max_len)
-    return Held(allocate(lm.config, policy, batch=1, max_len=max_len, room=room, mesh=lm.mesh))
+    return Held(
+        allocate(lm.config, policy, batch=1, max_len=max_len, initial_len=room, mesh=lm.mesh)
+    )
 
 
 def most_of(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> int | None:
@@ -65,7 +67,7 @@ def length_for(lm: LanguageModel, max_len: int | None) -> int:
     Raises:
       ValueError: if the model's mesh divides rows, of which a chat has one.
     """
-    if lm.mesh is not None and (rows := spread_over(lm.mesh, common_heads(lm.config)).rows) > 1:
+    if lm.mesh is not None and (rows := shard_over(lm.mesh, common_heads(lm.config)).rows) > 1:
         raise ValueError(
             f"a chat is one text, and this mesh shares out {rows} rows: give one whose data is 1"
         )

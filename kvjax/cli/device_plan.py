@@ -31,7 +31,7 @@ def on_device(
     if choices is None:
         every: dict[str, Any] = {title: policy(**it) for title, it in DEFAULT_CHOICES.items()}
         # Bodies on the host are compiled for when they are asked for.
-        choices = {k: each for k, each in every.items() if not each.placement.behind_tail}
+        choices = {k: each for k, each in every.items() if not each.placement.needs_tail}
     there: Any = device if mesh is None else make_mesh(**parse_mesh(mesh), devices=device)
     found: dict[str, DevicePlan] = {}
     with shown("planning"):

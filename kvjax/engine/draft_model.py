@@ -99,7 +99,7 @@ class DraftModelRunner:
     """So many rows of a draft's model, in pages of their own, as many as they can need.
 
     ``max_len``: tokens of a text; ``chunk``: of those that it reads together. ``nbytes``: that the
-    draft takes of the device, its cache, and parameters that are not the model's; ``revocable``:
+    draft takes of the device, its cache, and parameters that are not the model's; ``max_rewind``:
     as of ``ModelRunner``.
 
     Raises:
@@ -130,7 +130,7 @@ class DraftModelRunner:
         """Make the cache; bytes of all that the draft has."""
         texts = Texts(self._pool_config, (0, 0, None))
         self._runner = ModelRunner(self._lm, self._pool_config, texts, self._count, 1, True)
-        self.revocable, found = self._runner.revocable, self._runner.allocated
+        self.max_rewind, found = self._runner.max_rewind, self._runner.allocated
         return self.own_weights + found["pool_bytes"] + found["row_bytes"]
 
     def propose(
@@ -195,7 +195,7 @@ def _pool_config(
     def pool_config(pages: int) -> Terms:
         return terms_for(lm, policies, pages, None, max_len, chunk, True, 1)
 
-    return pool_config(count * max(kind.paging.layout.columns for kind in pool_config(1).kinds))
+    return pool_config(count * max(kind.page_group.layout.columns for kind in pool_config(1).kinds))
 
 
 def _in_pages(policy: Any) -> Any:

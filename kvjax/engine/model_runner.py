@@ -39,7 +39,7 @@ class ModelRunner:
 
     ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
     prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
-    that can be sent at once; ``exact``: no row's numbers depend on the others; ``revocable``: how
+    that can be sent at once; ``exact``: no row's numbers depend on the others; ``max_rewind``: how
     many of its newest tokens a row can forget, None for all; ``platform``: that they are on.
     ``pages``: of the rows; ``board``: what each asks for; ``allocated``: bytes, by the names of
     ``EngineStats``.
@@ -74,7 +74,7 @@ class ModelRunner:
         )
         cache = commit(cache)
         placement = cache.layers[0].policy.placement
-        self.revocable, self.platform = cache.revocable, placement.platform()
+        self.max_rewind, self.platform = cache.max_rewind, placement.platform()
         zeros = np.zeros(count, np.int32)
         past = self._no_text(count)
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
@@ -217,7 +217,7 @@ class ModelRunner:
         some = [
             (kind, page)
             for kind, page in zip(self.pool_config.kinds, pages, strict=True)
-            if kind.paging.split is not None
+            if kind.page_group.split is not None
         ]
         return programs.take(
             self._with_pages(),
@@ -238,7 +238,7 @@ class ModelRunner:
         rows = jax.tree.unflatten(form, [np.asarray(x) for x in state[: len(leaves)]])
         at = len(leaves)
         for number, kind in enumerate(self.pool_config.kinds):
-            if kind.paging.split is None:
+            if kind.page_group.split is None:
                 continue
             count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in kind.entries]))
             if fresh[number] >= 0:

@@ -20,7 +20,7 @@ class PageTables:
     def __init__(self, texts: Texts, rows: int) -> None:
         self._prefixes, self._kinds = texts, texts.terms.kinds
         self.tables = [
-            np.full((rows, kind.paging.layout.columns), -1, np.int32) for kind in self._kinds
+            np.full((rows, kind.page_group.layout.columns), -1, np.int32) for kind in self._kinds
         ]
         # Of each kind and row, the pages from the first that it has to the last, through its text.
         self._first = np.zeros((len(self._kinds), rows), int)
@@ -31,7 +31,7 @@ class PageTables:
         those that are not full; these, of each kind, -1 for none."""
         fresh = []
         for number, kind in enumerate(self._kinds):
-            layout, counts = kind.paging.layout, self._prefixes.pool.counts[number]
+            layout, counts = kind.page_group.layout, self._prefixes.pool.counts[number]
             table, (full, part) = self.tables[number], kind.needed(tokens)
             for page in full:
                 found = self._prefixes.page(path, number, page).number
@@ -40,7 +40,7 @@ class PageTables:
             if part is not None:
                 table[row, kind.column(part)] = counts.take()
             fresh.append(-1 if part is None else int(table[row, kind.column(part)]))
-            units = int(kind.paging.units(tokens))
+            units = int(kind.page_group.units(tokens))
             self._first[number, row] = int(layout.gone_before(units))
             self._end[number, row] = int(layout.filled(units))
         return fresh
@@ -148,7 +148,7 @@ class PageTables:
         pages."""
         found = []
         for number, (kind, some) in enumerate(zip(self._kinds, columns, strict=True)):
-            layout, units = kind.paging.layout, int(kind.paging.units(tokens))
+            layout, units = kind.page_group.layout, int(kind.page_group.units(tokens))
             pages = [self._prefixes.pool.counts[number].take() for _ in some]
             self.tables[number][row, list(some)] = pages
             self._first[number, row] = int(layout.gone_before(units))
@@ -168,11 +168,12 @@ class PageTables:
 
     def _reach(self, number: int, tokens: int) -> tuple[int, int]:
         """Pages that so many tokens fill, and the first of them that a query may still see."""
-        paging = self._kinds[number].paging
-        units = int(paging.units(tokens))
-        return int(paging.layout.filled(units)), int(paging.layout.gone_before(units))
+        page_group = self._kinds[number].page_group
+        units = int(page_group.units(tokens))
+        layout = page_group.layout
+        return int(layout.filled(units)), int(layout.gone_before(units))
 
     def _left(self, number: int, row: int, gone: int) -> range:
         """The pages that windows leave, behind the sinks'."""
-        first = max(int(self._first[number, row]), self._kinds[number].paging.layout.sink_pages)
+        first = max(int(self._first[number, row]), self._kinds[number].page_group.layout.sink_pages)
         return range(first, gone)

@@ -63,7 +63,7 @@ def engine_pool_config(
         return terms(pages, memory)
     least = terms(1, None)
     if limits.cache_memory_ratio is None:
-        needed = terms(rows * max(kind.paging.layout.columns for kind in least.kinds), None)
+        needed = terms(rows * max(kind.page_group.layout.columns for kind in least.kinds), None)
         limits = replace(limits, cache_memory_ratio=DEFAULT_RATIO)
         try:
             allowed = _allowed(lm, limits, rows, least.max_len, beside)

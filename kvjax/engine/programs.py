@@ -21,7 +21,7 @@ from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose, whole
-from kvjax.paging.allocator import GivenPages
+from kvjax.paging.allocator import FixedPageTables
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
 from kvjax.sampling.filters import EVERY, Allowed, Logits
@@ -305,8 +305,8 @@ def context_of(
 ) -> Cached:
     """The rows as a program is given them: so long, and with these tables."""
     pools: Any = tuple(
-        GivenPages(table, paging.layout.pool or 0)
-        for table, paging in zip(tables, cache.pagings, strict=True)
+        FixedPageTables(table, page_group.layout.pool or 0)
+        for table, page_group in zip(tables, cache.page_groups, strict=True)
     )
     status = jnp.zeros_like(length)
     return Cached(replace(cache, length=length, status=status, pools=pools, **changes))
@@ -316,7 +316,7 @@ def written_to(cache: KVCache, ends: PerRow) -> Array:
     """What a cache's layers have come to where rows will end there. Windows in pages have given
     back what is behind that: whatever stands there now is no number of the row's. Of layers with a
     tail the marks say what that holds."""
-    raw = jnp.array([x.policy.paging is not None and x.tail is None for x in cache.layers])
+    raw = jnp.array([x.policy.page_group is not None and x.tail is None for x in cache.layers])
     return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)
 
 

@@ -194,7 +194,7 @@ def asked(
         sampling = make_settings(seeds=[seed])[1]
     for number, kind in enumerate(pool_config.kinds):
         pages = most_pages(kind, len(tokens), need, num_beams)
-        if pages > (pool := kind.paging.layout.pool or 0):
+        if pages > (pool := kind.page_group.layout.pool or 0):
             raise ValueError(
                 f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
                 f"{pool}"

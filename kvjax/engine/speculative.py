@@ -88,7 +88,7 @@ class SpeculativeDecoder:
     def __init__(self, rows: ModelRunner, second: DraftModelRunner | None) -> None:
         self._runner, self._draft_runner = rows, second
         self.draft_bytes = 0 if second is None else second.allocate()
-        spans = rows.revocable, None if second is None else second.revocable
+        spans = rows.max_rewind, None if second is None else second.max_rewind
         self.most = min([MAX_DRAFT_TOKENS, *(span for span in spans if span is not None)])
         self.together = 1 if rows.platform == "cpu" else rows.count
 

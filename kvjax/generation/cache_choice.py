@@ -166,11 +166,11 @@ def for_samples(
 def _pages(policy: CachePolicy, size: int, texts: tuple[int, ...], limit: int, samples: int) -> int:
     """The most pages, of ``size`` tokens, that ``samples`` continuations of a prompt need, which
     is of one of these lengths."""
-    paging = policy.paging
-    assert paging is not None
+    page_group = policy.page_group
+    assert page_group is not None
     needs = []
     for tokens in texts:
-        full = len(Kind(paging).needed(tokens)[0])
+        full = len(Kind(page_group).needed(tokens)[0])
         most = -(-positions_needed(tokens, limit) // size)
         needs.append(full + samples * (most - full))
     return max(needs)

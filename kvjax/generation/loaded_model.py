@@ -23,7 +23,7 @@ from kvjax.generation.encoder import SOURCE, has_read, read, refuse_auto, withou
 from kvjax.generation.model import GenerationDefaults
 from kvjax.memory.sizes import has_encoder
 from kvjax.placement.device import Device
-from kvjax.placement.mesh import spread_over
+from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 
@@ -220,7 +220,7 @@ class LanguageModel:
         ids = self._ids(texts)
         if self.mesh is not None:
             # Rows that `data` does not divide are filled up with empty ones.
-            ids += [[]] * (-len(ids) % spread_over(self.mesh, common_heads(self.config)).rows)
+            ids += [[]] * (-len(ids) % shard_over(self.mesh, common_heads(self.config)).rows)
         tokens, lengths = self._put(ids, capacity_bucket(max(map(len, ids))))
         return replace(self, params=self.params | {SOURCE: read(self, tokens, lengths, cache)})
 
@@ -266,7 +266,7 @@ class LanguageModel:
         found = jnp.asarray(tokens), jnp.asarray(lengths)
         if self.mesh is None:
             return Device().put(found)
-        spread = spread_over(self.mesh, common_heads(self.config))
+        spread = shard_over(self.mesh, common_heads(self.config))
         # Rows that come out uneven are everywhere.
         shares = spread.of_rows() if len(ids) % spread.rows == 0 else PartitionSpec()
         return spread.put(found, lambda shape: shares)

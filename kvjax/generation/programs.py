@@ -139,8 +139,8 @@ def sampled(context: Context, logits: Logits, times: int) -> tuple[Context, Logi
     cache = context.cache
     if cache is None:
         return _repeated((context, logits), times)
-    shared = [(x.keys, x.values) if x.policy.paging else None for x in cache.layers]
-    own = [replace(x, keys=None, values=None) if x.policy.paging else x for x in cache.layers]
+    shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
+    own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
     cache, logits = _sampled(shared, replace(cache, layers=tuple(own)), logits, times)
     return Cached(cache), logits
 

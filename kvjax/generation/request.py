@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.checks import check, usable
+from kvjax.cache.checks import check, validated
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import explicit_mesh
 from kvjax.core.transfer import fetch
@@ -39,7 +39,7 @@ from kvjax.generation.options import Options
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.capacity import check_budget
 from kvjax.placement.device import Device
-from kvjax.placement.mesh import Spread, spread_over
+from kvjax.placement.mesh import MeshSharding, shard_over
 from kvjax.policies.model_config import common_heads, positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
@@ -70,7 +70,7 @@ class Request:
 
     prompts: list[list[int]]
     rows: int
-    spread: Spread | None
+    spread: MeshSharding | None
     start: np.ndarray
     need: int
     capacity: int
@@ -148,10 +148,10 @@ def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
     draft = draft_of(lm, options.draft)
     if draft is not None and not options.use_cache:
         raise ValueError("a draft was given together with use_cache=False: a cache checks it")
-    spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
+    spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
     held: list[int] = []
     if given is not None:
-        given = usable("kvjax.generate", given, outside=True)
+        given = validated("kvjax.generate", given, outside=True)
         if given.spread != spread:
             raise ValueError(
                 "the cache is not spread over the devices that the model is on: "

@@ -102,7 +102,7 @@ def score(
     longest, most = max(map(len, rows)), max(map(len, new))
     capacity = capacity_for(lm.config, longest, most, None, None, new="a continuation of ")
     held = allocate(
-        lm.config, cache, batch=len(rows), max_len=capacity, room=capacity, mesh=lm.mesh
+        lm.config, cache, batch=len(rows), max_len=capacity, initial_len=capacity, mesh=lm.mesh
     )
     last, held = _fed(lm, held, rows, chunk, last_only=True)
     held = select(held, of.tolist()) if len(of) != len(rows) else held

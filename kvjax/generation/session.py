@@ -242,7 +242,7 @@ class Session:
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config, request.policy, batch=rows, max_len=request.max_len,
-                room=request.capacity, mesh=self._lm.mesh, rotary_len=request.rotary_len,
+                initial_len=request.capacity, mesh=self._lm.mesh, rotary_len=request.rotary_len,
             )  # fmt: skip
             holds = most_tokens(cache)
             if request.need > holds:

@@ -213,10 +213,10 @@ class Stream(Pieces):
     def _revocable(self) -> int:
         """Steps after which a stop string can still be taken back from a ring or a tail."""
         cache = self._session.cache
-        if not self._request.stops or cache is None or cache.revocable is None:
+        if not self._request.stops or cache is None or cache.max_rewind is None:
             return CHUNK
         drafter = self._session.drafter
-        left = cache.revocable - (0 if drafter is None else drafter.length)
+        left = cache.max_rewind - (0 if drafter is None else drafter.length)
         return max(1, left + 1 - max(row.pending for row in self._rows))
 
     def _cut(self, flying: Sequence[Report]) -> None:

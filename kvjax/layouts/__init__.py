@@ -6,10 +6,10 @@ from kvjax.layouts.paged import Paged
 from kvjax.layouts.paged import paged as paged
 from kvjax.layouts.paged import unpaged_layout as unpaged_layout
 from kvjax.layouts.ring import Ring
-from kvjax.layouts.split import Part as Part
-from kvjax.layouts.split import Share as Share
+from kvjax.layouts.split import LayoutSlice as LayoutSlice
+from kvjax.layouts.split import Shard as Shard
 from kvjax.layouts.split import Split as Split
-from kvjax.layouts.split import divided as divided
-from kvjax.layouts.split import shared as shared
+from kvjax.layouts.split import mask_slots as mask_slots
+from kvjax.layouts.split import split_slots as split_slots
 
 __all__ = ["Dense", "Growing", "Layout", "Paged", "Region", "Ring", "Run"]

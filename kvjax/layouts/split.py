@@ -13,7 +13,7 @@ from kvjax.layouts.layout import Layout, Region, Run
 from kvjax.layouts.ring import Ring
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """The ``index``-th of ``count`` shares of the slots; the index is traced."""
 
     index: Scalar
@@ -21,7 +21,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LayoutSlice:
     """``slots`` slots of a layout from slot ``offset`` on, which count from 0 here. Of these, the
     ones from ``low`` on and below ``high``, slots of the whole, belong to it; the others are no
     business of its. Its methods answer what a ``Layout``'s do, of these."""
@@ -55,7 +55,7 @@ class Part:
         for region in self.layout.regions():
             low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
             high = jnp.minimum(jnp.asarray(self.high, jnp.int32), region.first + region.size)
-            part = Part(self.layout, self.slots, self.offset, low, high)
+            part = LayoutSlice(self.layout, self.slots, self.offset, low, high)
             # What comes first in the whole does so in every share.
             size = min(self.slots, region.first + region.size)
             found.append((Region(0, size, region.capped), part))
@@ -71,16 +71,16 @@ class Part:
         return low, jnp.where((first < self.high) & (first + size > self.low), high, -1)
 
 
-def shared(layout: Layout, share: Share) -> Part:
+def split_slots(layout: Layout, share: Shard) -> LayoutSlice:
     """A share of the slots, as many as every other."""
     slots = layout.slots // share.count
-    return Part(layout, slots, share.index * slots)
+    return LayoutSlice(layout, slots, share.index * slots)
 
 
-def divided(layout: Layout, share: Share) -> Part:
+def mask_slots(layout: Layout, share: Shard) -> LayoutSlice:
     """All slots, of which only a share is looked at, for each device has all of them."""
     each = -(-layout.slots // share.count)
-    return Part(layout, layout.slots, 0, share.index * each, (share.index + 1) * each)
+    return LayoutSlice(layout, layout.slots, 0, share.index * each, (share.index + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Split:
     recent: int
     parts: int = 1
     grain: int = 1
-    share: Share | None = None
+    share: Shard | None = None
 
     @property
     def tail(self) -> Ring:
@@ -117,7 +117,7 @@ class Split:
     def body(self) -> Any:
         """Slots of blocks."""
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
-        return whole if self.share is None else shared(whole, self.share)
+        return whole if self.share is None else split_slots(whole, self.share)
 
     def flushed(self, tokens: Any) -> Any:
         """Blocks that have left the tail, where the text has so many tokens."""

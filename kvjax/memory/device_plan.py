@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.attention.kernels.choice import kernels_for
 from kvjax.cache.creation import init_cache
-from kvjax.cache.sizes import arguments, nbytes, places, shares_of
+from kvjax.cache.sizes import abstract_arguments, array_shardings, nbytes, shards_of
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text
 from kvjax.core.subprocess_call import call_in_subprocess
@@ -150,7 +150,7 @@ def plan_on(
     if mesh is not None and spread is not None:
         params, rows = _own(params, model.param_shardings(mesh)), batch // spread.rows
     length = min(max_len, cache.reach)
-    pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
+    pairs = zip(cache.layers, shards_of(cache, spread), strict=True)
     of_row = sum(visible_tokens(layer, length, own)[1] for layer, own in pairs)
     return DevicePlan(
         device.device_kind or device.platform,
@@ -230,13 +230,13 @@ def compiled_call(
     weights: Any = SingleDeviceSharding(device)
     if mesh is not None:
         weights = part.param_shardings(mesh)
-    there = places(held, device)
+    there = array_shardings(held, device)
     program = jax.jit(
         step, donate_argnums=2, in_shardings=(weights, there.length, there),
         out_shardings=(there.length, there),
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
-    return program.lower(part.abstract_params(), tokens, arguments(held, there)).compile(
+    return program.lower(part.abstract_params(), tokens, abstract_arguments(held, there)).compile(
         jax_0_8_compiler_options(device)
     )
 

@@ -15,7 +15,7 @@ from kvjax.core.validation import INT32_MAX, as_int, as_python, normalize_int_fi
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.planning import PREFILL_CHUNK, estimated_temporaries
 from kvjax.memory.sizes import LoadedModel, Plannable, cache_nbytes, device_bytes, weight_bytes
-from kvjax.placement.mesh import TENSOR, make_mesh, spread_over
+from kvjax.placement.mesh import TENSOR, make_mesh, shard_over
 from kvjax.policies.model_config import common_heads, position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
@@ -142,7 +142,7 @@ def available_memory(
     """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
     of a chunk, leave."""
     memory = device_memory() if memory is None else memory
-    spread = None if lm.mesh is None else spread_over(lm.mesh, common_heads(lm.config))
+    spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL_CHUNK, capacity), spread)
     weights = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

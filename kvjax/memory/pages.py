@@ -14,7 +14,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import pyplot, readable_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import check_not_traced
-from kvjax.paging.allocator import Paging
+from kvjax.paging.allocator import PageGroup
 
 FREE, HELD, SHARED = -1, -2, -3
 """Owners that are no row: nobody, whoever called ``retain``, and several rows."""
@@ -135,17 +135,19 @@ def page_map(cache: KVCache) -> PageMap:
     length, pools = fetch((cache.length, cache.pools))
     return PageMap(
         tuple(
-            _pool_map(cache, paging, pool, length)
-            for paging, pool in zip(cache.pagings, pools, strict=True)
+            _pool_map(cache, page_group, pool, length)
+            for page_group, pool in zip(cache.page_groups, pools, strict=True)
         )
     )
 
 
-def _pool_map(cache: KVCache, paging: Paging, pool: Any, length: np.ndarray) -> PoolMap:
-    layers = [held for held in cache.layers if held.policy.paging == paging]
+def _pool_map(cache: KVCache, page_group: PageGroup, pool: Any, length: np.ndarray) -> PoolMap:
+    layers = [held for held in cache.layers if held.policy.page_group == page_group]
     entries = range(len(cache.layers)) if cache.stacks is None else [n for n, _ in cache.stacks]
     numbers = tuple(
-        number for number, n in enumerate(entries) if cache.layers[n].policy.paging == paging
+        number
+        for number, n in enumerate(entries)
+        if cache.layers[n].policy.page_group == page_group
     )
     each = pool.pages // len(pool.left)
     rows, columns = np.nonzero(pool.table >= 0)
@@ -155,13 +157,13 @@ def _pool_map(cache: KVCache, paging: Paging, pool: Any, length: np.ndarray) -> 
     owners[page] = rows
     owners[held > 1] = SHARED
     # What stands in a page: up to where the longest of its rows ends.
-    layout, units = paging.layout, np.asarray(paging.units(length))
+    layout, units = page_group.layout, np.asarray(page_group.units(length))
     number = np.asarray(layout.pages_in(jnp.asarray(units)))[rows, columns]
     filled = np.zeros(pool.pages, np.int64)
     end = np.clip(units[rows] - number * layout.page_size, 0, layout.page_size)
     np.maximum.at(filled, page, end)
     used = np.sum(held > 0) * layout.page_size
-    size = layout.page_size * (1 if paging.split is None else paging.split.block)
+    size = layout.page_size * (1 if page_group.split is None else page_group.split.block)
     return PoolMap(
         numbers, size, tree_bytes([(x.keys, x.values) for x in layers]) // pool.pages, owners,
         float(1 - filled.sum() / used) if used else 0.0,

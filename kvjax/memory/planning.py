@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
-from kvjax.cache.sizes import nbytes, shares_of
+from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.memory.sizes import (
@@ -29,7 +29,7 @@ from kvjax.memory.sizes import (
     weight_bytes,
     weight_bytes_read,
 )
-from kvjax.placement.mesh import Spread, spread_over
+from kvjax.placement.mesh import MeshSharding, shard_over
 from kvjax.policies.model_config import beyond_context, common_heads, layer_heads, model_dtype
 from kvjax.policies.presets import PolicyChoice
 
@@ -111,13 +111,13 @@ def plan(
         if not hasattr(model.config, name):
             raise ValueError(f"the model's config has no {name}, which a plan goes by")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
-    spread = None if mesh is None else spread_over(mesh, common_heads(model.config))
+    spread = None if mesh is None else shard_over(mesh, common_heads(model.config))
     if spread is not None:
         spread.check_rows(batch)
     temporaries = estimated_temporaries(model.config, batch, chunk, spread)
     temporaries, source = temporaries + prefetch_bytes(cache, spread), "estimated"
     # JAX compiles for arrays on the host only where it has them, and none are made here.
-    on_device = not any(layer.policy.placement.behind_tail for layer in cache.layers)
+    on_device = not any(layer.policy.placement.needs_tail for layer in cache.layers)
     if spread is None and compiled and on_device and model.apply is not None:
         fed = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
         leaves, structure = jax.tree.flatten(fed)
@@ -127,7 +127,7 @@ def plan(
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
     share = weights / weight_bytes(model)  # of a device, where a mesh divides them
-    pairs = zip(cache.layers, shares_of(cache, spread), strict=True)
+    pairs = zip(cache.layers, shards_of(cache, spread), strict=True)
     held = [visible_tokens(layer, length, own) for layer, own in pairs]
     matrices = 2 * share * matmul_parameters(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
@@ -158,7 +158,9 @@ def plan(
     )  # fmt: skip
 
 
-def estimated_temporaries(config: Any, batch: int, new: int, spread: Spread | None = None) -> int:
+def estimated_temporaries(
+    config: Any, batch: int, new: int, spread: MeshSharding | None = None
+) -> int:
     """Bytes that a call of ``new`` tokens needs besides weights and cache, from shapes alone: what
     the widest part of a layer keeps, a block of attention, and the logits of the last token; with
     ``spread`` those of one device."""

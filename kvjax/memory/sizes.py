@@ -12,12 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache.checks import check_cache
 from kvjax.cache.creation import init_cache
-from kvjax.cache.sizes import nbytes, shares_of
+from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.layouts import Growing, paged
 from kvjax.placement.device import ahead_bytes
-from kvjax.placement.mesh import Spread
+from kvjax.placement.mesh import MeshSharding
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import CacheShape, model_dtype, position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
@@ -63,13 +63,13 @@ def cache_nbytes(
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
-def prefetch_bytes(cache: KVCache, spread: Spread | None) -> int:
+def prefetch_bytes(cache: KVCache, spread: MeshSharding | None) -> int:
     """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
     fetched ahead, at most; those of stacks are not."""
     return ahead_bytes(
         [
             (tree_bytes((layer.keys, layer.values)), layer.policy.placement)
-            for layer in shares_of(cache, spread)
+            for layer in shards_of(cache, spread)
             if layer.stack is None
         ]
     )
@@ -154,8 +154,8 @@ def visible_tokens(
 
 def token_bytes(layer: LayerCache, arrays: Any) -> float:
     """Bytes of a token of a row, or a page, in these arrays of a layer's body."""
-    rows, paging = jax.tree.leaves(arrays)[0].shape[0], layer.policy.paging
-    units = layer.policy.stored.slots if paging is None else paging.layout.page_size
+    rows, page_group = jax.tree.leaves(arrays)[0].shape[0], layer.policy.page_group
+    units = layer.policy.stored.slots if page_group is None else page_group.layout.page_size
     return tree_bytes(arrays) / (units * layer.policy.unit) / rows
 
 

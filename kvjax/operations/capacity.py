@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.checks import usable
-from kvjax.cache.creation import naming_no_memory
+from kvjax.cache.checks import validated
+from kvjax.cache.creation import as_memory_error
 from kvjax.cache.sizes import layer_sizes
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core import control_flow
@@ -22,7 +22,7 @@ from kvjax.layouts.layout import check_growth
 from kvjax.operations.migration import move_layers
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator
-from kvjax.placement.device import Device, beside
+from kvjax.placement.device import Device, on_device_of
 from kvjax.placement.order import Order
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -45,7 +45,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
         model has positions, or no layer has a capacity that could grow; inside ``jit``.
       CacheMemoryError: if the device or the host has no memory for it.
     """
-    cache = usable("kvjax.grow", cache, outside=True)
+    cache = validated("kvjax.grow", cache, outside=True)
     to = as_int("to", to, 1, INT32_MAX)
     layouts = [layer.policy.layout for layer in cache.layers]
     if all(layout.limit is None for layout in layouts):
@@ -57,8 +57,8 @@ def grow(cache: KVCache, to: int) -> KVCache:
     wanted = enlarged_layouts(cache, to)
     layers, marks = [], []
     with (
-        beside(cache.length),
-        naming_no_memory(
+        on_device_of(cache.length),
+        as_memory_error(
             lambda: (
                 f"there is no memory to grow the cache to {to:,} tokens a row; the layers that "
                 "have grown have used the cache up"
@@ -98,9 +98,9 @@ def enlarged_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]
     """The pools of a cache whose layers have grown."""
     found = {}
     for old, new in zip(cache.layers, larger.layers, strict=True):
-        before, after = old.policy.paging, new.policy.paging
+        before, after = old.policy.page_group, new.policy.page_group
         if before is not None and after is not None and after not in found:
-            pool = cache.pools[cache.pagings.index(before)]
+            pool = cache.pools[cache.page_groups.index(before)]
             found[after] = pool.grown(after.layout.pool or 0, after.layout.columns)
     pools: tuple[PageAllocator, ...] = larger.layers[0].policy.placement.put(tuple(found.values()))
     return pools
@@ -123,13 +123,13 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
         return layer
     policy = replace(layer.policy, layout=layout)
     more = policy.stored.slots - layer.policy.stored.slots
-    if policy.paging is not None:
+    if policy.page_group is not None:
         return _more_pages(layer, policy)
 
     def pad(x: Array, order: Order) -> Array:
         wider = [(0, 0)] * x.ndim
         wider[order.axis] = (0, more * order.step)
-        if policy.placement.behind_tail and not is_traced(x) and policy.placement.spread is None:
+        if policy.placement.needs_tail and not is_traced(x) and policy.placement.spread is None:
             # Where it is: no more than one unit of it is on the device.
             shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
             into = policy.placement.store(np.zeros(shape, x.dtype), order)
@@ -144,10 +144,14 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
 
 def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
     """A layer with the pages of another policy's pool, the new ones behind those of each share."""
-    paging = policy.paging
-    if paging is None:
+    page_group = policy.page_group
+    if page_group is None:
         return layer
-    placement, spread, pages = policy.placement, policy.placement.spread, paging.layout.pool or 0
+    placement, spread, pages = (
+        policy.placement,
+        policy.placement.spread,
+        page_group.layout.pool or 0,
+    )
     shares = 1 if spread is None else spread.rows
 
     def pad(x: Array) -> Array:
@@ -207,7 +211,7 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
       ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
         tokens, takes more than the memory.
     """
-    cache = usable("kvjax.make_room", cache, outside=True)
+    cache = validated("kvjax.make_room", cache, outside=True)
     tokens = as_int("tokens", tokens, 1)
     grows = cache.grows_to is not None and tokens > cache.max_len
     moves = []
@@ -240,7 +244,7 @@ def check_budget(cache: KVCache, tokens: int) -> None:
 
 def _out(cache: KVCache) -> frozenset[int]:
     """Layers that are on the host."""
-    away = [layer.policy.placement.behind_tail for layer in cache.layers]
+    away = [layer.policy.placement.needs_tail for layer in cache.layers]
     return frozenset(n for n, on_host in enumerate(away) if on_host)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.checks import usable
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.paging import forked
+from kvjax.cache.checks import validated
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.paging import fork_pages
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core.typing import Array
 from kvjax.core.validation import is_traced
@@ -22,7 +22,7 @@ from kvjax.operations.stacks import stack, unstack
 from kvjax.policies.cache_policy import CachePolicy
 
 
-@automatic
+@automatic_axes
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
     """The rows of several caches in one, which holds as much as the largest of them.
 
@@ -44,14 +44,14 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
     caches = list(caches)
     if wrong := [cache for cache in caches if not isinstance(cache, KVCache)]:
         raise ValueError(f"concatenate takes a list of caches, one is a {type(wrong[0]).__name__}")
-    caches = [usable("kvjax.concatenate", cache) for cache in caches]
+    caches = [validated("kvjax.concatenate", cache) for cache in caches]
     if not caches:
         raise ValueError("no caches: the list is empty")
     if any(cache.stacks is not None for cache in caches):
         return stack(concatenate([unstack(cache) for cache in caches]))
     first = caches[0]
     for cache in caches:
-        if cache.turned_for != first.turned_for:
+        if cache.rotary_len != first.rotary_len:
             raise ValueError(
                 f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
                 "don't go together: give all caches one max_len, or one rotary_len"
@@ -90,23 +90,23 @@ def _in_pages(caches: Sequence[KVCache]) -> KVCache:
     same = all(_pages_of(cache) == _pages_of(first) for cache in caches)
     layers = []
     for held in zip(*(cache.layers for cache in caches), strict=True):
-        policy, of_one = held[0].policy, same and held[0].policy.paging is not None
+        policy, of_one = held[0].policy, same and held[0].policy.page_group is not None
         every = [replace(x, keys=None, values=None) if of_one else x for x in held]
         joined = every[0].joined(every[1:])
         if of_one:
             joined = replace(joined, keys=held[0].keys, values=held[0].values)
-        elif policy.paging is not None:
+        elif policy.page_group is not None:
             joined = replace(joined, policy=_repaged([x.policy for x in held], policy, 1))
         layers.append(joined)
     pools = [of[0].joined(of[1:], same=same) for of in zip(*(c.pools for c in caches), strict=True)]
     cache = with_rows(first, layers=tuple(layers), pools=tuple(pools), **_rows_of(caches))
     # A page that is not full can stand in two rows of one pool.
-    return empty_unallocated(*forked(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
+    return empty_unallocated(*fork_pages(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
 
 
 def _pages_of(cache: KVCache) -> list[int]:
     """Which arrays a cache's pages are."""
-    layers = [held for held in cache.layers if held.policy.paging is not None]
+    layers = [held for held in cache.layers if held.policy.page_group is not None]
     return [id(x) for held in layers for x in jax.tree.leaves((held.keys, held.values))]
 
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.checks import LOST, usable
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.filling import filled
+from kvjax.cache.checks import LOST, validated
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.filling import build_layer
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
 from kvjax.cache.reading import blocks_at, tokens_at
-from kvjax.cache.sizes import kept_within
+from kvjax.cache.sizes import place_within
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.core.array_ops import flag_where
 from kvjax.core.transfer import fetch
@@ -27,7 +27,7 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 
 
 @layer_by_layer
-@automatic
+@automatic_axes
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
     """The same text in a cache of another policy: dense to ring, float32 to bfloat16.
 
@@ -44,7 +44,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
       ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
         layout keeps (where traced: the status ``LOST``).
     """
-    cache = usable("kvjax.convert", cache)
+    cache = validated("kvjax.convert", cache)
     max_len = as_optional_int("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
@@ -76,7 +76,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     budget = budget_of(policy)
     if budget is not None:
         some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
-        resolved = kept_within(budget, resolved, some)
+        resolved = place_within(budget, resolved, some)
     return replace(with_policies(cache, resolved), budget=budget)
 
 
@@ -87,7 +87,7 @@ def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
       ValueError: if a row can be seen to have more tokens than a policy holds, to lack some that it
         keeps, or not to find pages for them.
     """
-    kinds = dict.fromkeys(each.paging for each in policies if each.paging is not None)
+    kinds = dict.fromkeys(each.page_group for each in policies if each.page_group is not None)
     pools, status = {}, cache.status
     for kind in kinds:
         pools[kind], lacking = pool_for(kind, cache)
@@ -97,7 +97,7 @@ def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
                 f"{kind.layout.pool} pages of {kind.layout.page_size}"
             )
         status |= flag_where(lacking, LOST)
-    tables = [each.paging and pools[each.paging].whole for each in policies]
+    tables = [each.page_group and pools[each.page_group].whole for each in policies]
     anew = [
         convert_entry(cache, entry, each, table)
         for entry, (each, table) in enumerate(zip(policies, tables, strict=True))
@@ -171,5 +171,5 @@ def convert_layer(
     before, after = tables
     tokens = functools.partial(tokens_at, old, length, marks, before)
     blocks = functools.partial(blocks_at, old, length, marks, before) if alike else None
-    layer, written, lost = filled(old, policy, length, tokens, blocks, after)
+    layer, written, lost = build_layer(old, policy, length, tokens, blocks, after)
     return layer, written, length > limit, lost

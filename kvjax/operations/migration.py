@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache.checks import LOST, usable
+from kvjax.cache.checks import LOST, validated
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paging import pool_for
 from kvjax.cache.state import KVCache
@@ -21,9 +21,9 @@ from kvjax.core.validation import as_int
 from kvjax.layouts import paged
 from kvjax.operations.conversion import convert_layer, with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
-from kvjax.paging.allocator import PageAllocator, Paging
-from kvjax.placement.device import Device, beside, check_placement
-from kvjax.placement.mesh import Spread, spread_over
+from kvjax.paging.allocator import PageAllocator, PageGroup
+from kvjax.placement.device import Device, check_placement, on_device_of
+from kvjax.placement.mesh import MeshSharding, shard_over
 from kvjax.placement.order import given, kept
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -60,11 +60,11 @@ def migrate(
         mesh does not divide the rows, or some layers alone are to be on another mesh; inside
         ``jit``.
     """
-    cache = usable("kvjax.migrate", cache, outside=True)
+    cache = validated("kvjax.migrate", cache, outside=True)
     if mesh is not KEEP:
         if layers is not None:
             raise ValueError("all layers are on the same devices: give layers or mesh, not both")
-        spread = None if mesh is None else spread_over(mesh, cache.common_heads)
+        spread = None if mesh is None else shard_over(mesh, cache.common_heads)
         cache = cache if spread == cache.spread else _respread(cache, spread)
     if placement is None and mesh is not KEEP:
         return cache
@@ -83,7 +83,7 @@ def move_layers(
     """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
     held, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
-    with beside(cache.length):
+    with on_device_of(cache.length):
         entries = list(entries)
         policies = [
             x.policy.elsewhere(placement) if n in entries else x.policy for n, x in enumerate(held)
@@ -92,7 +92,7 @@ def move_layers(
         status |= flag_where(lacking, LOST)
         for entry in entries:
             old, policy = held[entry], policies[entry]
-            table = None if policy.paging is None else pools[policy.paging].whole
+            table = None if policy.page_group is None else pools[policy.page_group].whole
             if policy.placement.place == old.policy.placement.place:
                 held[entry] = replace(old, policy=policy)
                 continue
@@ -125,17 +125,17 @@ def move_layers(
 
 def _pools_under(
     cache: KVCache, policies: Sequence[CachePolicy]
-) -> tuple[dict[Paging, PageAllocator], Array]:
+) -> tuple[dict[PageGroup, PageAllocator], Array]:
     """The pools of a cache's kinds of layers under other policies of the same devices, and the rows
     that find no pages in those that are new."""
-    pools: dict[Paging, PageAllocator] = {}
-    before, lacking = dict(zip(cache.pagings, cache.pools, strict=True)), cache.status < 0
-    for paging in dict.fromkeys(each.paging for each in policies):
-        if paging in before:
-            pools[paging] = before[paging]
-        elif paging is not None:
-            pool, without = pool_for(paging, cache)
-            pools[paging] = cache.layers[0].policy.placement.put(pool)
+    pools: dict[PageGroup, PageAllocator] = {}
+    before, lacking = dict(zip(cache.page_groups, cache.pools, strict=True)), cache.status < 0
+    for page_group in dict.fromkeys(each.page_group for each in policies):
+        if page_group in before:
+            pools[page_group] = before[page_group]
+        elif page_group is not None:
+            pool, without = pool_for(page_group, cache)
+            pools[page_group] = cache.layers[0].policy.placement.put(pool)
             lacking |= without
     return pools, lacking
 
@@ -145,7 +145,7 @@ def _columns(array: Array) -> list[Array]:
     return [array[:, n] for n in range(array.shape[1])]
 
 
-def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
+def _respread(cache: KVCache, spread: MeshSharding | None) -> KVCache:
     """A cache on the devices of another mesh, or on the default one; the one given is used up."""
     if spread is not None:
         spread.check_rows(cache.batch)
@@ -165,7 +165,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
             status |= flag_where(lost, LOST)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
-        near, far = Device(spread=spread).fixed(), policy.placement.behind_tail
+        near, far = Device(spread=spread).fixed(), policy.placement.needs_tail
         anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
         there = put_on_default_device(anew) if spread is None else anew.placed()
         moving = _in_order(there, policy)
@@ -181,7 +181,7 @@ def _respread(cache: KVCache, spread: Spread | None) -> KVCache:
     )
 
 
-def _repaged(cache: KVCache, spread: Spread | None) -> KVCache:
+def _repaged(cache: KVCache, spread: MeshSharding | None) -> KVCache:
     """``_respread`` to where another number of devices divide the rows, who have pages of their
     own: by way of rows without pages."""
     whole = _respread(without_pages(cache), spread)

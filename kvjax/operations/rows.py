@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, REWOUND_TOO_FAR, usable
-from kvjax.cache.explicit_axes import automatic
-from kvjax.cache.paging import forked, freed, trimmed
+from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, REWOUND_TOO_FAR, validated
+from kvjax.cache.explicit_axes import automatic_axes
+from kvjax.cache.paging import fork_pages, free_pages, trim_pages
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core import control_flow
 from kvjax.core.array_ops import flag_where
@@ -23,16 +23,16 @@ from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS
 
 
-@automatic
+@automatic_axes
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
-    cache = usable("kvjax.fork", cache, between=False)
+    cache = validated("kvjax.fork", cache, between=False)
     copied = _changed(cache, LayerCache.copied, jnp.copy)
     return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
 
 
 @layer_by_layer
-@automatic
+@automatic_axes
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     """The cache of some rows, in the order asked for; one row may be asked for often.
 
@@ -46,7 +46,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
       ValueError: if ``rows`` is not a list of whole numbers, or names a row that is not there
         (where traced: the nearest row, and the status ``NO_SUCH_ROW``).
     """
-    cache = usable("kvjax.select", cache, between=False)
+    cache = validated("kvjax.select", cache, between=False)
     index = as_int_array("rows must be a list of whole numbers", rows)
     if index.ndim != 1 or not index.size:
         raise ValueError(f"rows must be a list of whole numbers, got {rows!r:.80}")
@@ -69,14 +69,14 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
 
 
 @layer_by_layer
-@automatic
+@automatic_axes
 def repeat(cache: KVCache, times: int) -> KVCache:
     """Every row ``times`` times, one behind the other: one prompt, several continuations.
 
     Raises:
       ValueError: if ``times`` is no whole number, at least 1.
     """
-    cache = usable("kvjax.repeat", cache, between=False)
+    cache = validated("kvjax.repeat", cache, between=False)
     times = as_int("times", times, 1)
     each = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
     cache, had = _forked(cache, jnp.repeat(jnp.arange(cache.batch, dtype=jnp.int32) % each, times))
@@ -96,8 +96,8 @@ def _of_rows(cache: KVCache, index: Array) -> KVCache:
 
 
 def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
-    """``forked``, of a cache that has pools; with pages for all that the rows may become."""
-    return forked(grow_pools_for(cache, len(rows)), rows) if cache.pools else (cache, None)
+    """``fork_pages``, of a cache that has pools; with pages for all that the rows may become."""
+    return fork_pages(grow_pools_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
 def empty_unallocated(cache: KVCache, had: RowMask | None) -> KVCache:
@@ -108,7 +108,7 @@ def empty_unallocated(cache: KVCache, had: RowMask | None) -> KVCache:
     return replace(cache, length=length, status=cache.status | status)
 
 
-@automatic
+@automatic_axes
 def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     """Empty rows, status and all, without touching the arrays.
 
@@ -119,7 +119,7 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     Raises:
       ValueError: if ``rows`` is not one truth value a row.
     """
-    cache = usable("kvjax.reset", cache)
+    cache = validated("kvjax.reset", cache)
     keep = jnp.zeros(cache.batch, bool)
     if rows is not None:
         if np.shape(rows) != (cache.batch,) or jnp.asarray(rows).dtype != bool:
@@ -132,7 +132,7 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
         for layer in cache.layers
     )
     if cache.pools:
-        cache = replace(cache, pools=freed(cache, ~keep))
+        cache = replace(cache, pools=free_pages(cache, ~keep))
     return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
@@ -147,13 +147,13 @@ def _changed(
     return with_rows(own, layers=layers, pools=cache.pools)
 
 
-@automatic
+@automatic_axes
 def rewindable(cache: KVCache) -> PerRow:
     """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
 
     A ring has overwritten what lies further back than its slack.
     """
-    cache = usable("kvjax.rewindable", cache)
+    cache = validated("kvjax.rewindable", cache)
     each = [
         _rewindable(layer, cache.length, cache.written[:, entry])
         for entry, layer in enumerate(cache.layers)
@@ -161,7 +161,7 @@ def rewindable(cache: KVCache) -> PerRow:
     return jnp.min(jnp.stack(each), axis=0)
 
 
-@automatic
+@automatic_axes
 def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     """Forget the newest tokens.
 
@@ -178,7 +178,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
         not one number a row.
     """
-    cache = usable("kvjax.rewind", cache)
+    cache = validated("kvjax.rewind", cache)
     back = as_int_array("rewind takes a whole number, or one a row", tokens)
     if back.shape not in ((), (cache.batch,)):
         raise ValueError(
@@ -193,7 +193,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     length = jnp.where(wrong, cache.length, cache.length - back)
     status = cache.status | flag_where(wrong, REWOUND_TOO_FAR)
     if cache.pools:
-        cache, had = trimmed(cache, length)
+        cache, had = trim_pages(cache, length)
         length = jnp.where(had, length, cache.length)
         status |= flag_where(~had, OUT_OF_PAGES)
     return with_rows(cache, length=length, status=status)
@@ -244,7 +244,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
     here = rows % (cache.batch if spread is None else cache.batch // spread.rows)
     had = None
     if cache.pools:
-        cache, had = forked(cache, here)
+        cache, had = fork_pages(cache, here)
     kinds, layers = [(held.policy, held.stack) for held in cache.layers], list(cache.layers)
     for kind in dict.fromkeys(kinds):
         # Layers that are alike in one loop: each would be one more to compile.
@@ -270,7 +270,7 @@ def _of_layers(
 ) -> list[LayerCache]:
     """The own arrays of layers of one policy; those of a pool stay as they are."""
     policy, stack = layers[0].policy, layers[0].stack
-    paged, spread = policy.paging is not None, policy.placement.spread
+    paged, spread = policy.page_group is not None, policy.placement.spread
     parts = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
     first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
     if policy.layout.window is None and policy.placement.parts == 1:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.checks import check, usable
+from kvjax.cache.checks import check, validated
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
@@ -111,7 +111,7 @@ def save_cache(
       CacheOverflowError: what ``check`` raises of the cache.
       CheckpointError: if something else stands at ``path``.
     """
-    cache = unstack(usable("kvjax.save_cache", cache, outside=True))
+    cache = unstack(validated("kvjax.save_cache", cache, outside=True))
     check(cache)
     length = fetch(cache.length)
     texts = None if tokens is None else [[int(n) for n in row] for row in tokens]
@@ -154,7 +154,7 @@ def _on_one_device(cache: KVCache) -> KVCache:
 def _settings(cache: KVCache) -> tuple[Any, ...]:
     """What is static of a cache."""
     layers = tuple((x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers)
-    return layers, cache.sources, cache.positions, cache.turned_for, cache.budget
+    return layers, cache.sources, cache.positions, cache.rotary_len, cache.budget
 
 
 def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
@@ -169,14 +169,14 @@ def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
         found[f"table {number}"] = np.where(table >= 0, np.searchsorted(pages, table), -1)
         used.append(pages if len(pages) else np.zeros(1, np.int32))
     for entry, held in enumerate(cache.layers):
-        near, paging = held.near(), held.policy.paging
-        if paging is None:
+        near, page_group = held.near(), held.policy.page_group
+        if page_group is None:
             units = _filled(cache, entry)
             body = jax.tree.map(
                 lambda x, order, units=units: order.piece(x, 0, units), body_of(near), held.orders
             )
         else:
-            pages = used[cache.pagings.index(paging)]
+            pages = used[cache.page_groups.index(page_group)]
             body = jax.tree.map(functools.partial(jnp.take, indices=pages, axis=0), body_of(near))
         for number, x in enumerate(jax.tree.leaves((body, held.tail, held.low))):
             found[f"layer {entry} {number}"] = x
@@ -256,7 +256,7 @@ def load_cache(
 def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: int) -> KVCache:
     """The cache of settings and arrays, in the form of the device here; one that grows may do so to
     ``max_len``."""
-    saved, sources, positions, turned_for, budget = settings
+    saved, sources, positions, rotary_len, budget = settings
     here, layers = current_target(), []
     length = arrays["length"]
     for entry, (policy, kv_heads, head_dim, window) in enumerate(saved):
@@ -279,11 +279,11 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: in
     rows = put((length, arrays["written"], arrays["status"]))
     cache = KVCache(
         tuple(layer.placed() for layer in layers), *rows, sources=sources, positions=positions,
-        turned_for=turned_for, budget=budget,
+        rotary_len=rotary_len, budget=budget,
     )  # fmt: skip
     pools = [
         _pool(kind.layout.pool or 0, arrays[f"table {number}"])
-        for number, kind in enumerate(cache.pagings)
+        for number, kind in enumerate(cache.page_groups)
     ]
     cache = commit_together(replace(cache, pools=put(tuple(pools))))
     if all(layer.policy.placement.computes == here for layer in layers):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.checks import LOST, usable
+from kvjax.cache.checks import LOST, validated
 from kvjax.cache.creation import check_stacks, stacks_of
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache, with_rows
 from kvjax.core.array_ops import flag_where
@@ -22,7 +22,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-@automatic
+@automatic_axes
 def stack(cache: KVCache) -> KVCache:
     """The same with the arrays of layers that are alike in one, [layers, batch, kv_heads, max_len,
     head_dim] of each, for a model that goes through its layers by ``lax.scan``. All is copied;
@@ -38,7 +38,7 @@ def stack(cache: KVCache) -> KVCache:
         that are alike have marks that differ, as where one of them was converted (where traced: the
         status ``LOST``).
     """
-    cache = usable("kvjax.stack", cache)
+    cache = validated("kvjax.stack", cache)
     if cache.stacks is not None:
         return cache
     check_stacks(len(cache.layers), cache.sources, cache.budget)
@@ -62,10 +62,10 @@ def stack(cache: KVCache) -> KVCache:
     )  # fmt: skip
 
 
-@automatic
+@automatic_axes
 def unstack(cache: KVCache) -> KVCache:
     """The same with every layer's arrays its own. All of it is copied."""
-    cache = usable("kvjax.unstack", cache)
+    cache = validated("kvjax.unstack", cache)
     if cache.stacks is None:
         return cache
     layers = tuple(_alone(cache.layers[entry], index) for entry, index in cache.stacks)

@@ -15,7 +15,7 @@ from kvjax.layouts import Paged, Split
 
 
 @dataclass(frozen=True)
-class Paging:
+class PageGroup:
     """What layers have in common that go by the same tables: their ``layout``, of tokens or, where
     ``split`` says how these are divided, of a body's blocks."""
 
@@ -269,7 +269,7 @@ class PageAllocator:
 
 
 @pytree_dataclass
-class GivenPages:
+class FixedPageTables:
     """Rows' tables alone, in the place of a ``PageAllocator``: a call finds the pages that it
     writes in there already, or takes none of its tokens.
 

@@ -15,8 +15,8 @@ from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.target import Target, current_target, default_device
 from kvjax.core.transfer import to_device_memory
 from kvjax.core.validation import is_traced, normalize_int_field
-from kvjax.layouts import Share
-from kvjax.placement.mesh import SEQUENCE, Spread
+from kvjax.layouts import Shard
+from kvjax.placement.mesh import SEQUENCE, MeshSharding
 
 _T = TypeVar("_T")
 
@@ -29,13 +29,13 @@ class Device:
     ``migrate``. ``computes``: what computes on its arrays, which is fixed when a cache is made.
     """
 
-    spread: Spread | None = field(default=None, kw_only=True, repr=False)
+    spread: MeshSharding | None = field(default=None, kw_only=True, repr=False)
     computes: Target | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
     """The place's name, in ``nbytes`` and reports."""
 
-    behind_tail: ClassVar[bool] = False
+    needs_tail: ClassVar[bool] = False
     """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
 
     @property
@@ -58,13 +58,13 @@ class Device:
         """How many devices share the slots of a layer."""
         return 1 if self.spread is None else self.spread.parts
 
-    def share(self) -> Share | None:
-        """The share of the slots that a device of the mesh has, in ``Spread.run``; None for all."""
+    def share(self) -> Shard | None:
+        """This device's shard of the slots, inside ``MeshSharding.run``; None if it has all."""
         if self.spread is None or self.parts == 1:
             return None
-        return Share(self.spread.index(SEQUENCE), self.parts)
+        return Shard(self.spread.index(SEQUENCE), self.parts)
 
-    def over(self, spread: Spread | None) -> Self:
+    def over(self, spread: MeshSharding | None) -> Self:
         """The same place of other devices."""
         return replace(self, spread=spread, computes=None)
 
@@ -122,7 +122,7 @@ def check_placement(placement: Any) -> Device:
     return placement
 
 
-def beside(array: jax.Array) -> Any:
+def on_device_of(array: jax.Array) -> Any:
     """The context in which arrays are put to where ``array`` is, if that is one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
@@ -145,7 +145,7 @@ class Host(Device):
     prefetch: int = 0
 
     place: ClassVar[str] = "host"
-    behind_tail: ClassVar[bool] = True
+    needs_tail: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "prefetch", 0)
@@ -195,7 +195,7 @@ _BACK = 0.75
 sent away again by the next few tokens."""
 
 
-class Sizes(NamedTuple):
+class LayerBytes(NamedTuple):
     """Bytes of a layer: of the device where it is there, and where it is on the host (its tail),
     and of the host then; ``grows``: whether it may be enlarged."""
 
@@ -219,10 +219,10 @@ class Budget:
     def __post_init__(self) -> None:
         normalize_int_field(self, "memory", 1)
         check_placement(self.placement)
-        if not self.placement.behind_tail:
+        if not self.placement.needs_tail:
             raise ValueError(f"{self.placement!r}: layers that are too much go to the host")
 
-    def away(self, sizes: Sequence[Sizes], out: Collection[int]) -> frozenset[int]:
+    def away(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> frozenset[int]:
         """Which layers are to be on the host, the last ones first.
 
         Args:
@@ -249,7 +249,7 @@ class Budget:
                 chosen.remove(n)
         return frozenset(chosen)
 
-    def _taken(self, sizes: Sequence[Sizes], out: Collection[int]) -> int:
+    def _taken(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> int:
         here = [size for n, size in enumerate(sizes) if n not in out]
         there = [size for n, size in enumerate(sizes) if n in out]
         free = max((size.device for size in here if size.grows and _leaves(size)), default=0)
@@ -265,6 +265,6 @@ def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
     return sum(fetched[: most + 1])
 
 
-def _leaves(size: Sizes) -> bool:
+def _leaves(size: LayerBytes) -> bool:
     """Whether the device has less of the layer when it is on the host."""
     return size.tail < size.device

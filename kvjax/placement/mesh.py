@@ -94,13 +94,13 @@ def refuse_axis(name: Any) -> None:
 
 
 COPIES = "copies"
-"""The axis of a ``Spread`` of devices that share their key-value heads with one another."""
+"""The axis of a ``MeshSharding`` of devices that share their key-value heads with one another."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeshSharding:
     """How the arrays of a model with so many key-value heads are spread over a mesh.
 
     ``mesh``: a ``Mesh``, or an ``AbstractMesh`` to plan for; its axes, with ``tensor`` divided in
@@ -264,7 +264,7 @@ class Spread:
         return self.mesh.shape.get(axis, 1)
 
 
-def spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
+def shard_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> MeshSharding:
     """How a model of so many key-value heads is spread over a mesh.
 
     Raises:
@@ -277,7 +277,7 @@ def spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
 
 
 @functools.lru_cache(maxsize=256)
-def _spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
+def _spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> MeshSharding:
     if isinstance(mesh, Mesh) and not mesh.local_devices:
         raise ValueError(
             f"the mesh has {mesh.size} devices, and none of process {jax.process_index()}: every "
@@ -292,5 +292,5 @@ def _spread_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> Spread:
             sizes[COPIES] = size // sizes[TENSOR]
     names, shape, kinds = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
-        return Spread(AbstractMesh(shape, names, axis_types=kinds))
-    return Spread(Mesh(mesh.devices.reshape(shape), names, axis_types=kinds))
+        return MeshSharding(AbstractMesh(shape, names, axis_types=kinds))
+    return MeshSharding(Mesh(mesh.devices.reshape(shape), names, axis_types=kinds))

@@ -37,7 +37,7 @@ def from_pages(
 
     def one(store: Array, order: Order) -> Array:
         begin, length = offset * order.step, each * order.step
-        if placement.behind_tail or current_platform() == "tpu":
+        if placement.needs_tail or current_platform() == "tpu":
             return _one_by_one(store, order, placement, column, begin, length, layer)
         return _gathered(store, order, column, begin, length, layer)
 

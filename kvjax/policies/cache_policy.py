@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
 from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, paged
-from kvjax.paging.allocator import Paging
+from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import folded, grain, grain_of_blocks, orders_of
 from kvjax.policies.model_config import layer_windows
@@ -54,7 +54,7 @@ class CachePolicy:
     @property
     def has_tail(self) -> bool:
         """Whether tokens stand in a raw tail before they are encoded, or moved, in blocks."""
-        return self.keys.blockwise or self.values.blockwise or self.placement.behind_tail
+        return self.keys.blockwise or self.values.blockwise or self.placement.needs_tail
 
     @property
     def marked(self) -> int:
@@ -76,7 +76,7 @@ class CachePolicy:
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
         """In which order the arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
-        far, spread = placement.behind_tail, placement.spread
+        far, spread = placement.needs_tail, placement.spread
         apart = spread is not None and spread.heads > 1
         settings = block, head_dim, self.parts(head_dim), kv_heads if far else None, apart
         platform = placement.platform()
@@ -110,10 +110,10 @@ class CachePolicy:
         return self.layout.rounded(self.placement.parts * self.grain)
 
     @property
-    def paging(self) -> Paging | None:
+    def page_group(self) -> PageGroup | None:
         """By which tables its slots are found, where they are in pages."""
         layout = paged(self.layout) and paged(self.stored)
-        return None if layout is None else Paging(layout, self.split if self.has_tail else None)
+        return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
     def stores_as(self) -> Any:
@@ -124,7 +124,7 @@ class CachePolicy:
         return self.keys, self.values, sight
 
     @property
-    def revocable(self) -> int | None:
+    def max_rewind(self) -> int | None:
         """How many of its newest tokens a row can forget at any time; None for all."""
         own = None if self.layout.chunk is None else self.layout.chunk - 1
         if not self.has_tail:
@@ -142,14 +142,14 @@ class CachePolicy:
         model_dtype: str | None,
         *,
         values_dtype: str | None = None,
-        room: int | None = None,
+        initial_len: int | None = None,
         rows: int = 1,
     ) -> "CachePolicy":
         """Fix what was left open: from the capacity, the layer's own window, the model's dtype
         (``values_dtype`` where values have another), the platform, and how many rows there are."""
         platform = self.placement.platform()
         back = max(16, self.block) if self.has_tail else 16
-        layout: Layout = self.layout.resolve(max_len, window, room, back)
+        layout: Layout = self.layout.resolve(max_len, window, initial_len, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
         place = self.placement.fixed()
@@ -158,10 +158,10 @@ class CachePolicy:
 
     def pooled(self, rows: int) -> "CachePolicy":
         """With a pool for so many rows, where its slots are in pages; resolved but for that."""
-        layout, spread, paging = paged(self.layout), self.placement.spread, self.paging
-        if layout is None or paging is None:
+        layout, spread, page_group = paged(self.layout), self.placement.spread, self.page_group
+        if layout is None or page_group is None:
             return self
-        pages = rows * paging.layout.columns if layout.pages is None else layout.pages
+        pages = rows * page_group.layout.columns if layout.pages is None else layout.pages
         pages = max(pages, layout.pool or 0)  # one that rows have joined, or left
         shares = 1 if spread is None else spread.rows
         return replace(self, layout=replace(layout, pool=pages + -pages % shares))

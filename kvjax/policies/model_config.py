@@ -247,7 +247,7 @@ def new_tokens_for(positions: int, prompt: int) -> int:
     return positions - prompt + 1 if prompt <= positions else 0
 
 
-def rotary_terms(
+def resolve_rotary_len(
     config: Any, reach: int, chosen: int | None = None
 ) -> tuple[int | None, int | None]:
     """The length of text that a cache's keys are turned for, None if all lengths are alike; and

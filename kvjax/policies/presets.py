@@ -175,7 +175,7 @@ class Auto:
         """The policy of each layer as long as it is on the device."""
         policies = per_layer(self.inner, config)
         for number, each in enumerate(policies):
-            if each.placement.behind_tail:
+            if each.placement.needs_tail:
                 raise ValueError(
                     f"the policy of layer {number} puts it on the host, but Auto decides where "
                     "layers are: give policies of the device"

@@ -59,7 +59,7 @@ class Taken:
 
 def own(held: LayerCache) -> Any:
     """A layer's arrays that have rows."""
-    body = None if held.policy.paging else (held.keys, held.values)
+    body = None if held.policy.page_group else (held.keys, held.values)
     return body, held.tail, held.low
 
 
@@ -88,7 +88,7 @@ def taken(
         pages = [kind.needed(int(n))[1] for n in tokens]
         columns = [0 if page is None else kind.column(page) for page in pages]
         partly.append(np.array(columns, np.int32))
-    static = tuple((kind.entries, kind.moves, kind.paging.split is not None) for kind in kinds)
+    static = tuple((kind.entries, kind.moves, kind.page_group.split is not None) for kind in kinds)
     pools, *rest = _taken(cache, which, partly, kinds=static)
     found = Taken(which, tokens.copy(), *rest)
     for x in jax.tree.leaves((found.tables, found.rows, found.parts)):
@@ -117,7 +117,7 @@ def _taken(cache: KVCache, which: Array, partly: list[Array], *, kinds: Any) -> 
 def state_bytes(shapes: KVCache, kinds: Sequence[Kind]) -> int:
     """What a row's state takes, by the cache's shapes."""
     rows = tree_bytes([own(held) for held in shapes.layers]) + tree_bytes(shapes.written)
-    parts = sum(kind.page_bytes for kind in kinds if kind.paging.split is not None)
+    parts = sum(kind.page_bytes for kind in kinds if kind.page_group.split is not None)
     return rows // shapes.batch + parts
 
 
@@ -145,7 +145,7 @@ def put_back(
     at = len(shapes)
     for kind in kinds:
         count = 0
-        if kind.paging.split is not None:
+        if kind.page_group.split is not None:
             bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in kind.entries]
             count = len(jax.tree.leaves(bodies))
         parts.append([None if state is None else state[at : at + count] for state in states])

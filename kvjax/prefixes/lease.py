@@ -136,7 +136,7 @@ class Lease:
         for row in self._rows:
             row.stops = terms.stops(row.hit, row.known, len(row.tokens))
         states = sum(len(row.stops) for row in self._rows)
-        each = [kind.paging.layout.columns if kind.moves else 0 for kind in terms.kinds]
+        each = [kind.page_group.layout.columns if kind.moves else 0 for kind in terms.kinds]
         # A state retains what windows would give back, which is worth older texts, and no request.
         wanted = [n + states * columns for n, columns in zip(least, each, strict=True)]
         if not texts.tiers.make_room(least, wanted):
@@ -154,7 +154,7 @@ class Lease:
         pools: Any = []
         for number, kind in enumerate(self._terms.kinds):
             counts, fresh = pool.counts[number], []
-            table = np.full((len(rows), kind.paging.layout.columns), -1, np.int32)
+            table = np.full((len(rows), kind.page_group.layout.columns), -1, np.int32)
             for at, row in enumerate(rows):
                 full, part = kind.needed(row.hit)
                 for page in full:

@@ -64,7 +64,7 @@ class Pool:
         self.kinds = kinds
         self._forms = [(held.orders, held.policy.placement) for held in layers]
         self.bodies: list[Body | None] = [None] * len(layers)
-        self.counts = [Counts(kind.paging.layout.pool or 0) for kind in kinds]
+        self.counts = [Counts(kind.page_group.layout.pool or 0) for kind in kinds]
         self.take_up(layers)
 
     def take_up(self, layers: Sequence[LayerCache]) -> None:

@@ -51,15 +51,19 @@ class Terms:
         """The kinds of layers in pages."""
         cache, found = self.shapes(1), []
         for number, held in enumerate(cache.layers):
-            if held.policy.paging is None and held.policy.layout.window is None:
+            if held.policy.page_group is None and held.policy.layout.window is None:
                 raise ValueError(
                     f"layer {number} keeps whole texts outside of pages, {held.policy.layout}: a "
                     "prefix tree can share pages, and windows"
                 )
-        for paging in cache.pagings:
-            entries = tuple(n for n, x in enumerate(cache.layers) if x.policy.paging == paging)
+        for page_group in cache.page_groups:
+            entries = tuple(
+                n for n, x in enumerate(cache.layers) if x.policy.page_group == page_group
+            )
             bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in entries]
-            found.append(Kind(paging, entries, tree_bytes(bodies) // (paging.layout.pool or 1)))
+            found.append(
+                Kind(page_group, entries, tree_bytes(bodies) // (page_group.layout.pool or 1))
+            )
         return tuple(found)
 
     @functools.cached_property

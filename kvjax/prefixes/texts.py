@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.creation import naming_no_memory, new_layer
+from kvjax.cache.creation import as_memory_error, new_layer
 from kvjax.prefixes.checkpoints import State
 from kvjax.prefixes.nodes import DEVICE, TIERS, Kept, Key, Node, Nodes
 from kvjax.prefixes.pool import Pool
@@ -37,14 +37,14 @@ class Texts:
           CacheMemoryError: if the device has no memory for the pool.
         """
         self._forget()  # first: the old pool and the new one may not fit together
-        with naming_no_memory(
+        with as_memory_error(
             lambda: (
                 "there is no memory for the pool's pages; give fewer (pages, memory), fewer tokens "
                 "(max_seq_len, max_len), fewer rows, or a policy that takes less"
             )
         ):
             for number, held in enumerate(self.terms.shapes(1).layers):
-                if held.policy.paging is not None:
+                if held.policy.page_group is not None:
                     new = new_layer(held.policy, 1, held.kv_heads, held.head_dim, held.window)
                     self.pool.bodies[number] = new.keys, new.values
 

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.checks import usable
+from kvjax.cache.checks import validated
 from kvjax.cache.creation import allocate
-from kvjax.cache.explicit_axes import automatic
+from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import without_mesh_context
@@ -33,7 +33,7 @@ from kvjax.policies.model_config import (
     layer_windows,
     model_dtype,
     position_limit,
-    rotary_terms,
+    resolve_rotary_len,
     scanned,
 )
 from kvjax.policies.presets import PolicyChoice, budget_of
@@ -45,7 +45,7 @@ from kvjax.sampling.params import Filters, Sampling
 
 @spelled_out(RolloutSettings)
 @without_mesh_context
-@automatic
+@automatic_axes
 def rollout(
     lm: LanguageModel,
     params: Any,
@@ -131,7 +131,7 @@ class _Made:
         vars(self)["_key"] = (
             layer_heads(config), str(model_dtype(config)), layer_windows(config),
             layer_sources(config), position_limit(config), scanned(config),
-            rotary_terms(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
+            resolve_rotary_len(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -143,8 +143,8 @@ class _Made:
     def __call__(self) -> KVCache:
         """The empty cache."""
         return allocate(
-            self.config, self.policy, batch=self.batch, max_len=self.capacity, room=self.capacity,
-            mesh=self.mesh,
+            self.config, self.policy, batch=self.batch, max_len=self.capacity,
+            initial_len=self.capacity, mesh=self.mesh,
         )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> Past | 
 
 def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:
     """Raise ``ValueError`` for a buffer that can't be used again."""
-    usable("kvjax.rollout", buffer)
+    validated("kvjax.rollout", buffer)
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(buffer)]
     if jax.tree.structure(buffer) != jax.tree.structure(wanted) or shapes != [
         (x.shape, x.dtype) for x in jax.tree.leaves(wanted)

@@ -57,7 +57,7 @@ def _longest(terms: Any) -> int:
     """Tokens of the longest text that an engine has positions and pages for."""
 
     def fits(tokens: int) -> bool:
-        return all(kind.most(tokens) <= (kind.paging.layout.pool or 0) for kind in terms.kinds)
+        return all(kind.most(tokens) <= (kind.page_group.layout.pool or 0) for kind in terms.kinds)
 
     least, most = 0, terms.max_len
     while least < most:

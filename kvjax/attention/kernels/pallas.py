@@ -53,7 +53,7 @@ def _by(kernel: Any, inputs: AttentionInputs) -> AttentionOutput:
 
 def _refusals(kernel: Any, inputs: AttentionInputs, section: Section) -> dict[str, object]:
     """Why a kernel can't read a section for a call, and whether that is so."""
-    if section.placement.behind_tail:
+    if section.placement.needs_tail:
         return {"reads nothing on the host": True}
     return {
         "adds no bias to scores": inputs.mask.bias is not None,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.cache.sizes import arguments, places
+from kvjax.cache.sizes import abstract_arguments, array_shardings
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import jax_0_8_compiler_options
 from kvjax.core.topology import compiling_for, resolve_device_or_mesh
@@ -94,7 +94,7 @@ class _Programs:
         weights: Any = jax.tree.map(lambda _: self._near, model.params)
         if model.mesh is not None:
             weights = _sharded(model.architecture)(model.mesh)
-        there = Cached(places(cache, device))
+        there = Cached(array_shardings(cache, device))
         self._homes: list[tuple[Any, Any]] = [(model.params, weights), (self._context, there)]
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
@@ -178,7 +178,7 @@ class _Programs:
         if drafter is None:
             return None
         if held is not None:
-            self._homes.append((held, Cached(places(held.cache, self._device))))
+            self._homes.append((held, Cached(array_shardings(held.cache, self._device))))
         its = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafts.params)
         mesh, everywhere = model.mesh, jax.tree.map(lambda _: self._near, its)
         if mesh is not None and its is not None:
@@ -209,7 +209,7 @@ class _Programs:
             call, donate_argnums=donated, in_shardings=shardings,
             out_shardings=self._shardings(found),
         )  # fmt: skip
-        lowered = program.lower(*arguments(given, shardings))
+        lowered = program.lower(*abstract_arguments(given, shardings))
         return lowered.compile(jax_0_8_compiler_options(self._device))
 
     def _shardings(self, parts: Any) -> tuple[Any, ...]:

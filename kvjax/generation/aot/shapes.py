@@ -66,7 +66,7 @@ def cache_of(
         ]
     make = functools.partial(
         allocate, model.config, each, batch=len(request.prompts) * times, max_len=request.max_len,
-        room=request.capacity, mesh=model.mesh, rotary_len=request.rotary_len,
+        initial_len=request.capacity, mesh=model.mesh, rotary_len=request.rotary_len,
     )  # fmt: skip
     return jax.eval_shape(make)
 

@@ -18,7 +18,7 @@ from kvjax.generation.model import Model
 from kvjax.generation.programs import CHUNK, whole
 from kvjax.generation.request import Request
 from kvjax.operations.rows import branch_rows, rewind, rewindable, select
-from kvjax.placement.mesh import Spread
+from kvjax.placement.mesh import MeshSharding
 from kvjax.sampling.filters import Logits, with_set
 from kvjax.sampling.history import Past
 from kvjax.sampling.params import Filters, Sampling
@@ -36,7 +36,7 @@ its prompt's, and its scores."""
 def begin(
     logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
     limit: Array, past: Past | None, asked: Array, since: PerRow, scores: int | None,
-    spread: Spread | None, allowed: Any = None,
+    spread: MeshSharding | None, allowed: Any = None,
 ) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
     of the prompts, those that are any; ``since``: tokens that rows have; ``allowed``: see
@@ -188,7 +188,7 @@ def _branched(context: Context, search: Searched, parent: Array) -> Context:
     return Cached(branch_rows(context.cache, rows.ravel(), search.since.ravel()))
 
 
-def _placed(tree: Any, spread: Spread | None) -> Any:
+def _placed(tree: Any, spread: MeshSharding | None) -> Any:
     """On a mesh every array with its rows, whatever it was computed from, so that a program is
     given what it was compiled for."""
     if spread is None:
@@ -214,8 +214,8 @@ def rows_kept(rows: np.ndarray, back: np.ndarray, request: Request) -> tuple[Any
 def kept(cache: KVCache, rows: Any, back: Any) -> KVCache:
     """Some rows of a cache, int32[n], without their newest ``back`` tokens. What pools have stays
     where it is; the cache given is used up."""
-    shared = [(x.keys, x.values) if x.policy.paging else None for x in cache.layers]
-    own = [replace(x, keys=None, values=None) if x.policy.paging else x for x in cache.layers]
+    shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
+    own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
     return _kept(shared, replace(cache, layers=tuple(own)), rows, back)
 
 

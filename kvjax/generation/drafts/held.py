@@ -59,7 +59,7 @@ class Drafts:
         capacity = request.room if limit is None else min(request.room, limit)
         cache = allocate(
             self._lm.config, draft.cache, batch=len(request.prompts), max_len=capacity,
-            room=capacity, mesh=self._lm.mesh,
+            initial_len=capacity, mesh=self._lm.mesh,
         )  # fmt: skip
         return Cached(cache)
 
@@ -113,10 +113,10 @@ class Drafts:
         draft, rows = self._draft, self._rows
         length = draft.length or usual_length(self._platform, rows)
         for held in (cache, its and its.cache):
-            if held is not None and held.revocable is not None:
+            if held is not None and held.max_rewind is not None:
                 # Of what a stop string takes back, half is left.
                 stops = bool(self._request.stops) and held is cache
-                length = min(length, held.revocable // (2 if stops else 1))
+                length = min(length, held.max_rewind // (2 if stops else 1))
         if length < 1:
             return None
         price = price_of(self._platform, rows, length, self._share) if draft.adaptive else None
