@@ -29,9 +29,9 @@ from benchmarks.bandwidth import cpu_name
 from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
-from kvjax.generation.guides.masks import words_for
+from kvjax.generation.guides.masks import mask_words
 from kvjax.models import load
-from kvjax.sampling.filters import EVERY
+from kvjax.sampling.filters import ALL_ALLOWED
 
 LIMIT = 0.10
 """Of a guided step, the share that masks may have."""
@@ -65,7 +65,7 @@ class Anything:
     """A guide that costs nothing."""
 
     def __init__(self, words: int) -> None:
-        self._bits = np.full(words, EVERY, np.uint32)
+        self._bits = np.full(words, ALL_ALLOWED, np.uint32)
 
     def copy(self) -> Anything:
         return self
@@ -127,7 +127,7 @@ def _text_of(file: str) -> str:
 def measure(lm: Any, rows: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Milliseconds of a step of so many rows, by each guide and without one, in turn."""
     guides, seconds = kvjax.Guides(lm), [0.0]
-    forms: dict[str, Any] = {"free": None, "everything": Anything(words_for(lm.config))}
+    forms: dict[str, Any] = {"free": None, "everything": Anything(mask_words(lm.config))}
     forms |= {name: Timed(make(guides), seconds) for name, make in GUIDES.items()}
     step: dict[str, list[float]] = {name: [] for name in forms}
     host: dict[str, list[float]] = {name: [] for name in forms}

@@ -18,7 +18,7 @@ from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Counts, Tokens
 from kvjax.core.validation import check_not_symbolic, is_traced
 from kvjax.generation.encoder import SOURCE, without_source
-from kvjax.generation.model import in_parts
+from kvjax.generation.model import apply_in_chunks
 from kvjax.policies.model_config import common_heads
 
 from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
@@ -102,7 +102,7 @@ class Architecture:
             return self._run(params, tokens, cache, lengths, last_only, None)
 
         vocab = self.config.vocab_size
-        return in_parts(run, tokens, cache, lengths, last_only=last_only, vocab=vocab)
+        return apply_in_chunks(run, tokens, cache, lengths, last_only=last_only, vocab=vocab)
 
     def _run(
         self,

@@ -22,7 +22,7 @@ from kvjax.attention.mask import Bias
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import flax_0_12_list
 from kvjax.core.typing import Counts
-from kvjax.generation.encoder import UNREAD
+from kvjax.generation.encoder import NOT_ENCODED
 
 from .config_families import T5Config
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
@@ -172,7 +172,7 @@ class T5(Frame):
 
     def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
         if source is None:
-            raise ValueError(UNREAD)
+            raise ValueError(NOT_ENCODED)
         if tokens.shape[0] % source.batch:
             raise ValueError(
                 f"the encoder has read {source.batch} texts, and this call has {tokens.shape[0]} "

@@ -553,18 +553,18 @@ FAULTS = (
     ),
     Fault(
         "a hook's text lacks the newest token", "sampling/history.py",
-        "with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))",
-        "self.tokens, self.length + taken * (token >= 0))", ("scores",),
+        "set_at(self.tokens, at, token), self.length + taken.astype(jnp.int32)",
+        "self.tokens, self.length + taken * (token >= 0)", ("scores",),
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/programs.py",
-        "after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)",
-        "after, then = choose(before, past, raw, filters, settings, limit, allowed=allowed)",
+        "choose_tokens(before, past, logits, filters, settings, limit, allowed=allowed)",
+        "choose_tokens(before, past, raw, filters, settings, limit, allowed=allowed)",
         ("scores",),
     ),
     Fault(
         "the unfiltered distribution is told as that drawn from", "sampling/scores.py",
-        "drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)",
+        "drawn = take_tokens(jax.nn.log_softmax(filtered, axis=-1), token)",
         "drawn = chosen + 0", ("scores",),
     ),
     Fault(
@@ -674,13 +674,14 @@ FAULTS = (
     ),
     Fault(
         "penalties go by what is new of a chat", "generation/session.py",
-        "            request.known_texts,",
-        "            request.texts,", ("chats",),
+        "            request.row_sequences,",
+        "            request.row_prompts,", ("chats",),
     ),
     Fault(
         "a frequency penalty counts the prompt as well", "sampling/sampler.py",
-        "counts = counted(tokens, length - count, length, logits.shape[1])",
-        "counts = counted(tokens, 0 * length, length, logits.shape[1])", ("sampling", "controls"),
+        "counts = count_tokens(tokens, length - count, length, logits.shape[1])",
+        "counts = count_tokens(tokens, 0 * length, length, logits.shape[1])",
+        ("sampling", "controls"),
     ),
     Fault(
         "a run that comes twice is looked at one token too short", "sampling/filters.py",
@@ -704,7 +705,7 @@ FAULTS = (
     ),
     Fault(
         "what a guide allows along a draft lags a token behind", "generation/guides/masks.py",
-        "found[place + 1] = bits_of(ahead, found.shape[1])",
+        "found[place + 1] = guide_mask(ahead, found.shape[1])",
         "found[place + 1] = found[place]", ("guided",),
     ),
     Fault(
@@ -761,14 +762,14 @@ FAULTS = (
     ),
     Fault(
         "a token that was not taken stays in the cache", "generation/drafts/speculation.py",
-        "return context.taken_back(surplus), drafter.settled(held, known + accepted), fared",
-        "return context.taken_back(0 * surplus), drafter.settled(held, known + accepted), fared",
+        "return context.rewind(surplus), drafter.settled(held, known + accepted), fared",
+        "return context.rewind(0 * surplus), drafter.settled(held, known + accepted), fared",
         ("speculation",),
     ),
     Fault(
         "a draft keeps what the model refused", "generation/drafts/proposals.py",
-        "return held.taken_back(jnp.maximum(held.cache.length - known, 0))",
-        "return held.taken_back(0 * known)", ("speculation",),
+        "return held.rewind(jnp.maximum(held.cache.length - known, 0))",
+        "return held.rewind(0 * known)", ("speculation",),
     ),
     Fault(
         "what is drafted is met one token too early", "generation/drafts/proposals.py",
@@ -808,8 +809,8 @@ FAULTS = (
     ),
     Fault(
         "a search tells tokens that its guide forbids", "engine/programs.py",
-        "among = jnp.where(asked.search[:, None], allowed, EVERY)",
-        "among = jnp.where(asked.search[:, None] & False, allowed, EVERY)", ("engine_beams",),
+        "among = jnp.where(asked.search[:, None], allowed, ALL_ALLOWED)",
+        "among = jnp.where(asked.search[:, None] & False, allowed, ALL_ALLOWED)", ("engine_beams",),
     ),
     Fault(
         "files of images alone are fetched", "models/stored.py",
@@ -833,7 +834,7 @@ FAULTS = (
     ),
     Fault(
         "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
-        "params = commit_like(strong(params), buffer)",
+        "params = commit_like(without_weak_types(params), buffer)",
         "params = commit_like(params, buffer)", ("rollouts",),
     ),
     Fault(

@@ -17,12 +17,12 @@ from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, begun
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.context import Cached
-from kvjax.generation.options import Options
-from kvjax.generation.request import prepare
-from kvjax.generation.results import Meter
+from kvjax.generation.options import GenerationOptions
+from kvjax.generation.request import prepare_request
+from kvjax.generation.results import Timer
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.operations.rows import branch_rows
-from kvjax.sampling.params import make_settings
+from kvjax.sampling.params import prepare_sampling
 from tests import laws, matrix, naive
 from tests.copies import assert_no_copy
 from tests.matrix import some, tiny_model
@@ -208,7 +208,7 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
     for row, tokens in enumerate(found.tokens):
         assert [*itertools.chain(*(piece.tokens[row] for piece in pieces))] == tokens
     assert len(pieces) == running._state.count.max()  # each step waits for the one before
-    with (meter := Meter()).running():
+    with (meter := Timer()).running():
         kvjax.generate(model, prompts[::-1], guide=[*map(Form, prompts[::-1])], **given)
     assert meter.compilations == 0
     if wanted.cache is not None:
@@ -232,7 +232,7 @@ def test_a_free_prompt_is_what_it_is_alone(lm):
 @pytest.mark.rare
 def test_one_beam_is_greedy(lm):
     given = {"max_new_tokens": NEW, "prefill_chunk": 16, "eos_token_ids": ENDS}
-    request = prepare(lm, PROMPTS, Options(**given))
+    request = prepare_request(lm, PROMPTS, GenerationOptions(**given))
     request = dataclasses.replace(request, search=Search(1, Beams(1), early_stopping=1))
     running = BeamStream(lm, request, watched=False)
     list(running)
@@ -289,8 +289,8 @@ def test_beams_share_the_prefill_and_the_pages_of_their_prompt(lm, enough):
     full, most = len(prompt) // page, -(-(len(prompt) + new) // page)
     least = full + 4 * (most - full)
     assert least == 14 < 4 * most // 2
-    options = Options(cache=kvjax.CachePolicy(Paged(page)), **given)
-    made: Any = prepare(lm, [prompt], options).policy
+    options = GenerationOptions(cache=kvjax.CachePolicy(Paged(page)), **given)
+    made: Any = prepare_request(lm, [prompt], options).policy
     assert made[0].layout.pages == least
     seen = []
     counted = dataclasses.replace(lm, architecture=Counting(lm.architecture, seen))
@@ -386,7 +386,7 @@ def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
     """Nor does a guided step."""
     model, _ = tiny_model(num_hidden_layers=1, windows=(None,), head_dim=16)
     beams, temporary = Beams(4), []
-    filters, settings = make_settings(seeds=[0] * 4, eos_token_ids=[3])
+    filters, settings = prepare_sampling(seeds=[0] * 4, eos_token_ids=[3])
     shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     for size in (16384, 65536):
         policy = POLICIES[name]
@@ -418,7 +418,7 @@ def test_other_numbers_compile_nothing(lm):
     kvjax.generate(lm, PROMPTS, n=3, logprobs=2, **GIVEN)
     for more in ({"length_penalty": 0.3}, {"early_stopping": True}, {"n": 3}):
         given = {**GIVEN, "eos_token_ids": [1, 2], "max_new_tokens": 5, "n": 3, **more}
-        with (meter := Meter()).running():
+        with (meter := Timer()).running():
             kvjax.generate(lm, PROMPTS[::-1], logprobs=2, **given)
         assert meter.compilations == 0
 

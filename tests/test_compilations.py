@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.generation import programs
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.layouts import Growing
 
 SAMPLED: dict[str, Any] = {
@@ -41,7 +41,7 @@ LENGTHS = [
 
 
 def sizes():
-    functions: Any = (programs.prefill, programs.begin, programs.decode)
+    functions: Any = (programs.prefill, programs.choose_first, programs.decode)
     return [function._cache_size() for function in functions]
 
 
@@ -105,7 +105,7 @@ def test_without_a_cache_too(tiny_llama):
 
 
 def test_compilations_and_their_seconds_are_counted():
-    meter, outside = Meter(), jax.jit(lambda x: x - 1)
+    meter, outside = Timer(), jax.jit(lambda x: x - 1)
     inner = jax.jit(lambda x: 3 * x + 1)
     outer = jax.jit(lambda x: inner(inner(x)) + inner(x[:2]).sum())
     x = jax.numpy.arange(7.0)
@@ -121,7 +121,7 @@ def test_compilations_and_their_seconds_are_counted():
 
 
 def test_nested_events_are_counted_once():
-    meter = Meter()
+    meter = Timer()
     trace = "/jax/core/compile/jaxpr_trace_duration"
     meter.record(trace, 1e-9)
     meter.record(trace, 1e-9)

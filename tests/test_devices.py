@@ -61,8 +61,8 @@ from kvjax.models import GenerationDefaults
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints
 from kvjax.prefixes.kinds import Kind
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import make_settings
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import prepare_sampling
 from tests.checkpoints import write_llama
 from tests.conftest import FULL
 from tests.matrix import tiny_model
@@ -259,7 +259,7 @@ class _Attention:
 
 
 def _asked(rows):
-    sampling = make_settings(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
+    sampling = prepare_sampling(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
     return SamplingParams(
         sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
     )
@@ -273,7 +273,7 @@ def _sent(cache, program, *call, **settings):
 
 def _held(cache):
     zeros, seen = jnp.zeros(cache.batch, jnp.int32), jnp.zeros((cache.batch, 256), bool)
-    past = Past(seen, jnp.zeros((cache.batch, 1024), jnp.int32), zeros)
+    past = TokenHistory(seen, jnp.zeros((cache.batch, 1024), jnp.int32), zeros)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
     return EngineState(dataclasses.replace(cache, pools=()), progress, past)
 

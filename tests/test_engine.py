@@ -19,7 +19,7 @@ from kvjax.core.errors import NonFiniteError
 from kvjax.core.pytree import tree_bytes
 from kvjax.engine import rows as engine_rows
 from kvjax.engine.service import StoppedError
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import available_memory
 from tests.alive import alive
@@ -154,7 +154,7 @@ def in_any_order(engine, requests, seed, cancels=0.05):
 def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
     share what they begin with; and nothing is compiled for it."""
-    wanted, meter = alone(policy), Meter()
+    wanted, meter = alone(policy), Timer()
     states = 2 * engine_of(policy).pool_config.state_bytes
     # Of an order in which pages run out often enough.
     seed = {"int8": 7, "sinks of 8 bits": 10}.get(policy, len(policy))
@@ -281,7 +281,7 @@ def test_other_parameters_between_steps():
     assert before[0].tokens[:4] == old[:4] and all(len(each.tokens) == 60 for each in before)
     with pytest.raises(ValueError, match="not those of the engine's model"):
         engine.update({"other": jnp.zeros(3)})
-    meter, device = Meter(), jax.devices()[0]
+    meter, device = Timer(), jax.devices()[0]
     with meter.running():
         engine.update(jax.device_put(params, device))
         engine.run([[1, 2]])
@@ -712,7 +712,7 @@ def test_programs_leave_the_pools_where_they_are(policy, exact):
 @pytest.mark.rare
 def test_two_thousand_requests():
     """Nothing is compiled, nothing is left: arrays on the device, pages, or memory of the host."""
-    engine, meter = engine_of(host_memory=100_000), Meter()
+    engine, meter = engine_of(host_memory=100_000), Timer()
     engine.compile()
     requests = [asked()[number % 64] for number in range(2000)]
     in_any_order(engine, requests[:200], seed=0)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.core.errors import NonFiniteError
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settings_of, settled, told, until
 from tests.test_guided import Anything
@@ -82,7 +82,7 @@ def test_searches_and_others_are_what_they_are_alone():
     quiet = engine()
     alone = [told(quiet.run([prompt], **settings)[0]) for prompt, settings in ordinary()]
     found = [quiet.run([PROMPT], **search)[0].beam_results for search in searches]
-    with (meter := Meter()).running():
+    with (meter := Timer()).running():
         mine, rng = engine(), random.Random(0)
         handles, beams, left = [], [], list(range(12))
         while left or mine.busy:

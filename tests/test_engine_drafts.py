@@ -14,7 +14,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.engine import second
 from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import beside_others, price_of
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import available_memory
 from tests.copies import assert_no_copy
@@ -96,7 +96,7 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
     )
     mine = engine(policy, draft, together)
     assert mine.compile().programs == 4 + 3 * (by == "model")
-    meter = Meter()
+    meter = Timer()
     with meter.running():
         plain, before = asked(mine, None), mine.stats()
         drafted = asked(mine, "engine")

@@ -16,11 +16,11 @@ from kvjax.codecs import Integer
 from kvjax.generation import options, programs
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.generator import generate, stream
-from kvjax.generation.request import chunk_bucket
+from kvjax.generation.request import padded_width
 from kvjax.layouts import Growing
 from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
-from kvjax.sampling.params import make_settings
+from kvjax.sampling.params import prepare_sampling
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config
 from tests.scripted import scripted
@@ -529,8 +529,8 @@ def test_a_bias_forbids_tokens_and_forces_them(tiny_llama):
 def test_capacities_and_widths():
     expected = {1: 64, 64: 64, 65: 96, 96: 96, 97: 128, 128: 128, 129: 192, 193: 256, 3000: 3072}
     assert {n: capacity_bucket(n) for n in expected} == expected
-    assert [chunk_bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
-    assert chunk_bucket(3, 5) == 5
+    assert [padded_width(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
+    assert padded_width(3, 5) == 5
 
 
 def test_the_capacity_of_the_cache(byte_tokenizer):
@@ -587,7 +587,7 @@ def test_a_model_without_a_tokenizer():
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_the_loop_moves_no_cache(tiny_llama, settings):
-    filters, numbers = make_settings(seeds=[0, 1], eos_token_ids=(EOS,), **settings)
+    filters, numbers = prepare_sampling(seeds=[0, 1], eos_token_ids=(EOS,), **settings)
     rows: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
     flags: Any = jax.ShapeDtypeStruct((2,), bool)
     temporary = []
@@ -716,13 +716,14 @@ def test_texts_need_a_tokenizer():
 
 def test_signatures_show_every_setting(tiny_llama):
     """As the type checker sees them, with the defaults that are used; any other is refused."""
-    known = inspect.signature(options.Options).parameters
-    assert known.keys() == options.Settings.__annotations__.keys()
-    assert get_type_hints(options.Options) == get_type_hints(options.Settings)
+    known = inspect.signature(options.GenerationOptions).parameters
+    assert known.keys() == options.GenerateKeywords.__annotations__.keys()
+    assert get_type_hints(options.GenerationOptions) == get_type_hints(options.GenerateKeywords)
     for function, keywords in (
-        (generate, options.Settings), (stream, options.Settings),
-        (kvjax.generate_batches, options.Settings), (kvjax.compile, options.Compiling),
-        (kvjax.bench.measure, options.Drawing),
+        (generate, options.GenerateKeywords), (stream, options.GenerateKeywords),
+        (kvjax.generate_batches, options.GenerateKeywords),
+        (kvjax.compile, options.CompileKeywords),
+        (kvjax.bench.measure, options.SamplingKeywords),
     ):  # fmt: skip
         shown = inspect.signature(function).parameters
         for name in keywords.__annotations__:

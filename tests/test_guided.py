@@ -16,11 +16,11 @@ import tokenizers
 
 import kvjax
 from kvjax import models
-from kvjax.generation.guides.masks import words_for
+from kvjax.generation.guides.masks import mask_words
 from kvjax.layouts import Growing
 from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
-from kvjax.sampling.filters import EVERY
+from kvjax.sampling.filters import ALL_ALLOWED
 from tests.checkpoints import write_llama
 from tests.matrix import some
 from tests.schemas import random_schema
@@ -46,7 +46,7 @@ class Anything:
         return copy.deepcopy(self)
 
     def allowed(self):
-        return np.full(self.words, EVERY, np.uint32)
+        return np.full(self.words, ALL_ALLOWED, np.uint32)
 
     def accept(self, token):
         self.tokens.append(token)
@@ -520,4 +520,4 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
             kvjax.generate(lm, [[1]], guide=Failing(), max_new_tokens=3, num_beams=beams)
     with pytest.raises(ValueError, match="tokenizer"):
         kvjax.Guides(replace(tiny_llama, tokenizer=None))
-    assert words_for(tiny_llama.config) == guide.allowed().size
+    assert mask_words(tiny_llama.config) == guide.allowed().size

@@ -191,8 +191,8 @@ def test_generation_with_a_cache_on_the_host(tiny_llama, caplog, name, bits):
     assert_on_host(found.cache)
     assert set(found.stats.cache_bytes) == {"host", "device"}
     # Once each, and zeros of other shapes if no test before has made such.
-    made = re.findall(r"Compiling jit\((prefill|begin|decode)\)", "\n".join(caplog.messages))
-    assert sorted(made) == ["begin", "decode", "prefill"] and found.stats.compilations <= 8
+    made = re.findall(r"Compiling jit\((prefill|choose_first|decode)\)", "\n".join(caplog.messages))
+    assert sorted(made) == ["choose_first", "decode", "prefill"] and found.stats.compilations <= 8
     more = kvjax.generate(tiny_llama, [[65]] * 2, cache=found.cache, max_new_tokens=4)
     assert_on_host(more.cache)
 

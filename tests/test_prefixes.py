@@ -20,8 +20,8 @@ from kvjax.codecs import Raw
 from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, tracing_for
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Options
-from kvjax.generation.request import prepare, prompt_chunks
+from kvjax.generation.options import GenerationOptions
+from kvjax.generation.request import prepare_request, prompt_chunks
 from kvjax.generation.session import Session
 from kvjax.layouts import Paged, Ring
 from kvjax.models.generation import GenerationDefaults
@@ -73,15 +73,17 @@ def tree_of(lm, policy, **more):
 
 def after(lm, prompts, **settings):
     """The logits behind prompts, what of them was computed before, and the tokens after them."""
-    request = prepare(lm, prompts, Options(max_new_tokens=6, eos_token_ids=(), **settings))
+    request = prepare_request(
+        lm, prompts, GenerationOptions(max_new_tokens=6, eos_token_ids=(), **settings)
+    )
     session = Session(lm, request)
     session.start()
-    for chunk in prompt_chunks(request, session.hits):
-        session.fill(chunk)
+    for chunk in prompt_chunks(request, session.prefix_hits):
+        session.prefill(chunk)
     logits = np.array(session.logits)
-    session.end(prompts)
+    session.close(prompts)
     result = kvjax.generate(lm, prompts, max_new_tokens=6, eos_token_ids=(), **settings)
-    return logits, int(session.hits.sum()), result.tokens
+    return logits, int(session.prefix_hits.sum()), result.tokens
 
 
 def conversations(seed=0):

@@ -240,7 +240,7 @@ def test_a_long_text_in_pieces_and_at_once(new):
 @pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.rare)])
 def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
     """Where only the last logits are wanted; rows end in different parts, one has none."""
-    monkeypatch.setattr(generation_model, "PIECE", 16)
+    monkeypatch.setattr(generation_model, "MAX_CHUNK", 16)
     tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (4, 50), np.int32)
     lengths = np.asarray([50, 33, 5, 0])
     cache = kvjax.init_cache(MODEL.config, kvjax.policy(bits=bits), batch=4, max_len=64)
@@ -266,7 +266,7 @@ def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
         return np.asarray(apply(PARAMS, tokens, cache)[0])
 
     at_once = last()
-    monkeypatch.setattr(generation_model, "PIECE", 16)
+    monkeypatch.setattr(generation_model, "MAX_CHUNK", 16)
     assert np.array_equal(last(), at_once)
     policy = kvjax.policy(bits=2, block=BLOCK, group=8)  # which must have been cut
     assert not np.array_equal(last(), at_once)

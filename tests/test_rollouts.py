@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import kvjax
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.layouts import Paged, Ring
 from kvjax.models.config import RopeConfig
 from kvjax.rollouts import rolling
@@ -118,7 +118,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
     before = rolling._rolled._cache_size()
     for step in range(10):
         if step == 1:
-            (meter := Meter()).running().__enter__()
+            (meter := Timer()).running().__enter__()
         if step == 2:
             held = len(alive())
         found = kvjax.rollout(
@@ -156,7 +156,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
 
     before, buffer, compiled = rolling._rolled._cache_size(), None, []
     for step in range(3):
-        with (meter := Meter()).running():
+        with (meter := Timer()).running():
             found = kvjax.rollout(
                 given, params, PROMPTS, max_new_tokens=3, seed=step, cache=cache, buffer=buffer
             )

@@ -12,8 +12,8 @@ import pytest
 
 import kvjax.sampling.filters as ways
 from kvjax.sampling import sampler as sampling
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, make_settings
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, prepare_sampling
 
 VOCAB = 500
 
@@ -171,13 +171,13 @@ def test_filters_pass_over_what_is_masked_already():
 
 def chosen(logits, *, count=0, seen=None, seeds=None, **settings):
     rows = logits.shape[0]
-    filters, numbers = make_settings(seeds=range(rows) if seeds is None else seeds, **settings)
+    filters, numbers = prepare_sampling(seeds=range(rows) if seeds is None else seeds, **settings)
     token, finite = sample(
         jnp.asarray(logits),
         filters,
         jax.device_put(numbers),
         count=jnp.full(rows, count, jnp.int32),
-        past=None if seen is None else Past(jnp.asarray(seen)),
+        past=None if seen is None else TokenHistory(jnp.asarray(seen)),
     )
     return np.asarray(token), np.asarray(finite)
 
@@ -187,7 +187,7 @@ def test_all_filters_in_the_order_of_transformers():
     tokens, which are new, the second is the first again, or another one."""
     logits, seen = some_logits(), np.random.default_rng(1).random((4, VOCAB)) < 0.3
     logits[:, 9] = 9.0
-    filters, settings = make_settings(
+    filters, settings = prepare_sampling(
         seeds=range(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.5,
         min_new_tokens=3, eos_token_ids=(int(logits[0].argmax()), 7), typical_p=0.7,
         frequency_penalty=0.5, presence_penalty=-0.2, no_repeat_ngram_size=2,
@@ -211,7 +211,7 @@ def test_all_filters_in_the_order_of_transformers():
         filters,
         jax.device_put(settings),
         count=jnp.full(4, 2, jnp.int32),
-        past=Past(jnp.asarray(seen), jnp.asarray(tokens), jnp.asarray(lengths)),
+        past=TokenHistory(jnp.asarray(seen), jnp.asarray(tokens), jnp.asarray(lengths)),
     )
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -238,7 +238,7 @@ def test_filters_give_the_distribution_of_transformers():
         ]
     )
     expected = processors(torch.LongTensor(prompt), torch.from_numpy(logits)).softmax(-1)
-    filters, settings = make_settings(
+    filters, settings = prepare_sampling(
         seeds=range(4), temperature=0.8, top_k=50, top_p=0.85, min_p=0.03,
         repetition_penalty=1.4, min_new_tokens=3, eos_token_ids=(5, 6),
     )  # fmt: skip
@@ -247,7 +247,7 @@ def test_filters_give_the_distribution_of_transformers():
         filters,
         jax.device_put(settings),
         count=jnp.zeros(4, jnp.int32),
-        past=Past(jnp.asarray(seen)),
+        past=TokenHistory(jnp.asarray(seen)),
     )
     np.testing.assert_allclose(jax.nn.softmax(got), expected.numpy(), rtol=1e-5, atol=1e-9)
 
@@ -271,12 +271,15 @@ def test_draws_follow_the_distribution(settings):
     settings = {"temperature": 1.0} | settings
     draws, vocab = 20_000, 12
     row = some_logits(1, vocab, scale=1.5)
-    filters, numbers = make_settings(seeds=range(draws), **settings)
+    filters, numbers = prepare_sampling(seeds=range(draws), **settings)
     count = jnp.zeros(draws, jnp.int32)
     tiled = jnp.asarray(np.tile(row, (draws, 1)))
     tokens, _ = sample(tiled, filters, numbers, count=count)
     filtered = filter_logits(
-        tiled[:1], filters, jax.device_put(make_settings(seeds=[0], **settings)[1]), count=count[:1]
+        tiled[:1],
+        filters,
+        jax.device_put(prepare_sampling(seeds=[0], **settings)[1]),
+        count=count[:1],
     )
     expected = draws * softmax(np.asarray(filtered))[0]
     observed = np.bincount(np.asarray(tokens), minlength=vocab)
@@ -289,7 +292,7 @@ def test_draws_follow_the_distribution(settings):
 def test_draws_of_one_seed_follow_the_distribution_over_the_tokens_of_a_text():
     draws = 20_000
     row = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
-    filters, settings = make_settings(seeds=[7] * draws, temperature=1.0)
+    filters, settings = prepare_sampling(seeds=[7] * draws, temperature=1.0)
     tiled = jnp.asarray(np.tile(row, (draws, 1)))
     count = jnp.arange(draws, dtype=jnp.int32)
     tokens, _ = sample(tiled, filters, settings, count=count)
@@ -319,7 +322,7 @@ def test_greedy_is_the_largest_whatever_else_is_asked():
     cases: list[dict[str, Any]] = [{}, {"top_k": 3, "top_p": 0.1}, {"temperature": 1e-60}]
     for settings in cases:
         np.testing.assert_array_equal(chosen(logits, **settings)[0], logits.argmax(-1))
-    assert make_settings(seeds=[0], temperature=1e-60)[0] == Filters()
+    assert prepare_sampling(seeds=[0], temperature=1e-60)[0] == Filters()
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 2e-38, 1e-10, 1e30, 3e38, 1e39])
@@ -357,7 +360,7 @@ def test_logits_that_are_not_finite_are_told(bad, temperature):
 
 @pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9, "typical_p": 0.9}])
 def test_nothing_is_sorted(settings):
-    filters, numbers = make_settings(seeds=[0, 1], temperature=1.0, **settings)
+    filters, numbers = prepare_sampling(seeds=[0, 1], temperature=1.0, **settings)
     logits: Any = jax.ShapeDtypeStruct((2, VOCAB), jnp.float32)
     count: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
     program = sample.lower(logits, filters, numbers, count=count)
@@ -393,7 +396,7 @@ def test_nothing_is_sorted(settings):
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        make_settings(**{"seeds": [0], **settings})
+        prepare_sampling(**{"seeds": [0], **settings})
 
 
 @pytest.mark.slow
@@ -416,10 +419,10 @@ def test_what_is_looked_up_is_what_a_search_finds(settings):
     taken as the program runs."""
     rows, vocab = 400, 24
     logits = np.random.default_rng(0).integers(-3, 4, (rows, 1, vocab)).astype(np.float32)
-    filters, found = make_settings(seeds=range(rows), temperature=1.3, **settings)
+    filters, found = prepare_sampling(seeds=range(rows), temperature=1.3, **settings)
     numbers = jax.tree.map(lambda x: jnp.asarray(x)[:, None], found)
     none = jnp.zeros(1, jnp.int32)
-    past = Past(jnp.zeros((1, vocab), bool), jnp.zeros((1, 8), jnp.int32), none)
+    past = TokenHistory(jnp.zeros((1, vocab), bool), jnp.zeros((1, 8), jnp.int32), none)
 
     def drawn(logits, numbers, traced=False, **changes):
         steps = dataclasses.replace(numbers.filters if traced else filters, **changes)

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.generation import scoring
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.generation.scoring import filtered_log_softmax
 from tests.test_prefixes import small
 
@@ -216,7 +216,7 @@ def test_a_score_writes_its_cache_where_it_is(lm):
     memory = scoring._donating.lower(*given).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     kvjax.score(lm, PROMPTS, CONTINUATIONS)
-    with (meter := Meter()).running():
+    with (meter := Timer()).running():
         kvjax.score(lm, PROMPTS, CONTINUATIONS)
     assert meter.compilations == 0
 
@@ -268,7 +268,7 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
     given = {"logits_hook": hook, "max_len": 48}
     kvjax.compile(lm, "static", batch=2, **given)
     programs = len(traced)
-    with (meter := Meter()).running():
+    with (meter := Timer()).running():
         found = kvjax.generate(lm, PROMPTS, max_new_tokens=9, cache="static", **given)
     assert meter.compilations == 0 and len(traced) == programs and set(traced) == {(2, 48)}
     assert found.tokens == kvjax.generate(lm, PROMPTS, max_new_tokens=9).tokens
@@ -292,8 +292,8 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
 
 
 def test_filters_that_leave_one_token_leave_it_for_certain():
-    from kvjax.sampling.params import make_settings
+    from kvjax.sampling.params import prepare_sampling
 
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
-    filters, settings = make_settings(seeds=[0], temperature=0.0)
+    filters, settings = prepare_sampling(seeds=[0], temperature=0.0)
     assert filtered_log_softmax(logits, filters, settings).tolist() == [[-np.inf, 0.0, -np.inf]]

@@ -16,8 +16,8 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.generation.inputs import told_scores
-from kvjax.generation.options import Options
+from kvjax.generation.inputs import parse_logprobs
+from kvjax.generation.options import GenerationOptions
 from kvjax.memory import InferenceLimits
 from tests import unusual
 from tests.checkpoints import write_llama
@@ -121,9 +121,9 @@ def test_wrong_prompts_are_named(tiny_llama):
 def test_truth_and_seconds_of_other_libraries(tiny_llama):
     """Where only Python's were taken."""
     for yes in (True, np.True_, jnp.array(True)):
-        options = Options(use_cache=yes, padded=yes)
+        options = GenerationOptions(use_cache=yes, padded=yes)
         assert (options.use_cache, options.padded) == (True, True) and type(options.padded) is bool
-        assert told_scores(tiny_llama.config, yes) == 0
+        assert parse_logprobs(tiny_llama.config, yes) == 0
     draft = kvjax.PromptLookup(adaptive=np.False_)
     assert draft.adaptive is False
     assert InferenceLimits(cache_memory_ratio=np.float32(0.5)).cache_memory_ratio == 0.5

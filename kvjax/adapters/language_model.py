@@ -16,8 +16,8 @@ from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.core.validation import as_int
-from kvjax.generation.loaded_model import LanguageModel, strong
-from kvjax.generation.model import GenerationDefaults, in_parts
+from kvjax.generation.loaded_model import LanguageModel, without_weak_types
+from kvjax.generation.model import GenerationDefaults, apply_in_chunks
 from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads, decoder_config, layer_heads
 
@@ -88,7 +88,7 @@ def language_model(
         apply, vocab, _taken(apply, name), structure, tuple(leaves), config, specs
     )
     defaults = GenerationDefaults(eos_token_ids=ends, pad_token_id=pad_token_id)
-    params = strong(params)
+    params = without_weak_types(params)
     return LanguageModel(config, params, as_tokenizer(tokenizer), defaults, model, source=name)
 
 
@@ -206,7 +206,7 @@ class FunctionModel:
 
         if cache is None:
             return run(tokens, None, lengths)[0]
-        return in_parts(run, tokens, cache, lengths, last_only=last_only, vocab=self.vocab)
+        return apply_in_chunks(run, tokens, cache, lengths, last_only=last_only, vocab=self.vocab)
 
     def abstract_params(self) -> Any:
         """Shapes and dtypes of the parameters."""

@@ -17,7 +17,7 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array
 from kvjax.policies.presets import PolicyChoice
 from kvjax.rollouts.rolling import rollout
-from kvjax.sampling.scores import of_tokens
+from kvjax.sampling.scores import take_tokens
 
 __all__ = ["KvjaxRollout"]
 
@@ -166,4 +166,4 @@ def _logps(model: Any, params: Any, prompts: Array, completions: Array, pad: Arr
     logits = model.apply(params, jnp.take_along_axis(every, at, axis=1))
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     behind = (width - before)[:, None] + arange_row(new) - 1
-    return of_tokens(jnp.take_along_axis(known, behind[..., None], axis=1), completions)
+    return take_tokens(jnp.take_along_axis(known, behind[..., None], axis=1), completions)

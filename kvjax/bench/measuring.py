@@ -39,10 +39,10 @@ from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
 from kvjax.bench.timing import PolicyTimer, difference
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
-from kvjax.generation.encoder import without_encoder
+from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Drawing, spelled_out
-from kvjax.generation.programs import CHUNK
+from kvjax.generation.options import SamplingKeywords, explicit_signature
+from kvjax.generation.programs import MAX_STEPS
 from kvjax.memory.sizes import cache_bytes_read, weight_bytes_read
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
@@ -108,7 +108,7 @@ class Bench:
     peak_of: str
 
 
-@spelled_out(Drawing)
+@explicit_signature(SamplingKeywords)
 @without_mesh_context
 def measure(
     lm: LanguageModel,
@@ -121,7 +121,7 @@ def measure(
     prefill: bool = True,
     bandwidth: Bandwidth | None = None,
     told: Callable[[str], Any] | None = None,
-    **drawing: Unpack[Drawing],
+    **drawing: Unpack[SamplingKeywords],
 ) -> Bench:
     """Time decoding and prefill.
 
@@ -143,10 +143,10 @@ def measure(
     """
     if not policies:
         raise ValueError("no policies: there is nothing to measure")
-    without_encoder("a measurement", lm)
+    refuse_encoder("a measurement", lm)
     prompts, batches = _numbers("prompts", prompts), _numbers("batches", batches)
-    if as_int("steps", steps, 1) > CHUNK:
-        raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {CHUNK}")
+    if as_int("steps", steps, 1) > MAX_STEPS:
+        raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {MAX_STEPS}")
     as_int("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)

@@ -18,9 +18,9 @@ from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.options import Drawing, Options
-from kvjax.generation.request import prepare, prompt_chunks
-from kvjax.generation.results import Meter
+from kvjax.generation.options import GenerationOptions, SamplingKeywords
+from kvjax.generation.request import prepare_request, prompt_chunks
+from kvjax.generation.results import Timer
 from kvjax.generation.session import Session
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.rows import reset
@@ -42,17 +42,19 @@ class PolicyTimer:
         policy: PolicyChoice,
         prompt: np.ndarray,
         steps: int,
-        drawing: Drawing,
+        drawing: SamplingKeywords,
     ) -> None:
         # Steps read the token that they begin with, and the last of theirs is not read.
-        options = Options(max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing)
-        request = prepare(lm, prompt.tolist(), options)
+        options = GenerationOptions(
+            max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing
+        )
+        request = prepare_request(lm, prompt.tolist(), options)
         if request.spread is not None:
             request.spread.check_rows(len(prompt))
         # Steps are taken back, so a row may come to any number of them; a cache never grows.
-        self.request = replace(request, limit=UNLIMITED, max_len=request.capacity)
+        self.request = replace(request, max_new_tokens=UNLIMITED, max_len=request.capacity)
         self._lm, self.steps, self.shape = lm, steps, prompt.shape
-        self.meter = Meter()
+        self.meter = Timer()
         self.seconds: dict[str, list[float]] = defaultdict(list)
         with self.meter.running():
             self._full, self._nearly_empty = self._started(), self._started()
@@ -108,7 +110,7 @@ class PolicyTimer:
         jax.block_until_ready((session.context, session.logits))
         start = time.perf_counter()
         for chunk in self._chunks:
-            session.fill(chunk)
+            session.prefill(chunk)
         jax.block_until_ready((session.context, session.logits))
         seconds = time.perf_counter() - start
         session.check()
@@ -122,7 +124,7 @@ class PolicyTimer:
         jax.block_until_ready((run(), session.context))
         seconds = time.perf_counter() - start
         session.check()  # a loop ends early where logits are not finite
-        session.take_back(self.steps)
+        session.rewind(self.steps)
         return seconds / self.steps
 
     def _bare(self, session: Session, steps: Array) -> Any:
@@ -148,7 +150,7 @@ def _logits_loop(
 
     def one(step: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         token = (tokens + step) % vocab
-        logits, context = carry[0].feed(model, params, token[:, None], counts)
+        logits, context = carry[0].forward(model, params, token[:, None], counts)
         return context, logits
 
     logits = jnp.zeros((len(tokens), vocab), jnp.float32)

@@ -18,7 +18,7 @@ from kvjax.chats.turns import ChatStats, Turn
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Answering, spelled_out
+from kvjax.generation.options import DecodingKeywords, explicit_signature
 from kvjax.memory.sizes import has_encoder
 from kvjax.policies.presets import PolicyChoice, policy
 
@@ -38,7 +38,7 @@ class Chat:
     ``settings``: those of each answer, by name, which may be changed between turns.
     """
 
-    @spelled_out(Answering)
+    @explicit_signature(DecodingKeywords)
     @allow_host_to_device
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Chat:
         max_new_tokens: int = 512,
         stop: str | Sequence[str] | None = None,
         seed: int = 0,
-        **settings: Unpack[Answering],
+        **settings: Unpack[DecodingKeywords],
     ) -> None:
         """Begin a conversation; nothing runs yet.
 

@@ -17,15 +17,15 @@ from kvjax.core.transfer import fetch
 from kvjax.core.validation import as_int, as_python
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Answering, CacheChoice, Options
-from kvjax.generation.request import Request, prepare
+from kvjax.generation.options import CacheChoice, DecodingKeywords, GenerationOptions
+from kvjax.generation.request import GenerationRequest, prepare_request
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
 from kvjax.policies.model_config import new_tokens_for
 from kvjax.policies.presets import PolicyChoice
 
-_SETTINGS = Answering.__annotations__.keys() | {"max_new_tokens", "stop"}
+_SETTINGS = DecodingKeywords.__annotations__.keys() | {"max_new_tokens", "stop"}
 _AGAIN = 2**32
 """Between the seeds of a turn's answers."""
 
@@ -77,8 +77,10 @@ class Conversation:
             plan.ids[len(kept.tokens) :], kept.cache, (seed + number + attempt * _AGAIN) % 2**64,
             settings | {"max_new_tokens": new},
         )  # fmt: skip
-        room = request.capacity if request.capacity < UNLIMITED else capacity_bucket(request.need)
-        request = replace(request, before=[list(kept.tokens)], capacity=room)
+        room = (
+            request.capacity if request.capacity < UNLIMITED else capacity_bucket(request.positions)
+        )
+        request = replace(request, cache_tokens=[list(kept.tokens)], capacity=room)
         stream = Stream(self.lm, request, watched=True)
         again += common(self.lost, plan.ids)
         self.turns = [*turns, Turn(user, attempt=attempt, first=plan.first)]
@@ -89,7 +91,7 @@ class Conversation:
 
     def request(
         self, ids: list[int], cache: CacheChoice, seed: int, settings: dict[str, Any]
-    ) -> Request:
+    ) -> GenerationRequest:
         """A request for one answer, checked."""
         for name in settings.keys() - _SETTINGS:
             raise ValueError(f"{name!r} is no setting of a chat's answers")
@@ -97,8 +99,10 @@ class Conversation:
         # Where there is no room for as many as an answer must have, it has what there is.
         least = as_python(settings.get("min_new_tokens", 0))
         least = min(least, new) if isinstance(least, int) else least
-        options = Options(**settings | {"cache": cache, "seed": seed, "min_new_tokens": least})
-        return prepare(self.lm, [ids], options)
+        options = GenerationOptions(
+            **settings | {"cache": cache, "seed": seed, "min_new_tokens": least}
+        )
+        return prepare_request(self.lm, [ids], options)
 
     def close(self) -> None:
         """End the answer that runs."""

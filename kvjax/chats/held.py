@@ -7,8 +7,8 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.chats.known import common
 from kvjax.core.transfer import fetch
-from kvjax.generation.cache_choice import with_memory
-from kvjax.generation.capacity import capacity_bucket, most_tokens
+from kvjax.generation.cache_choice import limit_memory
+from kvjax.generation.capacity import capacity_bucket, max_capacity
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import abstract_cache
@@ -43,13 +43,13 @@ class Held:
     @property
     def most(self) -> int | None:
         """Tokens that it can ever hold; None where it has no end."""
-        most = most_tokens(self.cache)
+        most = max_capacity(self.cache)
         return None if most >= UNLIMITED else most
 
 
 def empty(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> Held:
     """A new one; where it grows, it begins small."""
-    policy, room = with_memory(lm, policy, None, 1, max_len), min(capacity_bucket(1), max_len)
+    policy, room = limit_memory(lm, policy, None, 1, max_len), min(capacity_bucket(1), max_len)
     return Held(
         allocate(lm.config, policy, batch=1, max_len=max_len, initial_len=room, mesh=lm.mesh)
     )
@@ -57,7 +57,7 @@ def empty(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> Held:
 
 def most_of(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> int | None:
     """``Held.most`` of an empty one, which is not made."""
-    policy = with_memory(lm, policy, None, 1, max_len)
+    policy = limit_memory(lm, policy, None, 1, max_len)
     return Held(abstract_cache(lm.config, policy, batch=1, max_len=max_len, mesh=lm.mesh)).most
 
 

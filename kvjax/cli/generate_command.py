@@ -18,7 +18,7 @@ from kvjax.cli.several_texts import choices, headed
 from kvjax.cli.streams import echo_json
 from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.array_folder import check_writable_folder
-from kvjax.generation.options import Settings
+from kvjax.generation.options import GenerateKeywords
 from kvjax.generation.results import GenerationResult, GenerationStats
 from kvjax.policies.presets import parse_policy
 
@@ -120,7 +120,7 @@ def generate(
         cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
         window=window, sinks=sinks, prefetch=prefetch, memory=cache_memory,
     )  # fmt: skip
-    settings: Settings = {
+    settings: GenerateKeywords = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "typical_p": typical_p, "repetition_penalty": repetition_penalty,

@@ -24,7 +24,7 @@ from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
 from kvjax.placement.pages import copied_pages
 from kvjax.prefixes.checkpoints import own, with_own
-from kvjax.sampling.scores import MOST_SCORES, Scores, TokenScore
+from kvjax.sampling.scores import MAX_LOGPROBS, Scores, TokenScore
 
 _begun = jax.jit(begun, static_argnames=("beams", "scores"))
 _extended = jax.jit(extended, static_argnames=("beams", "scores"))
@@ -127,7 +127,7 @@ class BeamSearchState:
     def _step(self) -> None:
         """Choose the next tokens of all beams."""
         request, step = self._request, len(self._steps)
-        ids = np.zeros((self.width, MOST_SCORES), np.int32)
+        ids = np.zeros((self.width, MAX_LOGPROBS), np.int32)
         likeliest = np.full(ids.shape, -np.inf, np.float32)
         for beam, each in self._told.items():
             ids[beam], likeliest[beam] = each

@@ -27,7 +27,7 @@ from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.drafts.asked import Draft, DraftModel
 from kvjax.generation.drafts.proposals import Second
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.programs import Progress, choose
+from kvjax.generation.programs import Progress, choose_tokens
 from kvjax.layouts import Paged, paged
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.model_config import position_limit
@@ -35,7 +35,7 @@ from kvjax.policies.presets import per_layer
 from kvjax.prefixes.terms import Terms, terms_for
 from kvjax.prefixes.texts import Texts
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.history import Past
+from kvjax.sampling.history import TokenHistory
 
 
 @pytree_dataclass
@@ -58,7 +58,7 @@ def propose(
     held: EngineState,
     drafter: Second,
     params: Any,
-    past: Past,
+    past: TokenHistory,
     drafted: VerifyInputs,
     wanted: ProposeInputs,
 ) -> tuple[EngineState, tuple[Tokens, PerRow]]:
@@ -80,8 +80,10 @@ def propose(
     context = context_of(cache, lengths, wanted.tables, written=written_to(cache, ends))
     filters = replace(settings.filters, mesh=cache.spread is not None)
 
-    def one(progress: Progress, past: Past, logits: Logits, limit: PerRow) -> tuple[Progress, Past]:
-        found: Any = choose(progress, past, logits, filters, settings, limit)
+    def one(
+        progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
+    ) -> tuple[Progress, TokenHistory]:
+        found: Any = choose_tokens(progress, past, logits, filters, settings, limit)
         return found
 
     newest: Any = drafted.tokens[:, 0]
@@ -134,7 +136,10 @@ class DraftModelRunner:
         return self.own_weights + found["pool_bytes"] + found["row_bytes"]
 
     def propose(
-        self, drafted: VerifyInputs, some: Sequence[tuple[int, RunningSequence, int]], past: Past
+        self,
+        drafted: VerifyInputs,
+        some: Sequence[tuple[int, RunningSequence, int]],
+        past: TokenHistory,
     ) -> VerifyInputs:
         """With so many proposed tokens of some rows, each at its place in the arrays; ``past``: the
         texts of all."""

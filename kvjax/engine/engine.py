@@ -25,7 +25,7 @@ from kvjax.generation.best_of import best_rows
 from kvjax.generation.drafts.asked import DraftChoice, draft_of
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
-from kvjax.generation.results import Meter
+from kvjax.generation.results import Timer
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.terms import in_bytes
@@ -143,7 +143,7 @@ class Engine:
     def compile(self) -> Compiled:
         """Compile all that its rows will ever run; else that is done when it is first needed, as
         is what chooses in a beam search of a width, and what scores prompts."""
-        start, meter = time.perf_counter(), Meter()
+        start, meter = time.perf_counter(), Timer()
         with meter.running():
             programs = self._runner.compile() + self._speculative.compile()
         return Compiled(time.perf_counter() - start, programs, meter.compilations, None)

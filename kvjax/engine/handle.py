@@ -13,7 +13,7 @@ from kvjax.engine.beams import BeamResult, BeamSearchState
 from kvjax.engine.drafts import DraftState
 from kvjax.engine.request import Request
 from kvjax.generation.detokenizer import RowText, Tokenizer
-from kvjax.generation.guides.masks import bits_along, bits_of
+from kvjax.generation.guides.masks import draft_masks, guide_mask
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 
@@ -198,7 +198,7 @@ class Handle:
             assert guide is not None
             if self.beams is not None:
                 return self.beams.allowed(beam, words)
-            return bits_of(guide, words)
+            return guide_mask(guide, words)
 
         return None if guide is None or self.error is not None else self._tried(found)
 
@@ -208,7 +208,7 @@ class Handle:
         bits = self.allowed(found.shape[1])
         if bits is not None:
             found[0] = bits
-            self._tried(bits_along, self.request.guide, draft, found, self.request.eos)
+            self._tried(draft_masks, self.request.guide, draft, found, self.request.eos)
 
     def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a user's function gives; one that raises ends its own request, and no other."""

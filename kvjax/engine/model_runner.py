@@ -16,14 +16,14 @@ from kvjax.engine.page_tables import PageTables
 from kvjax.engine.programs import DecodeInputs, EngineState, PrefillInputs, ProgramOutput
 from kvjax.engine.sampling_state import SamplingState
 from kvjax.engine.sequence import RunningSequence
-from kvjax.generation.guides.masks import words_for
-from kvjax.generation.loaded_model import LanguageModel, check_like, strong
+from kvjax.generation.guides.masks import mask_words
+from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.programs import Progress
 from kvjax.prefixes.checkpoints import own
 from kvjax.prefixes.terms import Terms
 from kvjax.prefixes.texts import Texts
-from kvjax.sampling.filters import EVERY
-from kvjax.sampling.history import past_of
+from kvjax.sampling.filters import ALL_ALLOWED
+from kvjax.sampling.history import make_history
 
 LEAST_WIDTH = 16
 """Tokens of the narrowest chunk of a prompt, at least."""
@@ -101,7 +101,7 @@ class ModelRunner:
         """Send the next tokens of a prompt; their pages are the row's already."""
         start, end = seq.filled, seq.filled + length
         ends = end == len(seq.prompt)
-        words = seq.handle.allowed(words_for(self.lm.config)) if ends else None
+        words = seq.handle.allowed(mask_words(self.lm.config)) if ends else None
         following = None
         if seq.handle.request.prompt_scores is not None:
             following = seq.prompt[start + 1 : end + 1]
@@ -208,7 +208,7 @@ class ModelRunner:
 
     def every(self, rows: int) -> Any:
         """What allows all tokens."""
-        return np.full((rows, words_for(self.lm.config)), EVERY, np.uint32)
+        return np.full((rows, mask_words(self.lm.config)), ALL_ALLOWED, np.uint32)
 
     def take(self, row: int, tokens: int) -> Any:
         """What a row of so many tokens has beside full pages, and where it stands: see
@@ -289,12 +289,12 @@ class ModelRunner:
 
     def _no_text(self, rows: int) -> Any:
         """Of so many rows."""
-        return past_of(
+        return make_history(
             [[]] * rows,
             vocab=self.lm.config.vocab_size,
-            room=self.pool_config.max_len,
-            marks=True,
-            whole=True,
+            width=self.pool_config.max_len,
+            seen=True,
+            tokens=True,
         )
 
     def run(self, program: Any, *args: Any, **settings: Any) -> Any:
@@ -326,7 +326,7 @@ def flag(truth: bool) -> Any:
 def sent(params: Any) -> Any:
     """Parameters as programs are given them: arrays of JAX, committed, none weakly typed."""
     there = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
-    return commit(strong(there))
+    return commit(without_weak_types(there))
 
 
 def alike(params: Any, those: Any) -> Any:
@@ -336,7 +336,7 @@ def alike(params: Any, those: Any) -> Any:
       ValueError: if they are not of the same shapes, dtypes and devices.
     """
     try:
-        check_like(params, those)
+        check_params_match(params, those)
     except ValueError as error:
         raise ValueError(f"the parameters are not those of the engine's model: {error}") from None
     params = sent(params)

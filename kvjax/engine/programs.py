@@ -20,15 +20,15 @@ from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, choose, whole
+from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
 from kvjax.paging.allocator import FixedPageTables
 from kvjax.placement.pages import pages_at
 from kvjax.prefixes.checkpoints import own, with_own
-from kvjax.sampling.filters import EVERY, Allowed, Logits
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Sampling
+from kvjax.sampling.filters import ALL_ALLOWED, Allowed, Logits
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import SamplingArrays
 from kvjax.sampling.sampler import filter_logits
-from kvjax.sampling.scores import MOST_SCORES, Scores, scores_of
+from kvjax.sampling.scores import MAX_LOGPROBS, Scores, score_tokens
 
 
 @pytree_dataclass
@@ -39,7 +39,7 @@ class EngineState:
 
     cache: KVCache
     progress: Progress
-    past: Past
+    past: TokenHistory
 
 
 @pytree_dataclass
@@ -48,7 +48,7 @@ class SamplingParams:
     tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
     the likeliest tokens that are told; ``search``: bool, whether these are of those allowed."""
 
-    sampling: Sampling
+    sampling: SamplingArrays
     limit: PerRow
     scores: PerRow
     search: RowMask
@@ -150,9 +150,9 @@ def feed(
     context: Any = context_of(before.cache, starts, piece.tables, written=written)
     told = None
     if following is None:
-        logits, context = context.feed(model, params, piece.tokens, piece.lengths)
+        logits, context = context.forward(model, params, piece.tokens, piece.lengths)
     else:
-        every, context = context.feed_all(model, params, piece.tokens, piece.lengths)
+        every, context = context.forward_all(model, params, piece.tokens, piece.lengths)
         logits, told = every[:, piece.lengths[0] - 1], scores_along(every, following, context)
     zeros = jnp.zeros_like(piece.rows)
     waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
@@ -180,7 +180,7 @@ def decode(
     written = written_to(before.cache, jnp.where(begins, call.lengths + call.rounds, 0))
     lengths = jnp.where(begins, call.lengths, 0)
     context = context_of(before.cache, lengths, call.tables, written=written)
-    out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MOST_SCORES)
+    out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MAX_LOGPROBS)
 
     def active(step: Array, progress: Progress) -> RowMask:
         return begins & (step < call.rounds) & ~progress.done
@@ -193,12 +193,12 @@ def decode(
         step, context, progress, past, (tokens, scores) = carry
         now = active(step, progress)
         with rows_of_any_length(exact=exact):
-            logits, context = context.feed(
+            logits, context = context.forward(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )
         waiting = replace(progress, done=progress.done | ~now)
         forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
-        allowed = jnp.where(step == 0, call.allowed, EVERY)
+        allowed = jnp.where(step == 0, call.allowed, ALL_ALLOWED)
         chosen, past, found = choose_next(
             waiting, past, logits, context, call.asked, forced, allowed
         )
@@ -224,7 +224,7 @@ def mark(
     past = held.past
     assert past.seen is not None and past.tokens is not None and past.length is not None
     mine = jnp.zeros(past.seen.shape[1], bool).at[tokens].set(True, mode="drop")
-    past = Past(
+    past = TokenHistory(
         past.seen.at[row].set(mine),
         past.tokens.at[row].set(tokens),
         past.length.at[row].set(length),
@@ -329,13 +329,13 @@ def report_of(after: EngineState, tokens: Array, scores: Scores) -> ProgramOutpu
 
 def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Context) -> Scores:
     """The scores of the token after each one of a single row, from the logits there."""
-    logits = whole(every, context)[0]
-    most = min(MOST_SCORES, logits.shape[1])
+    logits = gather_vocab(every, context)[0]
+    most = min(MAX_LOGPROBS, logits.shape[1])
 
     def scored(one: tuple[Array, Array]) -> Scores:
         row, token = (x[None] for x in one)
         none = jnp.zeros(1, jnp.float32)
-        found = scores_of(row, token, most, filtered=None, temperature=none)
+        found = score_tokens(row, token, most, filtered=None, temperature=none)
         return jax.tree.map(lambda x: x[0], found)
 
     # Few places at once: each takes several rows of the vocabulary.
@@ -345,18 +345,18 @@ def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Co
 
 def choose_next(
     progress: Progress,
-    past: Past,
+    past: TokenHistory,
     logits: Logits,
     context: Context,
     asked: SamplingParams,
     forced: PerRow,
     allowed: Allowed | None,
-) -> tuple[Progress, Past, Scores]:
+) -> tuple[Progress, TokenHistory, Scores]:
     """The next token of the rows that are not done, and its scores where some row asks for them."""
     settings, cache = asked.sampling, context.cache
     filters = replace(settings.filters, mesh=cache is not None and cache.spread is not None)
-    logits = whole(logits, context)
-    after, then = choose(
+    logits = gather_vocab(logits, context)
+    after, then = choose_tokens(
         progress,
         past,
         logits,
@@ -366,7 +366,7 @@ def choose_next(
         forced=forced,
         allowed=allowed,
     )
-    batch, most = logits.shape[0], min(MOST_SCORES, logits.shape[1])
+    batch, most = logits.shape[0], min(MAX_LOGPROBS, logits.shape[1])
 
     def scored(logits: Logits) -> Scores:
         filtered = filter_logits(
@@ -379,8 +379,8 @@ def choose_next(
         )
         among = None
         if allowed is not None:
-            among = jnp.where(asked.search[:, None], allowed, EVERY)
-        found = scores_of(
+            among = jnp.where(asked.search[:, None], allowed, ALL_ALLOWED)
+        found = score_tokens(
             logits,
             after.token,
             most,
@@ -388,12 +388,12 @@ def choose_next(
             temperature=settings.temperature,
             among=among,
         )
-        more = ((0, 0), (0, MOST_SCORES - most))
+        more = ((0, 0), (0, MAX_LOGPROBS - most))
         likeliest = jnp.pad(found.likeliest, more, constant_values=-jnp.inf)
         return replace(found, ids=jnp.pad(found.ids, more), likeliest=likeliest)
 
     def none(logits: Logits) -> Scores:
-        return Scores.zeros((batch,), MOST_SCORES)
+        return Scores.zeros((batch,), MAX_LOGPROBS)
 
     assert then is not None
     return after, then, lax.cond(jnp.any(asked.scores > 0), scored, none, logits)

@@ -10,14 +10,20 @@ from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.drafts.asked import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
-from kvjax.generation.inputs import biases, end_tokens, stop_strings, token_ids, told_scores
-from kvjax.generation.options import Options
+from kvjax.generation.inputs import (
+    parse_eos_token_ids,
+    parse_logit_bias,
+    parse_logprobs,
+    parse_stop,
+    tokenize_prompts,
+)
+from kvjax.generation.options import GenerationOptions
 from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.keys import named
 from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.terms import Terms
-from kvjax.sampling.params import Filters, Sampling, make_settings
-from kvjax.sampling.scores import MOST_SCORES
+from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+from kvjax.sampling.scores import MAX_LOGPROBS
 
 MOST_ENDS = 16
 """End-of-text tokens that a request can have."""
@@ -75,7 +81,7 @@ class Request:
     limit: int
     eos: frozenset[int]
     stops: tuple[str, ...]
-    sampling: Sampling
+    sampling: SamplingArrays
     scores: int | None
     prompt_scores: int | None
     tenant: Hashable
@@ -133,7 +139,7 @@ def asked(
       ValueError: naming what can't be, and its limit.
     """
     lm = proposers.lm
-    (tokens,) = token_ids(lm, [prompt], [])  # type: ignore[list-item]
+    (tokens,) = tokenize_prompts(lm, [prompt], [])  # type: ignore[list-item]
     limit = as_int("max_new_tokens", max_new_tokens, 1)
     least = as_int("min_new_tokens", min_new_tokens, 0)
     if least > limit:
@@ -145,10 +151,10 @@ def asked(
             f"{len(tokens)} tokens of prompt and max_new_tokens={limit} need {need} positions, but "
             f"the engine's {name} is {pool_config.max_len}"
         )
-    eos = end_tokens(lm, eos_token_ids)
+    eos = parse_eos_token_ids(lm, eos_token_ids)
     if guide is not None:
         check_guide(guide, eos, least)
-    bias = biases(lm.config, logit_bias)
+    bias = parse_logit_bias(lm.config, logit_bias)
     for name, count, most in (
         ("eos_token_ids", len(eos), MOST_ENDS),
         ("logit_bias", len(bias), MOST_BIASED),
@@ -162,7 +168,7 @@ def asked(
         raise ValueError(
             f"priority is {short_repr(priority)}: give a whole number, lower goes first"
         )
-    options: Any = Options(
+    options: Any = GenerationOptions(
         n=n,
         num_beams=num_beams,
         length_penalty=length_penalty,
@@ -174,7 +180,7 @@ def asked(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    filters, sampling = make_settings(
+    filters, sampling = prepare_sampling(
         seeds=[seed],
         temperature=temperature,
         top_k=top_k,
@@ -191,7 +197,7 @@ def asked(
     )
     if (search := search_of(options, filters, len(eos), rows)) is not None:
         # Its rows go on to wherever they are led.
-        sampling = make_settings(seeds=[seed])[1]
+        sampling = prepare_sampling(seeds=[seed])[1]
     for number, kind in enumerate(pool_config.kinds):
         pages = most_pages(kind, len(tokens), need, num_beams)
         if pages > (pool := kind.page_group.layout.pool or 0):
@@ -205,14 +211,14 @@ def asked(
         tokens=tokens,
         limit=limit,
         eos=frozenset(eos),
-        stops=stop_strings(lm, stop),
+        stops=parse_stop(lm, stop),
         sampling=sampling,
-        scores=told_scores(lm.config, logprobs),
-        prompt_scores=told_scores(lm.config, prompt_logprobs, name="prompt_logprobs"),
+        scores=parse_logprobs(lm.config, logprobs),
+        prompt_scores=parse_logprobs(lm.config, prompt_logprobs, name="prompt_logprobs"),
         tenant=named("tenant", tenant),
         priority=priority,
         deadline=deadline,
-        by_text=filters.marks or filters.whole or by_model,
+        by_text=filters.needs_seen or filters.needs_tokens or by_model,
         guide=guide,
         drafting=drafting,
         search=search,
@@ -220,7 +226,7 @@ def asked(
     )
 
 
-def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Search | None:
+def search_of(options: GenerationOptions, filters: Filters, ends: int, rows: int) -> Search | None:
     """The search of a request, None for one of a single text; ``ends``: tokens that end a text;
     ``rows``: of the engine.
 
@@ -237,10 +243,10 @@ def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Searc
         return None
     if beams > rows:
         raise ValueError(f"num_beams is {beams}, each a row, and the engine has {rows}")
-    if beams + ends > MOST_SCORES:
+    if beams + ends > MAX_LOGPROBS:
         raise ValueError(
             f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
-            f"{MOST_SCORES} likeliest tokens, so both may be {MOST_SCORES} together"
+            f"{MAX_LOGPROBS} likeliest tokens, so both may be {MAX_LOGPROBS} together"
         )
     if options.guide is not None and not hasattr(options.guide, "copy"):
         raise ValueError("a guide beside num_beams has copy(): a copy goes along each beam")
@@ -254,7 +260,7 @@ def search_of(options: Options, filters: Filters, ends: int, rows: int) -> Searc
         if given:
             raise ValueError(
                 f"{name} was given together with num_beams: it changes what any token is worth, "
-                f"and an engine's searches see the {MOST_SCORES} likeliest alone"
+                f"and an engine's searches see the {MAX_LOGPROBS} likeliest alone"
             )
     return search
 

@@ -10,8 +10,8 @@ from kvjax.core.transfer import commit
 from kvjax.engine.programs import SamplingParams
 from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
 from kvjax.placement.device import Device
-from kvjax.sampling.params import NO_TOKEN, Sampling, make_settings
-from kvjax.sampling.scores import MOST_SCORES
+from kvjax.sampling.params import NO_TOKEN, SamplingArrays, prepare_sampling
+from kvjax.sampling.scores import MAX_LOGPROBS
 
 
 class SamplingState:
@@ -20,21 +20,21 @@ class SamplingState:
 
     def __init__(self, rows: int, placement: Device) -> None:
         self._placement, self._there = placement, None
-        sampling: Any = make_settings(seeds=[0] * rows)[1]
+        sampling: Any = prepare_sampling(seeds=[0] * rows)[1]
         wide = {"eos": MOST_ENDS, "biased": MOST_BIASED, "bias": MOST_BIASED}
         self._fill = {"eos": NO_TOKEN, "biased": NO_TOKEN, "bias": 0}
         arrays: dict[str, Any] = {
-            each.name: getattr(sampling, each.name).copy() for each in fields(Sampling)
+            each.name: getattr(sampling, each.name).copy() for each in fields(SamplingArrays)
         }
         for name, width in wide.items():
             arrays[name] = np.full((rows, width), self._fill[name], arrays[name].dtype)
         zeros = np.zeros(rows, np.int32)
-        asked: Any = Sampling(**arrays), zeros, zeros.copy(), zeros > 0
+        asked: Any = SamplingArrays(**arrays), zeros, zeros.copy(), zeros > 0
         self._asked: Any = SamplingParams(*asked)
 
     def set(self, row: int, request: Request) -> None:
         """Let a row be this request's."""
-        for each in fields(Sampling):
+        for each in fields(SamplingArrays):
             array = getattr(self._asked.sampling, each.name)
             new = np.asarray(getattr(request.sampling, each.name)[0])
             if each.name in self._fill:
@@ -44,7 +44,7 @@ class SamplingState:
             else:
                 array[row] = new
         self._asked.limit[row] = request.limit
-        scored = request.scores if request.search is None else MOST_SCORES
+        scored = request.scores if request.search is None else MAX_LOGPROBS
         self._asked.scores[row] = 0 if scored is None else 1 + scored
         self._asked.search[row] = request.search is not None
         self._there = None

@@ -30,7 +30,7 @@ from kvjax.engine.programs import (
 from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.drafts.acceptance import Price, beside_others
 from kvjax.generation.model import Model
-from kvjax.sampling.scores import MOST_SCORES, Scores
+from kvjax.sampling.scores import MAX_LOGPROBS, Scores
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
@@ -44,9 +44,9 @@ def verify(
     lengths = jnp.where(fed > 0, drafted.starts, 0)
     written = written_to(before.cache, lengths + fed)
     context: Any = context_of(before.cache, lengths, drafted.tables, written=written)
-    logits, context = context.feed_all(model, params, drafted.tokens, fed)
+    logits, context = context.forward_all(model, params, drafted.tokens, fed)
     guesses = jnp.pad(drafted.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    out = jnp.zeros((rows, wide), jnp.int32), Scores.zeros((rows, wide), MOST_SCORES)
+    out = jnp.zeros((rows, wide), jnp.int32), Scores.zeros((rows, wide), MAX_LOGPROBS)
 
     def go_on(carry: Any) -> Array:
         place, still, *_ = carry

@@ -13,10 +13,16 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import DONATED, check_not_donated, short_repr
-from kvjax.generation.generator import ran
+from kvjax.generation.generator import run_generation
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Options, Settings, spelled_out
-from kvjax.generation.request import Chunk, Prompts, Request, prepare, prompt_chunks
+from kvjax.generation.options import GenerateKeywords, GenerationOptions, explicit_signature
+from kvjax.generation.request import (
+    GenerationRequest,
+    PromptChunk,
+    Prompts,
+    prepare_request,
+    prompt_chunks,
+)
 from kvjax.generation.results import GenerationResult
 from kvjax.operations.migration import delete_unshared, migrate, move_layers
 from kvjax.placement.device import Device, check_placement
@@ -34,14 +40,14 @@ class Batch:
             raise ValueError(f"the cache of a Batch is a KVCache to go on from, got {self.cache!r}")
 
 
-@spelled_out(Settings)
+@explicit_signature(GenerateKeywords)
 def generate_batches(
     lm: LanguageModel,
     batches: Iterable[Prompts | Batch],
     *,
     placement: Device | None = None,
     park: Device | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[GenerateKeywords],
 ) -> Iterator[GenerationResult]:
     """Continue batch after batch of prompts, each as ``generate`` does.
 
@@ -81,7 +87,7 @@ def generate_batches(
     for place in (placement, park):
         if place is not None:
             check_placement(place)
-    options = Options(**settings)
+    options = GenerationOptions(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
     ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
@@ -89,7 +95,7 @@ def generate_batches(
     return _Run(lm, options, placement, park, ahead).results(coming)
 
 
-_Ready = Future[tuple[Request, list[Chunk] | None]]
+_Ready = Future[tuple[GenerationRequest, list[PromptChunk] | None]]
 """A batch that is got ready in the second thread."""
 
 
@@ -98,7 +104,7 @@ class _Run:
     """What stays the same from batch to batch."""
 
     lm: LanguageModel
-    options: Options
+    options: GenerationOptions
     placement: Device | None
     park: Device | None
     ahead: int
@@ -141,10 +147,12 @@ class _Run:
         except Exception as error:
             yield _failed(error)
 
-    def _prepared(self, prompts: Prompts, options: Options) -> tuple[Request, list[Chunk] | None]:
-        request = prepare(self.lm, prompts, options)
+    def _prepared(
+        self, prompts: Prompts, options: GenerationOptions
+    ) -> tuple[GenerationRequest, list[PromptChunk] | None]:
+        request = prepare_request(self.lm, prompts, options)
         # What a tree knows of them shows when their turn comes.
-        return request, None if request.prefixes else prompt_chunks(request)
+        return request, None if request.prefix_cache else prompt_chunks(request)
 
     def _first_layers(self, ready: _Ready, placement: Device) -> KVCache | None:
         """The cache with as many layers moved as are got ready ahead, which are held twice until
@@ -168,7 +176,7 @@ class _Run:
                 given = first
             given = given if self.placement is None else migrate(given, self.placement)
             request = replace(request, cache=given)
-        result = ran(self.lm, request, chunks=chunks)
+        result = run_generation(self.lm, request, chunks=chunks)
         if self.park is None or result.cache is None:
             return result
         cache = migrate(result.cache, self.park)

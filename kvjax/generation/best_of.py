@@ -9,8 +9,8 @@ import numpy as np
 
 from kvjax.generation.beams.programs import kept, rows_kept
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.request import Chunk, Request
-from kvjax.generation.results import GenerationResult, Piece, padded
+from kvjax.generation.request import GenerationRequest, PromptChunk
+from kvjax.generation.results import GenerationResult, Piece, pad_result
 from kvjax.generation.streaming import Stream
 from kvjax.sampling.scores import TokenScore
 
@@ -19,10 +19,14 @@ class BestOf(Iterator[Piece]):
     """A generation of all samples, whose result has the best of them."""
 
     def __init__(
-        self, lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
+        self,
+        lm: LanguageModel,
+        request: GenerationRequest,
+        *,
+        chunks: list[PromptChunk] | None = None,
     ) -> None:
-        told = 0 if request.scores is None else request.scores
-        every = replace(request, scores=told, padded=False, search=None)
+        told = 0 if request.logprobs is None else request.logprobs
+        every = replace(request, logprobs=told, padded=False, search=None)
         self._running = Stream(lm, every, watched=False, chunks=chunks)
         self._request, self._padding = request, getattr(lm, "padding", 0)
         self._result: GenerationResult | None = None
@@ -59,7 +63,7 @@ def best_rows(
     return np.arange(len(ranked))[:, None] * samples + ranked[:, :kept], means
 
 
-def _best(every: GenerationResult, request: Request, padding: int) -> GenerationResult:
+def _best(every: GenerationResult, request: GenerationRequest, padding: int) -> GenerationResult:
     """The best rows of each prompt, the best one first; of equal ones the first."""
     search, samples = request.search, request.samples
     assert search is not None
@@ -74,9 +78,18 @@ def _best(every: GenerationResult, request: Request, padding: int) -> Generation
 
     reasons = tuple(every.stats.stop_reasons[row] for row in which)
     result = replace(
-        every, text=of(every.text), tokens=of(every.tokens), unfed=of(every.unfed), cache=cache,
-        logprobs=None if request.scores is None else of(every.logprobs),
-        sequence_scores=of(means), guides=every.guides and tuple(of(every.guides)),
+        every,
+        text=of(every.text),
+        tokens=of(every.tokens),
+        unfed=of(every.unfed),
+        cache=cache,
+        logprobs=None if request.logprobs is None else of(every.logprobs),
+        sequence_scores=of(means),
+        guides=every.guides and tuple(of(every.guides)),
         stats=replace(every.stats, stop_reasons=reasons),
-    )  # fmt: skip
-    return padded(result, request.limit, padding, request.scores) if request.padded else result
+    )
+    return (
+        pad_result(result, request.max_new_tokens, padding, request.logprobs)
+        if request.padded
+        else result
+    )

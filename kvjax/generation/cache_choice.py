@@ -7,11 +7,11 @@ from typing import Any
 
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import as_optional_int
-from kvjax.generation.encoder import has_read, refuse_auto
-from kvjax.generation.inputs import Prompts, check_ids, token_ids
+from kvjax.generation.encoder import has_encoded, refuse_auto
+from kvjax.generation.inputs import Prompts, check_token_ids, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
-from kvjax.generation.options import Options
+from kvjax.generation.options import GenerationOptions
 from kvjax.layouts import UNLIMITED, paged
 from kvjax.memory.limits import InferenceLimits, available_memory
 from kvjax.memory.planning import PREFILL_CHUNK
@@ -23,7 +23,7 @@ from kvjax.prefixes.kinds import Kind
 from kvjax.prefixes.tree import Tenant
 
 
-def cache_choice(options: Options) -> tuple[KVCache | None, PolicyChoice | None]:
+def parse_cache(options: GenerationOptions) -> tuple[KVCache | None, PolicyChoice | None]:
     """The cache to continue, or the policy of the one to make; neither where none is used."""
     choice = options.cache
     if isinstance(choice, KVCache):
@@ -38,7 +38,7 @@ def cache_choice(options: Options) -> tuple[KVCache | None, PolicyChoice | None]
     return None, choice if options.use_cache else None
 
 
-def with_memory(
+def limit_memory(
     lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
 ) -> PolicyChoice:
     """A policy that keeps to a memory: to its own, or to what limits allow or the device has left.
@@ -64,7 +64,9 @@ def with_memory(
     return choice
 
 
-def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list[list[int]] | None:
+def encoder_inputs(
+    lm: LanguageModel, prompts: Prompts, options: GenerationOptions
+) -> list[list[int]] | None:
     """Of a model with an encoder that has read nothing yet, the prompts: it reads these, and what
     is written begins with a token of its own. None where prompts are what is continued.
 
@@ -78,7 +80,7 @@ def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list
             "prefix_cache tells texts by their tokens, and what this model's decoder writes goes "
             "by what its encoder has read besides"
         )
-    if has_read(lm):
+    if has_encoded(lm):
         return None
     refuse_auto(options.cache)
     if isinstance(options.cache, KVCache):
@@ -86,11 +88,11 @@ def texts_to_read(lm: LanguageModel, prompts: Prompts, options: Options) -> list
             "a cache to continue was given to a model whose encoder has read no text: "
             "lm.reading(texts) continues with it"
         )
-    check_ids(lm.config, [lm.start_token], "the start token")
-    return token_ids(lm, prompts, [])
+    check_token_ids(lm.config, [lm.start_token], "the start token")
+    return tokenize_prompts(lm, prompts, [])
 
 
-def rotary_asked(config: Any, options: Options, need: int) -> int | None:
+def parse_rotary_len(config: Any, options: GenerationOptions, need: int) -> int | None:
     """The length of text that a request's rotary frequencies go by; None where its capacity says.
 
     Raises:
@@ -113,7 +115,7 @@ def rotary_asked(config: Any, options: Options, need: int) -> int | None:
     return chosen
 
 
-def known_prefixes(options: Options) -> Tenant | None:
+def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
     """Where the beginnings of prompts may be known.
 
     Raises:
@@ -141,10 +143,15 @@ def known_prefixes(options: Options) -> Tenant | None:
     return found
 
 
-def for_samples(
-    config: ModelConfig, choice: PolicyChoice, texts: Sequence[int], limit: int, samples: int,
-    *, rows: int,
-) -> PolicyChoice:  # fmt: skip
+def size_pools(
+    config: ModelConfig,
+    choice: PolicyChoice,
+    texts: Sequence[int],
+    limit: int,
+    samples: int,
+    *,
+    rows: int,
+) -> PolicyChoice:
     """A policy whose pools have as many pages as ``samples`` continuations of each of so many rows
     can need, who share the full ones of their prompt, of one of the lengths ``texts``."""
     if isinstance(choice, Auto):

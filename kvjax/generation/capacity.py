@@ -16,20 +16,26 @@ def capacity_bucket(tokens: int) -> int:
     return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
 
 
-def most_tokens(cache: KVCache) -> int:
+def max_capacity(cache: KVCache) -> int:
     """Tokens a row that a cache can ever hold."""
     return cache.max_len if cache.grows_to is None else cache.grows_to
 
 
-def grown_to(cache: KVCache, tokens: int) -> int:
+def grown_capacity(cache: KVCache, tokens: int) -> int:
     """What a cache is grown to for so many tokens a row."""
-    return min(capacity_bucket(tokens), most_tokens(cache))
+    return min(capacity_bucket(tokens), max_capacity(cache))
 
 
-def capacity_for(
-    config: ModelConfig, longest: int, limit: int, max_len: int | None, given: KVCache | None,
-    *, new: str = "max_new_tokens=", rounded: bool = False,
-) -> int:  # fmt: skip
+def choose_capacity(
+    config: ModelConfig,
+    longest: int,
+    limit: int,
+    max_len: int | None,
+    given: KVCache | None,
+    *,
+    new: str = "max_new_tokens=",
+    rounded: bool = False,
+) -> int:
     """For prompts of at most ``longest`` tokens and ``limit`` ``new`` ones, with a cache that was
     given or without one; ``rounded``: up, though rotary frequencies depend on the length.
 
@@ -41,7 +47,7 @@ def capacity_for(
     if positions is not None and need > positions:
         raise ValueError(f"{asked}, but the model has only {positions}")
     if given is not None:
-        holds = most_tokens(given)
+        holds = max_capacity(given)
         if max_len not in (None, holds):
             raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
         if need > holds:

@@ -20,21 +20,21 @@ class Cached:
 
     cache: KVCache
 
-    def feed(
+    def forward(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Cached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
         return logits[:, 0], Cached(cache)
 
-    def feed_all(
+    def forward_all(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
         """The same, with the logits behind every token."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
         return logits, Cached(cache)
 
-    def taken_back(self, tokens: PerRow) -> "Cached":
+    def rewind(self, tokens: PerRow) -> "Cached":
         """Without so many of each row's newest tokens."""
         return Cached(rewind(self.cache, tokens))
 
@@ -55,7 +55,7 @@ class Uncached:
     def cache(self) -> None:
         """There is none."""
 
-    def feed(
+    def forward(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Uncached"]:
         """Append each row's first ``lengths`` tokens; the logits after the last of them."""

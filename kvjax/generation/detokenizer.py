@@ -7,11 +7,11 @@ from typing import Protocol
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT = 8
 """Tokens before the first that are decoded with it."""
-_PATIENCE = 64
+_MAX_PENDING = 64
 """Tokens after which text is given though it ends in an incomplete character."""
 
 
-def readable(decode: Callable[[list[int]], str], tokens: list[int]) -> list[int]:
+def whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> list[int]:
     """The last tokens, as many as make whole characters; none where there are none.
 
     Where tokens are single bytes, decoders of sentencepiece's kind replace a whole run of them that
@@ -38,7 +38,7 @@ class TextStream:
         """
         self._decode = decode
         before = [int(i) for i in after][-CONTEXT:]
-        self._before = readable(decode, before) or before
+        self._before = whole_characters(decode, before) or before
         self._pending: list[int] = []
         self.held = ""
         """The text that is held back, which later tokens may change."""
@@ -47,7 +47,7 @@ class TextStream:
         """Take one token; the text that it completes, "" where there is none."""
         self._pending.append(int(token))
         text = self._new_text()
-        incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _PATIENCE
+        incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING
         if not text or incomplete:
             self.held = text
             return ""
@@ -114,7 +114,7 @@ class RowText:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._held_before: list[str] = []
-        self._given = (0, 0)
+        self._taken = (0, 0)
 
     def push(self, token: int) -> None:
         """Take a token, unless the text has ended."""
@@ -135,7 +135,7 @@ class RowText:
     def cut(self) -> None:
         """End the text where ``take`` has left it, unless it has ended."""
         if self.reason is None:
-            characters, tokens = self._given
+            characters, tokens = self._taken
             self.text = self.text[:characters]
             del self.tokens[tokens:]
             self.reason = "stopped"
@@ -146,14 +146,14 @@ class RowText:
         return [min(start, len(self.text)) for start in self._starts[first : len(self.tokens)]]
 
     @property
-    def given(self) -> int:
+    def num_taken(self) -> int:
         """Tokens that ``take`` has given."""
-        return self._given[1]
+        return self._taken[1]
 
     @property
     def pending(self) -> int:
         """Tokens that a stop string may yet take back."""
-        return len(self.tokens) - self._given[1] if self.reason is None else 0
+        return len(self.tokens) - self._taken[1] if self.reason is None else 0
 
     def take(self) -> tuple[str, list[int]]:
         """What has become certain since the last call: text and tokens."""
@@ -161,7 +161,7 @@ class RowText:
         if self.reason is None:
             characters -= self._held()
             tokens = bisect_right(self._ends, characters)
-        (old_characters, old_tokens), self._given = self._given, (characters, tokens)
+        (old_characters, old_tokens), self._taken = self._taken, (characters, tokens)
         return self.text[old_characters:characters], self.tokens[old_tokens:tokens]
 
     def _extend(self, text: str) -> None:
@@ -201,7 +201,7 @@ def _behind_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     letter = tokenizer.encode("x", add_special_tokens=False)[:CONTEXT]
     last = prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]
     decode = getattr(tokenizer, "decode", None)  # which a user's tokenizer may lack
-    return [*letter, *(list(last) if decode is None else readable(decode, list(last)))]
+    return [*letter, *(list(last) if decode is None else whole_characters(decode, list(last)))]
 
 
 def _in_common(one: str, other: str) -> int:

@@ -17,10 +17,10 @@ from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
 SOURCE = "source"
 """The key of that cache, beside a model's parameters."""
-UNREAD = "this model's encoder has read no text: lm.reading(texts) lets it"
+NOT_ENCODED = "this model's encoder has read no text: lm.reading(texts) lets it"
 
 
-def has_read(lm: Any) -> bool:
+def has_encoded(lm: Any) -> bool:
     """Whether it has, and that has read what its rows go by."""
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
@@ -30,7 +30,7 @@ def without_source(params: dict[str, Any]) -> dict[str, Any]:
     return {name: node for name, node in params.items() if name != SOURCE}
 
 
-def without_encoder(what: str, lm: Any) -> None:
+def refuse_encoder(what: str, lm: Any) -> None:
     """Raise ``ValueError`` for a model with an encoder, of which there is no ``what``."""
     if has_encoder(lm):
         raise ValueError(
@@ -38,10 +38,10 @@ def without_encoder(what: str, lm: Any) -> None:
         )
 
 
-def check_read(lm: Any) -> None:
+def check_encoded(lm: Any) -> None:
     """Raise ``ValueError`` for a model whose encoder has read nothing."""
-    if has_encoder(lm) and not has_read(lm):
-        raise ValueError(UNREAD)
+    if has_encoder(lm) and not has_encoded(lm):
+        raise ValueError(NOT_ENCODED)
 
 
 def refuse_auto(choice: Any) -> None:
@@ -53,7 +53,7 @@ def refuse_auto(choice: Any) -> None:
         )
 
 
-def bytes_of_source(lm: Any, choice: PolicyChoice | None, texts: list[list[int]], rows: int) -> int:
+def source_bytes(lm: Any, choice: PolicyChoice | None, texts: list[list[int]], rows: int) -> int:
     """Bytes of the device that texts will take once they are read, in so many rows."""
     policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
     return device_bytes(lm.config, policies, rows, width, lm.mesh)
@@ -65,7 +65,7 @@ def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
     return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
 
 
-def read(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice) -> KVCache:
+def encode_source(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice) -> KVCache:
     """Run a model's encoder once, over texts; the cache that its decoder attends to across.
 
     Args:

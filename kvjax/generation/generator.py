@@ -11,11 +11,16 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import donation_errors
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.best_of import BestOf
-from kvjax.generation.encoder import check_read
+from kvjax.generation.encoder import check_encoded
 from kvjax.generation.inputs import Prompts
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import CacheChoice, Options, Settings, spelled_out
-from kvjax.generation.request import Chunk, Request, prepare, prompt_chunks
+from kvjax.generation.options import (
+    CacheChoice,
+    GenerateKeywords,
+    GenerationOptions,
+    explicit_signature,
+)
+from kvjax.generation.request import GenerationRequest, PromptChunk, prepare_request, prompt_chunks
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.session import Session
 from kvjax.generation.streaming import Stream
@@ -23,13 +28,15 @@ from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.model_config import position_limit
 from kvjax.sampling.filters import Logits
 
-Running = Stream | BeamStream | BestOf
+RunningGeneration = Stream | BeamStream | BestOf
 """An iterator over pieces, with the ``result`` after the last one."""
 
 
-@spelled_out(Settings)
+@explicit_signature(GenerateKeywords)
 @without_mesh_context
-def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> GenerationResult:
+def generate(
+    lm: LanguageModel, prompts: Prompts, **settings: Unpack[GenerateKeywords]
+) -> GenerationResult:
     """Continue prompts; greedy unless a temperature is given, whatever the checkpoint recommends.
 
     Args:
@@ -114,12 +121,14 @@ def generate(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) 
       CacheOverflowError: if the cache given has overflowed before.
       NonFiniteError: if logits are not finite numbers; nothing is drawn from them.
     """
-    return ran(*_asked(lm, prompts, settings))
+    return run_generation(*_prepare(lm, prompts, settings))
 
 
-@spelled_out(Settings)
+@explicit_signature(GenerateKeywords)
 @without_mesh_context
-def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) -> Running:
+def stream(
+    lm: LanguageModel, prompts: Prompts, **settings: Unpack[GenerateKeywords]
+) -> RunningGeneration:
     """Continue prompts, and give text as it comes; arguments and errors as of ``generate``.
 
     Returns:
@@ -129,16 +138,16 @@ def stream(lm: LanguageModel, prompts: Prompts, **settings: Unpack[Settings]) ->
       here; ``NonFiniteError`` comes from the iteration, and so does what a ``prefix_cache``
       refuses: it lends its pages when the first piece is asked for.
     """
-    return running(*_asked(lm, prompts, settings), watched=True)
+    return start_generation(*_prepare(lm, prompts, settings), watched=True)
 
 
-def _asked(
-    lm: LanguageModel, prompts: Prompts, settings: Settings
-) -> tuple[LanguageModel, Request]:
-    options = Options(**settings)
+def _prepare(
+    lm: LanguageModel, prompts: Prompts, settings: GenerateKeywords
+) -> tuple[LanguageModel, GenerationRequest]:
+    options = GenerationOptions(**settings)
     lm = lm if options.mesh is None else lm.on(options.mesh)
     with donation_errors(isinstance(options.cache, KVCache)):
-        return lm, prepare(lm, prompts, options)
+        return lm, prepare_request(lm, prompts, options)
 
 
 @without_mesh_context
@@ -165,30 +174,37 @@ def prefill(
     Raises:
       ValueError, CacheOverflowError: as ``generate``.
     """
-    check_read(lm)
+    check_encoded(lm)
     lm = lm if mesh is None else lm.on(mesh)
-    options = Options(
-        max_new_tokens=1, cache=cache, max_len=max_len, rotary_len=rotary_len,
+    options = GenerationOptions(
+        max_new_tokens=1,
+        cache=cache,
+        max_len=max_len,
+        rotary_len=rotary_len,
         prefill_chunk=prefill_chunk,
-    )  # fmt: skip
-    request = prepare(lm, prompts, options)
-    full = request.capacity == request.need != position_limit(lm.config)
+    )
+    request = prepare_request(lm, prompts, options)
+    full = request.capacity == request.positions != position_limit(lm.config)
     if max_len is None and request.cache is None and full:
         # Room for the token that the caller appends next.
-        request = prepare(lm, prompts, replace(options, max_new_tokens=2))
+        request = prepare_request(lm, prompts, replace(options, max_new_tokens=2))
     session = Session(lm, request)
     session.start()
     for chunk in prompt_chunks(request):
-        session.make_room(chunk.held)
-        session.fill(chunk)
+        session.make_room(chunk.cache_len)
+        session.prefill(chunk)
     session.check()
     assert session.cache is not None
     return session.cache, session.logits[: request.rows]
 
 
-def running(
-    lm: LanguageModel, request: Request, *, watched: bool, chunks: list[Chunk] | None = None
-) -> Running:
+def start_generation(
+    lm: LanguageModel,
+    request: GenerationRequest,
+    *,
+    watched: bool,
+    chunks: list[PromptChunk] | None = None,
+) -> RunningGeneration:
     """A generation that runs as it is iterated over; ``watched``: somebody waits for its text.
 
     Raises:
@@ -204,12 +220,15 @@ def running(
     return BestOf(lm, request, chunks=chunks)
 
 
-def ran(
-    lm: LanguageModel, request: Request, *, chunks: list[Chunk] | None = None
+def run_generation(
+    lm: LanguageModel, request: GenerationRequest, *, chunks: list[PromptChunk] | None = None
 ) -> GenerationResult:
     """The result of a generation that is not streamed. Threads that use the same prefix tree run
     one after the other."""
-    found, prefixes = running(lm, request, watched=False, chunks=chunks), request.prefixes
+    found, prefixes = (
+        start_generation(lm, request, watched=False, chunks=chunks),
+        request.prefix_cache,
+    )
     with nullcontext() if prefixes is None else prefixes.tree.turns.taken():
         for _ in found:
             pass

@@ -8,14 +8,14 @@ import numpy as np
 from kvjax.core.validation import as_int, as_list, as_python, check_unicode, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
-from kvjax.sampling.scores import MOST_SCORES
+from kvjax.sampling.scores import MAX_LOGPROBS
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 _PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids"
 
 
-def token_ids(
+def tokenize_prompts(
     lm: LanguageModel, prompts: Prompts, held: Sequence[int], *, what: str = "prompt"
 ) -> list[list[int]]:
     """Token ids of each prompt, or of ``what`` else; ``held``: tokens that the rows of a given
@@ -38,7 +38,7 @@ def token_ids(
             ids = _ints(entry, f"{what} {number}")
         if not ids:
             raise ValueError(f"{what} {number} is empty: there is no token to continue from")
-        check_ids(lm.config, ids, f"{what} {number}")
+        check_token_ids(lm.config, ids, f"{what} {number}")
         rows.append(ids)
     return rows
 
@@ -54,7 +54,7 @@ def _ints(entry: Any, which: str) -> list[int]:
     return ids.tolist()
 
 
-def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
+def check_token_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
     """Raise ``ValueError`` for a token that the model has not."""
     for i in ids:
         if not 0 <= i < config.vocab_size:
@@ -64,17 +64,19 @@ def check_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
             )
 
 
-def biases(config: ModelConfig, logit_bias: Mapping[int, float] | None) -> dict[int, float]:
+def parse_logit_bias(
+    config: ModelConfig, logit_bias: Mapping[int, float] | None
+) -> dict[int, float]:
     """What is added to the logits of which tokens."""
     if not isinstance(logit_bias, Mapping | None):
         raise ValueError(f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}")
     given = logit_bias or {}
     found = {as_int("a token of logit_bias", i, 0): bias for i, bias in given.items()}
-    check_ids(config, list(found), "logit_bias")
+    check_token_ids(config, list(found), "logit_bias")
     return found
 
 
-def told_scores(
+def parse_logprobs(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
     """How many of the likeliest tokens to report with each token; None for no log-probability."""
@@ -83,12 +85,12 @@ def told_scores(
         return None
     logprobs = 0 if logprobs is True else logprobs
     most = as_int(name, logprobs, 0)
-    if most > MOST_SCORES:
-        raise ValueError(f"{name} is {logprobs}, and must be at most {MOST_SCORES}")
+    if most > MAX_LOGPROBS:
+        raise ValueError(f"{name} is {logprobs}, and must be at most {MAX_LOGPROBS}")
     return min(most, config.vocab_size)
 
 
-def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """A seed for each row."""
     seed = as_python(seed)
     if isinstance(seed, int):
@@ -99,7 +101,7 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     return [as_python(one) for one in each]
 
 
-def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
+def parse_eos_token_ids(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Tokens after which a row ends: those given, or else the checkpoint's."""
     if given is None:
         return tuple(lm.generation.eos_token_ids)
@@ -107,11 +109,11 @@ def end_tokens(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[in
     wanted = "a token id, or a list of them"
     each = (tokens,) if isinstance(tokens, int) else as_list("eos_token_ids", tokens, wanted)
     found = tuple(as_int("a token of eos_token_ids", token, 0) for token in each)
-    check_ids(lm.config, found, "eos_token_ids")
+    check_token_ids(lm.config, found, "eos_token_ids")
     return found
 
 
-def stop_strings(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The strings before which a text ends."""
     some = () if stop is None else stop
     stops = (some,) if isinstance(some, str) else tuple(as_list("stop", some, "a text, or some"))

@@ -19,7 +19,7 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import put_on_mesh
 from kvjax.core.validation import as_list, is_traced, short_repr
 from kvjax.generation.capacity import capacity_bucket
-from kvjax.generation.encoder import SOURCE, has_read, read, refuse_auto, without_source
+from kvjax.generation.encoder import SOURCE, encode_source, has_encoded, refuse_auto, without_source
 from kvjax.generation.model import GenerationDefaults
 from kvjax.memory.sizes import has_encoder
 from kvjax.placement.device import Device
@@ -28,7 +28,7 @@ from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 
 
-def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
+def check_params_match(params: Any, own: Any, *, dtypes: bool = True) -> None:
     """Raise ``ValueError`` if parameters are not of the names and shapes of a model's own, and with
     ``dtypes`` of their dtypes."""
     if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
@@ -61,7 +61,7 @@ def check_like(params: Any, own: Any, *, dtypes: bool = True) -> None:
         )
 
 
-def strong(params: Any) -> Any:
+def without_weak_types(params: Any) -> Any:
     """Parameters without weak types, such as that of ``jnp.full(shape, 0.5)``: an optimizer returns
     strongly typed ones, which would compile every program again."""
     return jax.tree.map(_strong, params)
@@ -72,10 +72,10 @@ def _strong(x: Any) -> Any:
     return lax.convert_element_type(x, x.dtype) if weak else x
 
 
-def like(params: Any, own: Any) -> Any:
+def cast_params(params: Any, own: Any) -> Any:
     """Parameters in the dtypes of a model's own and, where these are arrays, where they are. What
     is so already is not copied."""
-    check_like(params, own, dtypes=False)
+    check_params_match(params, own, dtypes=False)
     leaves, structure = jax.tree.flatten(params)
     wanted = jax.tree.leaves(own)
     placed = [_there(x, to) for x, to in zip(leaves, wanted, strict=True)]
@@ -83,7 +83,7 @@ def like(params: Any, own: Any) -> Any:
     dtypes = tuple(wanted[n].dtype for n in other)
     for n, x in zip(other, _cast([placed[n] for n in other], dtypes), strict=True):
         placed[n] = x
-    return strong(structure.unflatten(placed))
+    return without_weak_types(structure.unflatten(placed))
 
 
 def _there(x: Any, to: Any) -> Any:
@@ -152,7 +152,7 @@ class LanguageModel:
         """
         if mesh == self.mesh:
             return self
-        if has_read(self):
+        if has_encoded(self):
             raise ValueError(
                 "what the encoder has read is where the model was: move that first, and let it "
                 "read there"
@@ -167,8 +167,8 @@ class LanguageModel:
         Raises:
           ValueError: if they are not of the same names, shapes and dtypes; ``put`` casts them.
         """
-        check_like(params, self.params)
-        return replace(self, params=strong(params))
+        check_params_match(params, self.params)
+        return replace(self, params=without_weak_types(params))
 
     def put(self, params: Any) -> Any:
         """Parameters of the same names and shapes, as this model has its own: in its dtypes, on its
@@ -177,7 +177,7 @@ class LanguageModel:
         Raises:
           ValueError: if names or shapes are not the same.
         """
-        return like(params, self.params)
+        return cast_params(params, self.params)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint that ``kvjax.models.load`` and Transformers read: the parameters, and
@@ -222,7 +222,9 @@ class LanguageModel:
             # Rows that `data` does not divide are filled up with empty ones.
             ids += [[]] * (-len(ids) % shard_over(self.mesh, common_heads(self.config)).rows)
         tokens, lengths = self._put(ids, capacity_bucket(max(map(len, ids))))
-        return replace(self, params=self.params | {SOURCE: read(self, tokens, lengths, cache)})
+        return replace(
+            self, params=self.params | {SOURCE: encode_source(self, tokens, lengths, cache)}
+        )
 
     @property
     def apply(self) -> Callable[..., Any]:

@@ -98,20 +98,21 @@ def check_device(lm: Any) -> None:
         )
 
 
-PIECE = 1024
+MAX_CHUNK = 1024
 """Tokens of a prompt that are fed together, at most."""
 
 
-def fed_together(cache: KVCache, last_only: bool, new: int) -> int:
-    """Tokens of a call that are fed together: as many as rings have slack for, and where only the
-    last logits are wanted no more than ``PIECE``, for a long text's hidden states would take more
-    memory than its cache. A policy that lets a call see its own tokens raw is not cut."""
+def chunk_size(cache: KVCache, last_only: bool, new: int) -> int:
+    """Tokens of a long call that are processed together. The limit is the slack of ring layouts; if
+    only the last logits are needed, also ``MAX_CHUNK``, because the hidden states of a long call
+    would take more memory than its cache. Policies with ``prefill="exact"`` ignore ``MAX_CHUNK``:
+    there the result depends on how a sequence is divided into calls."""
     exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
-    usual = PIECE if last_only and not exact else new
+    usual = MAX_CHUNK if last_only and not exact else new
     return min(usual, cache.chunk or usual)
 
 
-def in_parts(
+def apply_in_chunks(
     run: Callable[[Tokens, KVCache, Counts | None], tuple[Array, KVCache]],
     tokens: Tokens,
     cache: KVCache,
@@ -123,7 +124,7 @@ def in_parts(
     """``run(tokens, cache, lengths)``, which gives logits, of each row's last real token alone
     where ``last_only``, and the cache; of a long call in parts, one compiled for all of them."""
     batch, new = tokens.shape
-    size = fed_together(cache, last_only, new)
+    size = chunk_size(cache, last_only, new)
     if new <= size:
         return run(tokens, cache, lengths)
     count = -(-new // size)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import normalize_bool_field
 from kvjax.generation.drafts.asked import DraftChoice
-from kvjax.generation.guides.masks import RowGuides
+from kvjax.generation.guides.masks import GuideChoice
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.presets import PolicyChoice
@@ -24,7 +24,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Drawing(TypedDict, total=False):
+class SamplingKeywords(TypedDict, total=False):
     """How tokens are drawn."""
 
     temperature: float
@@ -34,7 +34,7 @@ class Drawing(TypedDict, total=False):
     typical_p: float | None
 
 
-class Answering(Drawing, total=False):
+class DecodingKeywords(SamplingKeywords, total=False):
     """What chooses programs of a text by itself."""
 
     repetition_penalty: float | None
@@ -48,10 +48,10 @@ class Answering(Drawing, total=False):
     logprobs: int | bool | None
     logits_hook: LogitsHook | None
     draft: DraftChoice | None
-    guide: RowGuides | None
+    guide: GuideChoice | None
 
 
-class Compiling(Answering, total=False):
+class CompileKeywords(DecodingKeywords, total=False):
     """What chooses programs."""
 
     num_beams: int
@@ -59,7 +59,7 @@ class Compiling(Answering, total=False):
     rotary_len: int | None
 
 
-class Searching(TypedDict, total=False):
+class SearchKeywords(TypedDict, total=False):
     """How more rows of a prompt are searched than are given back."""
 
     n: int
@@ -69,7 +69,7 @@ class Searching(TypedDict, total=False):
     diversity_penalty: float
 
 
-class Settings(Compiling, Searching, total=False):
+class GenerateKeywords(CompileKeywords, SearchKeywords, total=False):
     """All of them."""
 
     max_new_tokens: int
@@ -85,7 +85,7 @@ class Settings(Compiling, Searching, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GenerationOptions:
     """All of them, where those that are not given have their defaults."""
 
     max_new_tokens: int = 64
@@ -121,7 +121,7 @@ class Options:
     logprobs: int | bool | None = None
     logits_hook: LogitsHook | None = None
     draft: DraftChoice | None = None
-    guide: RowGuides | None = None
+    guide: GuideChoice | None = None
     prefix_cache: PrefixTree | Tenant | None = None
 
     def __post_init__(self) -> None:
@@ -133,10 +133,10 @@ class Options:
             raise ValueError(f"prefix_cache must be a PrefixTree, got {self.prefix_cache!r:.80}")
 
 
-def spelled_out(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def explicit_signature(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Puts the names of ``**settings: Unpack[keywords]``, and their defaults, into the signature
     of a function, for ``help``; one that is not there is a ``TypeError``, as of any function."""
-    known = inspect.signature(Options).parameters
+    known = inspect.signature(GenerationOptions).parameters
 
     def spell_out(call: Callable[_P, _T]) -> Callable[_P, _T]:
         own = inspect.signature(call)

@@ -19,11 +19,11 @@ from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.operations.rows import repeat
-from kvjax.sampling.filters import Allowed, Logits, with_set
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, Sampling
+from kvjax.sampling.filters import Allowed, Logits, set_at
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.sampler import filter_logits, sample
-from kvjax.sampling.scores import Scores, scores_of
+from kvjax.sampling.scores import Scores, score_tokens
 
 
 @pytree_dataclass
@@ -40,31 +40,42 @@ class Progress:
     broken: RowMask
 
 
-def chosen(
-    before: Progress, past: Past | None, logits: Logits, filters: Filters, settings: Sampling,
-    limit: Array, scores: int | None, *, allowed: Allowed | None = None,
-) -> tuple[Progress, Past | None, Scores | None]:  # fmt: skip
+def choose_and_score(
+    before: Progress,
+    past: TokenHistory | None,
+    logits: Logits,
+    filters: Filters,
+    settings: SamplingArrays,
+    limit: Array,
+    scores: int | None,
+    *,
+    allowed: Allowed | None = None,
+) -> tuple[Progress, TokenHistory | None, Scores | None]:
     """The next token of the rows that are not done, their texts with it, and its scores;
     ``allowed``: see ``sample``."""
     raw = logits
     if past is not None:
-        logits = past.hooked(logits, filters.hook)
-    after, then = choose(before, past, logits, filters, settings, limit, allowed=allowed)
+        logits = past.apply_hook(logits, filters.hook)
+    after, then = choose_tokens(before, past, logits, filters, settings, limit, allowed=allowed)
     found = None
     if scores is not None:
         filtered = None
         if not filters.greedy:
             filtered = filter_logits(
-                logits.astype(jnp.float32), filters, settings, count=before.count, past=past,
+                logits.astype(jnp.float32),
+                filters,
+                settings,
+                count=before.count,
+                past=past,
                 allowed=allowed,
-            )  # fmt: skip
-        found = scores_of(
+            )
+        found = score_tokens(
             raw, after.token, scores, filtered=filtered, temperature=settings.temperature
         )
     return after, then, found
 
 
-def whole(logits: Logits, context: Context) -> Logits:
+def gather_vocab(logits: Logits, context: Context) -> Logits:
     """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
     at them many times, and programs should not depend on how they were divided."""
     spread = None if context.cache is None else context.cache.spread
@@ -73,17 +84,17 @@ def whole(logits: Logits, context: Context) -> Logits:
     return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
 
 
-def choose(
+def choose_tokens(
     progress: Progress,
-    past: Past | None,
+    past: TokenHistory | None,
     logits: Logits,
     filters: Filters,
-    settings: Sampling,
+    settings: SamplingArrays,
     limit: Array,
     *,
     forced: PerRow | None = None,
     allowed: Allowed | None = None,
-) -> tuple[Progress, Past | None]:
+) -> tuple[Progress, TokenHistory | None]:
     """Choose the next token of the rows that are not done, and their texts with it.
 
     ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
@@ -103,14 +114,14 @@ def choose(
     if past is not None:
         seen = past.seen
         if seen is not None:
-            seen = with_set(seen, jnp.where(taken, token, seen.shape[1]), True)
-        past = past.with_token(seen, token, taken)
+            seen = set_at(seen, jnp.where(taken, token, seen.shape[1]), True)
+        past = past.append_tokens(seen, token, taken)
     return Progress(token, count, done, broken), past
 
 
 _T = TypeVar("_T")
 
-CHUNK = 128
+MAX_STEPS = 128
 """The most steps that one dispatch of the decode loop can run."""
 
 
@@ -129,11 +140,11 @@ def prefill(
     ``tokens`` are padded on the right, ``lengths`` of them real; ``ends``: rows whose prompts end
     here; ``logits``: of those whose prompts ended in an earlier chunk.
     """
-    new, context = context.feed(model, params, tokens, lengths)
-    return context, whole(jnp.where(ends[:, None], new, logits), context)
+    new, context = context.forward(model, params, tokens, lengths)
+    return context, gather_vocab(jnp.where(ends[:, None], new, logits), context)
 
 
-def sampled(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
+def repeat_rows(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
     """Every row, and its logits, ``times`` times, one behind the other. Pages are used up, and stay
     where they are."""
     cache = context.cache
@@ -157,23 +168,25 @@ def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[K
         for held, body in zip(cache.layers, shared, strict=True)
     ]
     cache = repeat(replace(cache, layers=tuple(layers)), times)
-    return cache, whole(jnp.repeat(logits, times, axis=0), Cached(cache))
+    return cache, gather_vocab(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
 @functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
-def begin(
+def choose_first(
     logits: Logits,
     filters: Filters,
-    settings: Sampling,
+    settings: SamplingArrays,
     limit: Array,
-    past: Past | None,
+    past: TokenHistory | None,
     scores: int | None = None,
-) -> tuple[Progress, Past | None, Scores | None]:
+) -> tuple[Progress, TokenHistory | None, Scores | None]:
     """Choose the first new token of each row, from the logits after its prompt; ``past`` and
     ``scores`` as of ``decode``, of [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    progress, past, found = chosen(progress, past, logits, filters, settings, limit, scores)
+    progress, past, found = choose_and_score(
+        progress, past, logits, filters, settings, limit, scores
+    )
     return progress, past, jax.tree.map(lambda x: x[:, None], found)
 
 
@@ -186,17 +199,17 @@ def decode(
     params: Any,
     context: Context,
     progress: Progress,
-    past: Past | None,
+    past: TokenHistory | None,
     halt: RowMask,
-    settings: Sampling,
+    settings: SamplingArrays,
     limit: Array,
     steps: Array,
     scores: int | None = None,
-) -> tuple[Context, Progress, Past | None, Int[Array, "batch chunk"], Scores | None]:
+) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch chunk"], Scores | None]:
     """Decode until ``steps`` more tokens are chosen, or all rows are done.
 
     ``past``: of each row, where a penalty or a hook asks for it; ``halt``: rows to end now;
-    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``CHUNK``;
+    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``MAX_STEPS``;
     ``scores``: the likeliest tokens that are told with each, None for no log-probabilities.
 
     Returns:
@@ -204,16 +217,26 @@ def decode(
       as its ``count`` has grown by; their scores, of [batch, CHUNK].
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
-    return decoded(
-        model, filters, params, context, progress, past, settings, limit, steps, scores, CHUNK
+    return decode_loop(
+        model, filters, params, context, progress, past, settings, limit, steps, scores, MAX_STEPS
     )
 
 
-def decoded(
-    model: Model, filters: Filters, params: Any, context: Context, progress: Progress,
-    past: Past | None, settings: Sampling, limit: Array, steps: Array, scores: int | None,
-    room: int, *, go_on_broken: bool = False,
-) -> tuple[Context, Progress, Past | None, Int[Array, "batch room"], Scores | None]:  # fmt: skip
+def decode_loop(
+    model: Model,
+    filters: Filters,
+    params: Any,
+    context: Context,
+    progress: Progress,
+    past: TokenHistory | None,
+    settings: SamplingArrays,
+    limit: Array,
+    steps: Array,
+    scores: int | None,
+    room: int,
+    *,
+    go_on_broken: bool = False,
+) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch room"], Scores | None]:
     """``decode``, inside a program, of at most ``room`` steps; with ``go_on_broken`` rows go on
     beside those that are."""
     shape = progress.token.shape[0], room
@@ -230,13 +253,16 @@ def decoded(
         step, context, progress, past, out = carry
         # A row that is done feeds nothing, so that its cache ends where its text does.
         lengths = (~progress.done).astype(jnp.int32)
-        logits, context = context.feed(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy and scores is None else whole(logits, context)
-        progress, past, found = chosen(progress, past, logits, filters, settings, limit, scores)
+        logits, context = context.forward(model, params, progress.token[:, None], lengths)
+        logits = logits if filters.greedy and scores is None else gather_vocab(logits, context)
+        progress, past, found = choose_and_score(
+            progress, past, logits, filters, settings, limit, scores
+        )
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            out, (progress.token, found),
-        )  # fmt: skip
+            out,
+            (progress.token, found),
+        )
         return step + 1, context, progress, past, out
 
     carry = jnp.int32(0), context, progress, past, out

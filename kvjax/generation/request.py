@@ -1,4 +1,4 @@
-"""What a generation was asked for, checked before anything runs."""
+"""A generation request: checked against the model, completed, its prompts split into chunks."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,29 +13,29 @@ from kvjax.core.transfer import fetch
 from kvjax.core.validation import INT32_MAX, MAX_DIMENSION, as_int, as_optional_int, as_python
 from kvjax.generation.beams.searching import Search, rows_asked
 from kvjax.generation.cache_choice import (
-    cache_choice,
-    for_samples,
-    known_prefixes,
-    rotary_asked,
-    texts_to_read,
-    with_memory,
+    encoder_inputs,
+    limit_memory,
+    parse_cache,
+    parse_prefix_cache,
+    parse_rotary_len,
+    size_pools,
 )
-from kvjax.generation.capacity import capacity_bucket, capacity_for, grown_to
+from kvjax.generation.capacity import capacity_bucket, choose_capacity, grown_capacity
 from kvjax.generation.drafts.asked import Draft, check_length, draft_of
-from kvjax.generation.encoder import bytes_of_source
-from kvjax.generation.guides.masks import FormOfText, guides_of
+from kvjax.generation.encoder import source_bytes
+from kvjax.generation.guides.masks import CopyableGuide, parse_guides
 from kvjax.generation.inputs import (
     Prompts,
-    biases,
-    end_tokens,
-    row_seeds,
-    stop_strings,
-    token_ids,
-    told_scores,
+    parse_eos_token_ids,
+    parse_logit_bias,
+    parse_logprobs,
+    parse_seeds,
+    parse_stop,
+    tokenize_prompts,
 )
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
-from kvjax.generation.options import Options
+from kvjax.generation.options import GenerationOptions
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.capacity import check_budget
 from kvjax.placement.device import Device
@@ -43,229 +43,281 @@ from kvjax.placement.mesh import MeshSharding, shard_over
 from kvjax.policies.model_config import common_heads, positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
-from kvjax.sampling.params import Filters, Sampling, make_settings
+from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
 
-_SMALLEST_CHUNK = 16
+_SMALLEST_WIDTH = 16
+"""Tokens: the narrowest chunk that programs are compiled for."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """A generation that can run.
+class GenerationRequest:
+    """A checked request.
 
-    ``prompts``: token ids, a row; ``samples``: continuations of each, rows one behind the other;
-    ``rows``: how many of these were asked for, the others are empty;
-    ``spread``: how the devices of a mesh share them, None for one device;
-    ``start``: tokens that a given cache holds already, a row;
-    ``policy``: of the cache to make, or None where none is made; ``capacity``: tokens that it, or
-    the text without a cache, has room for at first; ``max_len``: tokens that it may ever hold, or
-    None; ``need``: places that prompts and new text take in it, at most;
-    ``prefixes``: where their beginnings may be known; ``scores``: the likeliest tokens that are
-    told with each new one, None for no log-probabilities; ``to_read``: what an encoder reads first;
-    ``before``: of each row, the tokens that a given cache holds, where they are known; ``draft``:
-    what proposes tokens, None for nothing; ``guides``: of every row, the others' among them, what
-    it keeps to, or None; None for no row; ``search``: which of the samples are given back, None for
-    all; ``least``: new tokens before which no text ends; ``rotary_len``: as of ``init_cache``;
-    ``home``: the mesh that its cache is given back on, see ``kvjax.core.mesh_context``.
+    Attributes:
+      prompts: token ids of each prompt; empty rows at the end fill up a mesh.
+      rows: rows of the result: prompts times ``samples``, without the rows that fill up a mesh.
+      spread: how the devices of a mesh divide the rows; None for one device.
+      cache_lengths: int64[batch], tokens that the given cache holds in each row.
+      positions: the most positions that a row needs, prompt and new tokens together.
+      capacity: tokens per row that the cache, or the uncached sequence, is first allocated for.
+      max_len: the most tokens per row that the cache may ever hold; None for no limit.
+      prefill_chunk: the most tokens of a prompt that one prefill call processes.
+      policy: the policy of the cache to create; None if none is created.
+      cache: the cache to continue; None if none was given.
+      eos_token_ids, stop, max_new_tokens, min_new_tokens: when a row ends.
+      filters, sampling: how tokens are drawn.
+      samples: continuations of each prompt, in consecutive rows.
+      prefix_cache: the tree that may hold beginnings of the prompts.
+      logprobs: how many of the most likely tokens are reported with each new token; None for no
+        log-probabilities.
+      padded: whether the result has arrays instead of lists.
+      encoder_tokens: texts that the encoder reads first; None without an encoder.
+      draft: what proposes tokens for the model to verify.
+      cache_tokens: the tokens that the given cache holds in each row, if known.
+      guides: the grammar constraint of each row; None if no row has one.
+      search: how results are selected among the samples; None if all are returned.
+      rotary_len: as for ``init_cache``.
+      home: the mesh that the cache is returned on, see ``kvjax.core.mesh_context``.
     """
 
     prompts: list[list[int]]
     rows: int
     spread: MeshSharding | None
-    start: np.ndarray
-    need: int
+    cache_lengths: np.ndarray
+    positions: int
     capacity: int
     max_len: int | None
-    chunk: int
+    prefill_chunk: int
     policy: PolicyChoice | None
     cache: KVCache | None
-    eos: frozenset[int]
-    stops: tuple[str, ...]
-    limit: int
+    eos_token_ids: frozenset[int]
+    stop: tuple[str, ...]
+    max_new_tokens: int
     filters: Filters
-    settings: Sampling
+    sampling: SamplingArrays
     samples: int = 1
-    prefixes: Tenant | None = None
-    scores: int | None = None
+    prefix_cache: Tenant | None = None
+    logprobs: int | None = None
     padded: bool = False
-    to_read: list[list[int]] | None = None
+    encoder_tokens: list[list[int]] | None = None
     draft: Draft | None = None
-    before: list[list[int]] | None = None
-    guides: tuple[FormOfText | None, ...] | None = None
+    cache_tokens: list[list[int]] | None = None
+    guides: tuple[CopyableGuide | None, ...] | None = None
     search: Search | None = None
-    least: int = 0
+    min_new_tokens: int = 0
     rotary_len: int | None = None
     home: Mesh | None = None
 
     @property
-    def texts(self) -> list[list[int]]:
-        """The prompt of every row of the result, those that fill a mesh up among them."""
-        return [row for row in self.prompts for _ in range(self.samples)]
+    def row_prompts(self) -> list[list[int]]:
+        """The prompt of every row, including the empty rows that fill up a mesh."""
+        return [ids for ids in self.prompts for _ in range(self.samples)]
 
     @property
-    def known_texts(self) -> list[list[int]]:
-        """``texts``, behind what the cache holds already where that is known: what penalties, hooks
-        and the new text's first characters go by."""
-        if self.before is None:
-            return self.texts
-        return [[*held, *ids] for held, ids in zip(self.before, self.texts, strict=True)]
+    def row_sequences(self) -> list[list[int]]:
+        """All known tokens of every row: those in the given cache, then the prompt. Penalties and
+        hooks see them, and detokenization starts from them."""
+        if self.cache_tokens is None:
+            return self.row_prompts
+        rows = zip(self.cache_tokens, self.row_prompts, strict=True)
+        return [[*cached, *ids] for cached, ids in rows]
 
     @property
-    def may_be_cut(self) -> bool:
-        """Whether a text may end while its prompt is read: each has a row of its own."""
-        return self.samples == 1 and self.prefixes is None
+    def can_stop_early(self) -> bool:
+        """Whether a generation may be stopped before its prompts are prefilled. Not if rows share
+        prompts or pages."""
+        return self.samples == 1 and self.prefix_cache is None
 
     @property
-    def room(self) -> int:
-        """Tokens that filters and hooks may be shown of a row: of a given cache that has no end,
-        those of this request, not all that it can hold."""
+    def history_len(self) -> int:
+        """The width of the token history that penalties and hooks see. If the given cache is
+        unlimited, the history covers this request only."""
         if self.capacity < UNLIMITED:
             return self.capacity
-        return capacity_bucket(positions_needed(max(map(len, self.known_texts)), self.limit))
+        longest = max(map(len, self.row_sequences))
+        return capacity_bucket(positions_needed(longest, self.max_new_tokens))
 
-    def width(self, tokens: int) -> int:
-        """What a chunk of so many tokens is padded to, so that few widths are ever compiled."""
+    def padded_width(self, tokens: int) -> int:
+        """The width that a chunk of ``tokens`` is padded to."""
         if self.policy is None and self.cache is None:
             return self.capacity
-        return chunk_bucket(tokens, self.chunk)
+        return padded_width(tokens, self.prefill_chunk)
 
 
-def prepare(lm: LanguageModel, prompts: Prompts, options: Options) -> Request:
-    """Check a request against the model, and fix what was left open.
+def prepare_request(
+    lm: LanguageModel, prompts: Prompts, options: GenerationOptions
+) -> GenerationRequest:
+    """Check a request against the model and resolve its defaults.
 
     Raises:
-      ValueError: naming what can't be, and its limit.
+      ValueError: with the argument that is out of range, and its limit.
     """
     check_model(lm)
-    limit = as_int("max_new_tokens", options.max_new_tokens, 1, MAX_DIMENSION)
-    least = as_int("min_new_tokens", options.min_new_tokens, 0)
+    new_tokens = as_int("max_new_tokens", options.max_new_tokens, 1, MAX_DIMENSION)
+    min_new_tokens = as_int("min_new_tokens", options.min_new_tokens, 0)
     chunk = as_int("prefill_chunk", options.prefill_chunk, 1, INT32_MAX)
     options = replace(
         options, max_len=as_optional_int("max_len", options.max_len, 1, MAX_DIMENSION)
     )
-    if least > limit:
-        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    given, chosen = cache_choice(options)
+    if min_new_tokens > new_tokens:
+        raise ValueError(
+            f"min_new_tokens is {min_new_tokens}, but max_new_tokens is only {new_tokens}"
+        )
+    cache, policy = parse_cache(options)
     draft = draft_of(lm, options.draft)
     if draft is not None and not options.use_cache:
-        raise ValueError("a draft was given together with use_cache=False: a cache checks it")
+        raise ValueError("a draft needs a cache: leave out draft= or use_cache=False")
     spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
-    held: list[int] = []
-    if given is not None:
-        given = validated("kvjax.generate", given, outside=True)
-        if given.spread != spread:
+    cache_lengths: list[int] = []
+    if cache is not None:
+        cache = validated("kvjax.generate", cache, outside=True)
+        if cache.spread != spread:
             raise ValueError(
-                "the cache is not spread over the devices that the model is on: "
+                "the cache is not spread over the model's devices: "
                 "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
             )
-        held = fetch(given.length).tolist()
-    texts = texts_to_read(lm, prompts, options)
-    begun = None if texts is None else [[lm.start_token]] * len(texts)
-    rows = token_ids(lm, prompts, held) if begun is None else begun
-    n, search = rows_asked(options)
-    drawn = search is None or search.beams is None
-    seeds, asked = row_seeds(options.seed if drawn else 0, len(rows) * n), len(rows)
-    more = 0 if spread is None else -len(rows) % spread.rows
-    rows, seeds = [*rows, *[[]] * more], [*seeds, *[0] * more * n]
-    if given is not None:
-        # Behind the rows of prompts may stand those that a mesh is filled up with: empty ones.
-        if given.batch != len(rows):
-            raise ValueError(f"the cache has {given.batch} rows, but there are {asked} prompts")
-        if any(held[asked:]):
-            filled = 1 + max(row for row, tokens in enumerate(held) if tokens)
-            raise ValueError(f"the cache has texts in {filled} rows, but there are {asked} prompts")
-        check(given)
-    start = np.asarray(held or [0] * len(rows), np.int64)
-    longest = int(np.max(start + [len(row) for row in rows]))
-    prefixes = known_prefixes(options)
-    if prefixes is not None:
-        tree = prefixes.tree
-        chosen, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
+        cache_lengths = fetch(cache.length).tolist()
+    encoder_tokens = encoder_inputs(lm, prompts, options)
+    if encoder_tokens is None:
+        rows = tokenize_prompts(lm, prompts, cache_lengths)
+    else:
+        rows = [[lm.start_token]] * len(encoder_tokens)
+    count = len(rows)
+    samples, search = rows_asked(options)
+    random = search is None or search.beams is None
+    seeds = parse_seeds(options.seed if random else 0, count * samples)
+    empty = 0 if spread is None else -count % spread.rows
+    rows, seeds = [*rows, *[[]] * empty], [*seeds, *[0] * empty * samples]
+    if cache is not None:
+        # After the rows of the prompts, the cache may have empty rows that fill up a mesh.
+        if cache.batch != len(rows):
+            raise ValueError(f"the cache has {cache.batch} rows, but there are {count} prompts")
+        if any(cache_lengths[count:]):
+            filled = 1 + max(row for row, length in enumerate(cache_lengths) if length)
+            raise ValueError(
+                f"the cache has tokens in {filled} rows, but there are {count} prompts"
+            )
+        check(cache)
+    start = np.asarray(cache_lengths or [0] * len(rows), np.int64)
+    longest = int(np.max(start + [len(ids) for ids in rows]))
+    prefix_cache = parse_prefix_cache(options)
+    if prefix_cache is not None:
+        tree = prefix_cache.tree
+        policy, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
         chunk = tree.terms.prefill_chunk
-    need = positions_needed(longest, limit)
-    rotary_len = rotary_asked(lm.config, options, need)
-    capacity = capacity_for(
-        lm.config, longest, limit, options.max_len, given, rounded=rotary_len is not None
+    positions = positions_needed(longest, new_tokens)
+    rotary_len = parse_rotary_len(lm.config, options, positions)
+    capacity = choose_capacity(
+        lm.config, longest, new_tokens, options.max_len, cache, rounded=rotary_len is not None
     )
-    check_length(draft, need)
-    if chosen is not None and n > 1 and prefixes is None:
-        chosen = for_samples(
-            lm.config, chosen, [len(row) for row in rows], limit, n, rows=len(rows)
-        )
-    if chosen is not None:
-        chosen = with_memory(lm, chosen, options.limits, len(rows) * n, capacity)
-    if given is not None:
-        check_budget(given, grown_to(given, need))
+    check_length(draft, positions)
+    if policy is not None and samples > 1 and prefix_cache is None:
+        lengths = [len(ids) for ids in rows]
+        policy = size_pools(lm.config, policy, lengths, new_tokens, samples, rows=len(rows))
+    if policy is not None:
+        policy = limit_memory(lm, policy, options.limits, len(rows) * samples, capacity)
+    if cache is not None:
+        check_budget(cache, grown_capacity(cache, positions))
     if options.limits is not None:
+        source = 0
+        if encoder_tokens is not None:
+            source = source_bytes(lm, policy, encoder_tokens, len(rows))
         options.limits.check(
             lm,
-            chosen,
-            batch=len(rows) * n,
-            prompts=asked * n,
-            need=max([need, *map(len, texts or ())]),
+            policy,
+            batch=len(rows) * samples,
+            prompts=count * samples,
+            need=max([positions, *map(len, encoder_tokens or ())]),
             capacity=capacity,
-            beside=0 if texts is None else bytes_of_source(lm, chosen, texts, len(rows)),
+            beside=source,
         )
-    eos = end_tokens(lm, options.eos_token_ids)
-    filters, settings = make_settings(
-        seeds=seeds, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-        min_p=options.min_p, typical_p=options.typical_p,
+    eos = parse_eos_token_ids(lm, options.eos_token_ids)
+    filters, sampling = prepare_sampling(
+        seeds=seeds,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        typical_p=options.typical_p,
         repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty, presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
         no_repeat_ngram_size=options.no_repeat_ngram_size,
-        min_new_tokens=least, eos_token_ids=eos, logit_bias=biases(lm.config, options.logit_bias),
+        min_new_tokens=min_new_tokens,
+        eos_token_ids=eos,
+        logit_bias=parse_logit_bias(lm.config, options.logit_bias),
         logits_hook=options.logits_hook,
-    )  # fmt: skip
-    filters = replace(filters, mesh=spread is not None)
-    return Request(
-        prompts=rows, rows=asked * n, spread=spread, start=start, need=need,
+    )
+    total = len(rows) * samples
+    return GenerationRequest(
+        prompts=rows,
+        rows=count * samples,
+        spread=spread,
+        cache_lengths=start,
+        positions=positions,
         capacity=capacity,
-        # A text without end would have no frequencies where they depend on its length.
+        # Length-dependent rotary frequencies need a finite length.
         max_len=as_python(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,
-        # Without a cache every pass is over the whole capacity, so there is nothing to cut.
-        chunk=chunk if options.use_cache else capacity,
-        policy=chosen, cache=given, eos=frozenset(eos), stops=stop_strings(lm, options.stop),
-        limit=limit, filters=filters, settings=settings, samples=n, prefixes=prefixes,
-        scores=told_scores(lm.config, options.logprobs), padded=options.padded, to_read=texts,
-        guides=guides_of(lm.config, options.guide, asked, n, len(rows) * n, eos, least),
-        draft=draft, home=explicit_mesh(),
-        search=search, least=least, rotary_len=rotary_len,
-    )  # fmt: skip
+        # Without a cache, every pass processes the whole sequence: one chunk.
+        prefill_chunk=chunk if options.use_cache else capacity,
+        policy=policy,
+        cache=cache,
+        eos_token_ids=frozenset(eos),
+        stop=parse_stop(lm, options.stop),
+        max_new_tokens=new_tokens,
+        filters=replace(filters, mesh=spread is not None),
+        sampling=sampling,
+        samples=samples,
+        prefix_cache=prefix_cache,
+        logprobs=parse_logprobs(lm.config, options.logprobs),
+        padded=options.padded,
+        encoder_tokens=encoder_tokens,
+        draft=draft,
+        guides=parse_guides(lm.config, options.guide, count, samples, total, eos, min_new_tokens),
+        search=search,
+        min_new_tokens=min_new_tokens,
+        rotary_len=rotary_len,
+        home=explicit_mesh(),
+    )
 
 
-def chunk_bucket(tokens: int, chunk: int) -> int:
-    """The width that the last ``tokens`` of a prompt are padded to: a power of two from 16 up,
-    and at most ``chunk``."""
-    return min(chunk, max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()))
+def padded_width(tokens: int, chunk: int) -> int:
+    """The width that a prompt's last ``tokens`` are padded to: a power of two from 16 up, at most
+    ``chunk``. So few widths are compiled."""
+    return min(chunk, max(_SMALLEST_WIDTH, 1 << (tokens - 1).bit_length()))
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens of the prompts that are fed together.
+class PromptChunk:
+    """Tokens of the prompts that one prefill call processes.
 
-    ``tokens``: int32[batch, new], padded on the right, on the device; ``lengths``: int32[batch],
-    how many are real; ``ends``: bool[batch], rows whose prompts end here; ``held``: tokens that the
-    longest row holds after it.
+    Attributes:
+      tokens: int32[batch, new], padded on the right, on the device.
+      lengths: int32[batch], tokens of each row that are real.
+      ends: bool[batch], rows whose prompts end in this chunk.
+      cache_len: tokens in the cache's longest row after this chunk.
     """
 
     tokens: Any
     lengths: np.ndarray
     ends: np.ndarray
-    held: int
+    cache_len: int
 
 
-def prompt_chunks(request: Request, hits: np.ndarray | int = 0) -> list[Chunk]:
-    """The chunks of a request's prompts behind their first ``hits`` tokens, int[batch], which the
-    cache has already; their tokens are on their way to the device."""
-    hits = np.broadcast_to(hits, len(request.prompts))
-    prompts = [ids[hit:] for ids, hit in zip(request.prompts, hits, strict=True)]
+def prompt_chunks(request: GenerationRequest, cached: np.ndarray | int = 0) -> list[PromptChunk]:
+    """Split a request's prompts into chunks, after their first ``cached`` tokens, int[batch]. The
+    transfer of the tokens to the device has begun."""
+    cached, size = np.broadcast_to(cached, len(request.prompts)), request.prefill_chunk
+    prompts = [ids[hit:] for ids, hit in zip(request.prompts, cached, strict=True)]
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     chunks = []
-    for start in range(0, int(lengths.max()), request.chunk):
-        here = np.clip(lengths - start, 0, request.chunk)
-        tokens = np.zeros((len(lengths), request.width(int(here.max()))), np.int32)
+    for start in range(0, int(lengths.max()), size):
+        real = np.clip(lengths - start, 0, size)
+        tokens = np.zeros((len(lengths), request.padded_width(int(real.max()))), np.int32)
         for row, ids in enumerate(prompts):
-            tokens[row, : here[row]] = ids[start : start + request.chunk]
-        held = int((request.start + hits + np.minimum(lengths, start + request.chunk)).max())
-        ends = (lengths > start) & (lengths <= start + request.chunk)
-        chunks.append(Chunk(Device(spread=request.spread).put(tokens), here, ends, held))
+            tokens[row, : real[row]] = ids[start : start + size]
+        ends = (lengths > start) & (lengths <= start + size)
+        tokens = Device(spread=request.spread).put(tokens)
+        filled = request.cache_lengths + cached + np.minimum(lengths, start + size)
+        chunks.append(PromptChunk(tokens, real, ends, int(filled.max())))
     return chunks

@@ -28,7 +28,7 @@ class Speculation:
     saved: int
 
 
-def speculation(fared: Any, count: Any, rows: int) -> Speculation:
+def speculation_stats(fared: Any, count: Any, rows: int) -> Speculation:
     """From an ``Acceptance`` on the host, and the new tokens of each row, of which ``rows`` were
     asked for."""
     passes = int(fared.passes)
@@ -74,7 +74,7 @@ class GenerationStats:
     speculation: Speculation | None = None
 
 
-class Meter:
+class Timer:
     """Seconds spent inside ``with meter.running():``, and the part of them spent compiling."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ _thread = threading.local()
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
-    meter: Meter | None = getattr(_thread, "meter", None)
+    meter: Timer | None = getattr(_thread, "meter", None)
     if meter is not None:
         meter.record(event, duration_secs)
     compiles = COMPILE_CALLBACK.get()
@@ -185,7 +185,7 @@ class GenerationResult:
     sequence_scores: list[float] | None = None
 
 
-def padded(
+def pad_result(
     result: GenerationResult, width: int, padding: int, most: int | None
 ) -> GenerationResult:
     """A result with arrays in place of lists; ``most``: likeliest tokens that were told with each,

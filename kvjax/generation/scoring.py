@@ -15,18 +15,18 @@ from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import INT32_MAX, as_int, as_list, is_traced
-from kvjax.generation.capacity import capacity_for
-from kvjax.generation.inputs import Prompts, token_ids
+from kvjax.generation.capacity import choose_capacity
+from kvjax.generation.inputs import Prompts, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.request import chunk_bucket
+from kvjax.generation.request import padded_width
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select
 from kvjax.policies.presets import PolicyChoice
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.params import Filters, Sampling, make_settings
+from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
 from kvjax.sampling.sampler import filter_logits
-from kvjax.sampling.scores import of_tokens
+from kvjax.sampling.scores import take_tokens
 
 Continuations = Sequence[str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]]
 
@@ -87,7 +87,7 @@ def score(
     """
     check_model(lm, inside=True)
     chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
-    rows = token_ids(lm, prompts, [])
+    rows = tokenize_prompts(lm, prompts, [])
     if isinstance(continuations, str):
         continuations = [continuations]
     continuations = as_list("continuations", continuations, "a list with an entry for each prompt")
@@ -100,7 +100,7 @@ def score(
     of = np.array([prompt for prompt, entry in enumerate(each) for _ in entry], np.int32)
     new = [ids for entry in each for ids in entry]
     longest, most = max(map(len, rows)), max(map(len, new))
-    capacity = capacity_for(lm.config, longest, most, None, None, new="a continuation of ")
+    capacity = choose_capacity(lm.config, longest, most, None, None, new="a continuation of ")
     held = allocate(
         lm.config, cache, batch=len(rows), max_len=capacity, initial_len=capacity, mesh=lm.mesh
     )
@@ -108,10 +108,14 @@ def score(
     held = select(held, of.tolist()) if len(of) != len(rows) else held
     # The last token of a continuation is fed to nobody.
     every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)
-    filters, settings = make_settings(
-        seeds=[0] * len(new), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+    filters, settings = prepare_sampling(
+        seeds=[0] * len(new),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         typical_p=typical_p,
-    )  # fmt: skip
+    )
     before = last[of] if every is None else jnp.concatenate([last[of], every], axis=1)
     tokens, lengths = _padded(new, before.shape[1])
     logprobs, drawn = _scored(filters, settings, before, jnp.asarray(tokens), lengths)
@@ -129,7 +133,7 @@ def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
     if not entry:
         raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
     # A second BOS token would stand inside the text.
-    return token_ids(lm, entry, [1] * len(entry), what=f"of prompt {prompt} continuation")
+    return tokenize_prompts(lm, entry, [1] * len(entry), what=f"of prompt {prompt} continuation")
 
 
 def _fed(
@@ -139,7 +143,7 @@ def _fed(
     ``new`` is their number, filled up so that few programs are compiled."""
     longest = max(map(len, rows))
     full, rest = longest // chunk * chunk, longest % chunk
-    tokens, lengths = _padded(rows, full + (chunk_bucket(rest, chunk) if rest else 0))
+    tokens, lengths = _padded(rows, full + (padded_width(rest, chunk) if rest else 0))
     found: list[Any] = []
     # What a derivative needs of the cache is kept; else it is written where it is.
     call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating
@@ -166,19 +170,19 @@ _donating = jax.jit(_fed_once, static_argnames=("model", "last_only"), donate_ar
 
 @functools.partial(jax.jit, static_argnames="filters")
 def _scored(
-    filters: Filters, settings: Sampling, logits: Array, tokens: Array, lengths: PerRow
+    filters: Filters, settings: SamplingArrays, logits: Array, tokens: Array, lengths: PerRow
 ) -> tuple[Array, Array]:
     """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
     logits = logits.astype(jnp.float32)
     real = arange_row(tokens.shape[1]) < lengths[:, None]
-    own = of_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
+    own = take_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
     drawn = jax.vmap(
         lambda each: filtered_log_softmax(each, filters, settings), in_axes=1, out_axes=1
     )(logits)
-    return jnp.where(real, own, 0), jnp.where(real, of_tokens(drawn, tokens), 0)
+    return jnp.where(real, own, 0), jnp.where(real, take_tokens(drawn, tokens), 0)
 
 
-def filtered_log_softmax(logits: Logits, filters: Filters, settings: Sampling) -> Array:
+def filtered_log_softmax(logits: Logits, filters: Filters, settings: SamplingArrays) -> Array:
     """log-probabilities, float32[batch, vocab], of what tokens are drawn from, differentiable: what
     the filters leave out is at minus infinity."""
     if filters.greedy:

@@ -14,24 +14,24 @@ from kvjax.cache.state import KVCache
 from kvjax.core.transfer import commit_like, fetch, put_like_rows
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.capacity import grown_to, most_tokens
+from kvjax.generation.capacity import grown_capacity, max_capacity
 from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.proposals import Drafter
-from kvjax.generation.encoder import SOURCE, has_read
+from kvjax.generation.encoder import SOURCE, has_encoded
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress
-from kvjax.generation.request import Chunk, Request
+from kvjax.generation.request import GenerationRequest, PromptChunk
 from kvjax.operations.capacity import Move, make_room, settle_in_budget
 from kvjax.operations.rows import rewind, rewindable
 from kvjax.placement.device import Device
 from kvjax.prefixes.lease import Lease
-from kvjax.sampling.history import Past, past_of
+from kvjax.sampling.history import TokenHistory, make_history
 from kvjax.sampling.scores import Scores
 
 
-class Report(NamedTuple):
+class DecodeOutput(NamedTuple):
     """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
     tokens' scores, where they were asked for, and how drafts fare, where there are any."""
 
@@ -53,13 +53,13 @@ class Session:
     context: Context
     logits: jax.Array
 
-    def __init__(self, lm: LanguageModel, request: Request) -> None:
+    def __init__(self, lm: LanguageModel, request: GenerationRequest) -> None:
         self._lm, self._request = lm, request
         self._rows = len(request.prompts)  # on a mesh perhaps more than were asked for
         self.cache_bytes: Counter[str] = Counter()
         self.moves: list[Move] = []
-        self.hits = np.zeros(self._rows, np.int32)
-        self._held = self.hits
+        self.prefix_hits = np.zeros(self._rows, np.int32)
+        self._prefilled = self.prefix_hits
         self._lease: Lease | None = None
         self._drafts: Drafts | None = None
 
@@ -69,7 +69,7 @@ class Session:
         return self._lm
 
     @property
-    def most(self) -> int | None:
+    def max_steps(self) -> int | None:
         """The tokens that ``decode`` may take of a row, where each call waits for the one before;
         else None: as many as it is told."""
         return None
@@ -82,12 +82,12 @@ class Session:
     def start(self, context: Context | None = None) -> None:
         """Take up what the prompts are appended to: by default what the request asks for."""
         request, vocab = self._request, self._lm.config.vocab_size
-        if request.to_read is not None:
-            self._lm = self._lm.reading(request.to_read, request.policy or "static")
+        if request.encoder_tokens is not None:
+            self._lm = self._lm.reading(request.encoder_tokens, request.policy or "static")
         context = self._new_context() if context is None else context
         self.context = commit_like(context, self._lm.params)
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))
-        self._limit = self.put(np.int32(request.limit))
+        self._limit = self.put(np.int32(request.max_new_tokens))
         if request.draft is not None and self.cache is not None:
             platform = self.cache.layers[0].policy.placement.platform()
             self._drafts = Drafts(self._lm, request, request.draft, platform)
@@ -102,54 +102,58 @@ class Session:
             return put_like_rows(tree, rows)
         return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
 
-    def fill(self, chunk: Chunk) -> None:
+    def prefill(self, chunk: PromptChunk) -> None:
         """Feed a chunk of the prompts."""
-        self.context, self.logits = programs.prefill(*self._filling(chunk))
-        self._held = self._held + chunk.lengths
+        self.context, self.logits = programs.prefill(*self._prefill_args(chunk))
+        self._prefilled = self._prefilled + chunk.lengths
         if self._lease is not None and self.cache is not None:
-            self.context = Cached(self._lease.reached(self.cache, self._held))
+            self.context = Cached(self._lease.reached(self.cache, self._prefilled))
 
-    def begin(self) -> Report:
+    def begin(self) -> DecodeOutput:
         """Choose the first token of each row, from the logits after its prompt."""
-        request, past = self._request, self.branch_out()
-        self._progress, self._past, scores = programs.begin(
-            self.logits, request.filters, self.settings, self._limit, past, request.scores
+        request, past = self._request, self.expand_samples()
+        self._progress, self._past, scores = programs.choose_first(
+            self.logits, request.filters, self.settings, self._limit, past, request.logprobs
         )
         del self.logits
-        return Report(self._progress.token[:, None], self._progress, scores, None)
+        return DecodeOutput(self._progress.token[:, None], self._progress, scores, None)
 
-    def branch_out(self) -> Past | None:
+    def expand_samples(self) -> TokenHistory | None:
         """Give every prompt as many rows as it has samples, and the pasts that their tokens are
         chosen by."""
         request = self._request
         if request.samples > 1:
-            self.context, self.logits = programs.sampled(self.context, self.logits, request.samples)
+            self.context, self.logits = programs.repeat_rows(
+                self.context, self.logits, request.samples
+            )
             self._rows *= request.samples
             if self.cache is not None:
-                self._hold(self.cache, [])
-        self.settings = self.put(request.settings)
+                self._set_cache(self.cache, [])
+        self.settings = self.put(request.sampling)
         if self._drafts is not None:
             self._drafts.read()
             self._drafts.fared = self.put(self._drafts.fared)
             self.cache_bytes.update(self._drafts.nbytes)
-        past = past_of(
-            request.known_texts, vocab=self.logits.shape[1], room=request.room,
-            marks=request.filters.marks,
-            whole=request.filters.whole or self._drafts is not None,
-        )  # fmt: skip
+        past = make_history(
+            request.row_sequences,
+            vocab=self.logits.shape[1],
+            width=request.history_len,
+            seen=request.filters.needs_seen,
+            tokens=request.filters.needs_tokens or self._drafts is not None,
+        )
         return None if past is None else self.put(past)
 
-    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
-        """Choose so many tokens more, at most ``programs.CHUNK``, of all rows but those to end now
-        (bool[batch])."""
-        call, drafter = self._decoding(steps, halt), self.drafter
+    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
+        """Choose ``steps`` more tokens per row, at most ``programs.MAX_STEPS``. Rows in ``halt``,
+        bool[batch], end now."""
+        call, drafter = self._decode_args(steps, halt), self.drafter
         if drafter is None or self._drafts is None:
             found = programs.decode(*call)
         else:
             found = self._drafts.decode(drafter, call)
         self.context, self._progress, self._past, out, scores = found
         drafted = None if self._drafts is None else self._drafts.fared
-        return Report(out, self._progress, scores, drafted)
+        return DecodeOutput(out, self._progress, scores, drafted)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -169,23 +173,23 @@ class Session:
         cache = self.cache
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
-        self._hold(*make_room(cache, grown_to(cache, tokens)))
+        self._set_cache(*make_room(cache, grown_capacity(cache, tokens)))
 
     @property
-    def held(self) -> np.ndarray:
+    def prefilled(self) -> np.ndarray:
         """int32[batch]: tokens of each prompt that the text has so far."""
-        return self._held
+        return self._prefilled
 
-    def forgets(self, tokens: np.ndarray) -> bool:
+    def can_rewind(self, tokens: np.ndarray) -> bool:
         """Whether the cache can forget so many of its newest tokens of each row."""
         return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
-    def take_back(self, tokens: int | np.ndarray) -> None:
+    def rewind(self, tokens: int | np.ndarray) -> None:
         """Let the cache forget the newest tokens, so many of every row or of each."""
         if self.cache is not None:
             self.context = Cached(rewind(self.cache, tokens))
 
-    def end(self, texts: list[list[int]] | None) -> None:
+    def close(self, texts: list[list[int]] | None) -> None:
         """Give back what was lent; of its rows' ``texts`` is kept what others may begin with."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
@@ -196,73 +200,93 @@ class Session:
         if self.cache is not None:
             check(self.cache)
 
-    def lowered(self, chunks: list[Chunk]) -> list[Lowered]:
+    def lower_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
         """The programs of these chunks, for the context as it is, to be compiled: a call with
         arguments of the same kind finds what was compiled for them."""
-        return [programs.prefill.lower(*self._filling(chunk)) for chunk in chunks]
+        return [programs.prefill.lower(*self._prefill_args(chunk)) for chunk in chunks]
 
-    def lowered_steps(self) -> dict[str, Lowered]:
+    def lower_steps(self) -> dict[str, Lowered]:
         """The same of ``decode``, by name."""
-        call, drafter = self._decoding(np.int32(0), np.zeros(self._rows, bool)), self.drafter
+        call, drafter = self._decode_args(np.int32(0), np.zeros(self._rows, bool)), self.drafter
         if drafter is None or self._drafts is None:
             return {"decode": programs.decode.lower(*call)}
         self._drafts.fared = self.put(self._drafts.fared)
         return {"decode": self._drafts.lowered(drafter, call)}
 
-    def like(self, shapes: Any) -> Any:
+    def zeros_like(self, shapes: Any) -> Any:
         """Arrays of rows as a program gives them, of such shapes, without their numbers."""
         return self.put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
-    def lowered_drafts(self, chunks: list[Chunk]) -> list[Lowered]:
+    def lower_draft_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
         """A draft's reading of these chunks, where it reads any."""
         return [] if self._drafts is None else self._drafts.lowered_reading(chunks)
 
-    def _filling(self, chunk: Chunk) -> tuple[Any, ...]:
+    def _prefill_args(self, chunk: PromptChunk) -> tuple[Any, ...]:
         lm, given = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
         return lm.architecture, lm.params, self.context, self.logits, *given
 
-    def _decoding(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[Any, ...]:
+    def _decode_args(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[Any, ...]:
         lm = self._lm
         return (
-            lm.architecture, self._request.filters, lm.params, self.context, self._progress,
-            self._past, halt, self.settings, self._limit, steps, self._request.scores,
-        )  # fmt: skip
+            lm.architecture,
+            self._request.filters,
+            lm.params,
+            self.context,
+            self._progress,
+            self._past,
+            halt,
+            self.settings,
+            self._limit,
+            steps,
+            self._request.logprobs,
+        )
 
     def _new_context(self) -> Context:
         request, rows = self._request, self._rows
         if request.cache is not None:
-            self._hold(*settle_in_budget(request.cache, grown_to(request.cache, request.need)))
-        elif request.prefixes is not None:
-            tree, name = request.prefixes.tree, request.prefixes.name
-            lease = self._lease = tree.lend(
-                self._lm, request.prompts, new=request.limit, samples=request.samples, tenant=name
+            self._set_cache(
+                *settle_in_budget(request.cache, grown_capacity(request.cache, request.positions))
             )
-            self.hits = self._held = lease.hits
-            self._hold(lease.take(), [])
+        elif request.prefix_cache is not None:
+            tree, name = request.prefix_cache.tree, request.prefix_cache.name
+            lease = self._lease = tree.lend(
+                self._lm,
+                request.prompts,
+                new=request.max_new_tokens,
+                samples=request.samples,
+                tenant=name,
+            )
+            self.prefix_hits = self._prefilled = lease.hits
+            self._set_cache(lease.take(), [])
         elif request.policy is not None:
             cache = allocate(
-                self._lm.config, request.policy, batch=rows, max_len=request.max_len,
-                initial_len=request.capacity, mesh=self._lm.mesh, rotary_len=request.rotary_len,
-            )  # fmt: skip
-            holds = most_tokens(cache)
-            if request.need > holds:
+                self._lm.config,
+                request.policy,
+                batch=rows,
+                max_len=request.max_len,
+                initial_len=request.capacity,
+                mesh=self._lm.mesh,
+                rotary_len=request.rotary_len,
+            )
+            holds = max_capacity(cache)
+            if request.positions > holds:
                 why = f"the policy's cache holds {holds}"
                 why = cache.last_position if holds == cache.positions else why
                 raise ValueError(
-                    f"prompt and max_new_tokens need {request.need} positions, but {why}"
+                    f"prompt and max_new_tokens need {request.positions} positions, but {why}"
                 )
-            self._hold(cache, [])
+            self._set_cache(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
             tokens, length = Device(spread=request.spread).put(empty)
             return Uncached(tokens, length, request.rotary_len)
         return self.context
 
-    def _hold(self, cache: KVCache, moves: list[Move]) -> None:
+    def _set_cache(self, cache: KVCache, moves: list[Move]) -> None:
         self.context = Cached(cache)
         self.cache_bytes = Counter(nbytes(cache))
         if self._drafts is not None:
             self.cache_bytes.update(self._drafts.nbytes)
-        if has_read(self._lm):
+        if has_encoded(self._lm):
             self.cache_bytes.update(nbytes(self._lm.params[SOURCE]))
         self.moves += moves

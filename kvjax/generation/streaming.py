@@ -17,18 +17,18 @@ from kvjax.core.validation import donation_errors
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.programs import CHUNK
-from kvjax.generation.request import Chunk, Request, prompt_chunks
+from kvjax.generation.programs import MAX_STEPS
+from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks
 from kvjax.generation.results import (
     GenerationResult,
     GenerationStats,
-    Meter,
     Piece,
     Speculation,
-    padded,
-    speculation,
+    Timer,
+    pad_result,
+    speculation_stats,
 )
-from kvjax.generation.session import Report, Session
+from kvjax.generation.session import DecodeOutput, Session
 from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore, token_scores
 
@@ -40,7 +40,7 @@ _PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
 """A streamed dispatch that takes less grows, one that takes more shrinks."""
 
 
-class Pace:
+class _DispatchSize:
     """``steps``: of the next dispatch; ``watched``: somebody waits for text; ``stops``: there are
     strings that end one, behind which steps are in vain; ``most``: steps of each, where it waits
     for the one before, else None."""
@@ -49,7 +49,7 @@ class Pace:
         # Processes that run together do the same steps, whatever time each takes.
         alone = jax.process_count() == 1
         first = 1 if alone else _TOGETHER_STEPS
-        self.steps = first if watched else _WATCHED_STEPS if stops else CHUNK
+        self.steps = first if watched else _WATCHED_STEPS if stops else MAX_STEPS
         self._changes = watched and alone and most is None
         self.steps = most or self.steps
 
@@ -61,7 +61,7 @@ class Pace:
             self.steps = max(self.steps // 2, 1)
 
 
-class Pieces(Iterator[Piece]):
+class PieceIterator(Iterator[Piece]):
     """Pieces of a session's text, and after the last one the ``result``; see ``stream``. Threads
     that take a piece, or close it, wait for each other."""
 
@@ -101,28 +101,34 @@ class Pieces(Iterator[Piece]):
             with donation_errors(self._given):
                 yield from self._pieces_of_all()
         finally:
-            self._running.end(None)  # where it did not come to its end
+            self._running.close(None)  # where it did not come to its end
 
 
-class Stream(Pieces):
+class Stream(PieceIterator):
     """A generation that runs as it is iterated over: see ``stream``."""
 
     def __init__(
         self,
         lm: LanguageModel,
-        request: Request,
+        request: GenerationRequest,
         *,
         watched: bool,
-        chunks: list[Chunk] | None = None,
+        chunks: list[PromptChunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
         self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        texts = request.known_texts
+        texts = request.row_sequences
         guides = request.guides or [None] * len(texts)
         self._rows = [
-            RowText(lm.tokenizer, ids, request.stops, least=request.least, guided=guide is not None)
+            RowText(
+                lm.tokenizer,
+                ids,
+                request.stop,
+                least=request.min_new_tokens,
+                guided=guide is not None,
+            )
             for ids, guide in zip(texts, guides, strict=True)
         ]
         for row in self._rows[request.rows :]:
@@ -130,9 +136,9 @@ class Stream(Pieces):
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
         most = self._session.most
-        self._pace = Pace(watched=watched, stops=bool(request.stops), most=most)
+        self._pace = _DispatchSize(watched=watched, stops=bool(request.stop), most=most)
         self._speculation: Speculation | None = None
-        self._prefill_meter, self._decode_meter = Meter(), Meter()
+        self._prefill_meter, self._decode_meter = Timer(), Timer()
         self._stopping = False
         super().__init__(self._session, given=request.cache is not None)
 
@@ -154,21 +160,21 @@ class Stream(Pieces):
             chunks, hits = self._chunks, self._session.hits
             chunks = prompt_chunks(self._request, hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
-                if self._stopping and self._request.may_be_cut:
+                if self._stopping and self._request.can_stop_early:
                     self._finish("stopped")
                     break
-                self._session.make_room(chunk.held)
-                self._session.fill(chunk)
+                self._session.make_room(chunk.cache_len)
+                self._session.prefill(chunk)
                 report_progress("reading the prompt", number, len(chunks), self._session.logits)
             else:
                 self._absorb(self._session.begin())
         dispatched = 1
-        longest = self._request.need - self._request.limit
-        flying: deque[Report] = deque()
+        longest = self._request.positions - self._request.max_new_tokens
+        flying: deque[DecodeOutput] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
         singly = self._session.most is not None
-        ahead = 1 if self._request.stops or singly else 2
+        ahead = 1 if self._request.stop or singly else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
             if self._stopping:
@@ -176,11 +182,11 @@ class Stream(Pieces):
                 break
             before = self._decode_meter.seconds
             with self._decode_meter.running():
-                while len(flying) < ahead and dispatched < self._request.limit:
-                    left = self._request.limit - dispatched
+                while len(flying) < ahead and dispatched < self._request.max_new_tokens:
+                    left = self._request.max_new_tokens - dispatched
                     steps = min(self._pace.steps, left, self._revocable())
                     reached = max(dispatched, int(self._counts.max())) + steps
-                    self._session.make_room(longest + min(reached, self._request.limit))
+                    self._session.make_room(longest + min(reached, self._request.max_new_tokens))
                     steps = min(steps, self._revocable())  # a layer with a tail forgets less
                     dispatched += steps
                     halt = np.array([row.reason is not None for row in self._rows])
@@ -188,43 +194,47 @@ class Stream(Pieces):
                 self._absorb(flying.popleft())
             if singly:
                 dispatched = self._least()
-            report_progress("generating", int(self._counts.max()), self._request.limit)
+            report_progress("generating", int(self._counts.max()), self._request.max_new_tokens)
             self._pace.took(self._decode_meter.seconds - before)
         with self._decode_meter.running():
             unfed = self._settle()
         asked = self._rows[: self._request.rows]
         texts = self._texts([row.text for row in asked])
         tokens = [row.tokens for row in asked]
-        cache: Any = self._session.cache if self._request.prefixes is None else None
+        cache: Any = self._session.cache if self._request.prefix_cache is None else None
         cache = to_explicit_mesh(cache, self._request.home)
-        both = zip(self._request.texts, self._rows, strict=True)
+        both = zip(self._request.row_prompts, self._rows, strict=True)
         self._session.end([prompt + row.tokens for prompt, row in both])
         result = GenerationResult(
-            texts, tokens, self._stats(), cache, unfed[: len(asked)],
+            texts,
+            tokens,
+            self._stats(),
+            cache,
+            unfed[: len(asked)],
             self._logprobs([slice(len(row.tokens)) for row in asked]),
             guides=None if (guides := self._request.guides) is None else guides[: len(asked)],
-        )  # fmt: skip
+        )
         if self._request.padded:
-            limit, scores = self._request.limit, self._request.scores
-            result = padded(result, limit, self._padding, scores)
+            limit, scores = self._request.max_new_tokens, self._request.logprobs
+            result = pad_result(result, limit, self._padding, scores)
         self._result = result
         yield self._piece()
 
     def _revocable(self) -> int:
         """Steps after which a stop string can still be taken back from a ring or a tail."""
         cache = self._session.cache
-        if not self._request.stops or cache is None or cache.max_rewind is None:
-            return CHUNK
+        if not self._request.stop or cache is None or cache.max_rewind is None:
+            return MAX_STEPS
         drafter = self._session.drafter
         left = cache.max_rewind - (0 if drafter is None else drafter.length)
         return max(1, left + 1 - max(row.pending for row in self._rows))
 
-    def _cut(self, flying: Sequence[Report]) -> None:
+    def _cut(self, flying: Sequence[DecodeOutput]) -> None:
         """End the rows where their pieces end; or, where the cache can't forget what it has been
         fed since, behind that."""
         with self._decode_meter.running():
             count = flying[-1][1].count if flying else self._counts
-            if self._session.forgets(fetch(count) - 1 - [row.given for row in self._rows]):
+            if self._session.can_rewind(fetch(count) - 1 - [row.num_taken for row in self._rows]):
                 for row in self._rows:
                     row.cut()
             for report in flying:
@@ -234,13 +244,13 @@ class Stream(Pieces):
     def _least(self) -> int:
         """New tokens of a row that goes on, at least."""
         live = [row.reason is None for row in self._rows]
-        return int(self._counts[live].min(initial=self._request.limit))
+        return int(self._counts[live].min(initial=self._request.max_new_tokens))
 
     def _finish(self, reason: str) -> None:
         for row in self._rows:
             row.finish(reason)
 
-    def _absorb(self, report: Report) -> None:
+    def _absorb(self, report: DecodeOutput) -> None:
         """Wait for a dispatch, and take its tokens in.
 
         Raises:
@@ -248,7 +258,7 @@ class Stream(Pieces):
         """
         out, progress, scores, drafted = fetch(report)
         if drafted is not None:
-            self._speculation = speculation(drafted, progress.count, self._request.rows)
+            self._speculation = speculation_stats(drafted, progress.count, self._request.rows)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -259,10 +269,10 @@ class Stream(Pieces):
             new = int(progress.count[i] - self._counts[i])
             for token in out[i, :new].tolist():
                 row.push(token)
-            if self._request.scores is not None:
-                self._scores[i] += token_scores(scores, i, 0, new, self._request.scores)
+            if self._request.logprobs is not None:
+                self._scores[i] += token_scores(scores, i, 0, new, self._request.logprobs)
             if progress.done[i] and row.reason is None:
-                row.finish("eos" if row.tokens[-1] in self._request.eos else "length")
+                row.finish("eos" if row.tokens[-1] in self._request.eos_token_ids else "length")
         self._counts = progress.count
 
     def _settle(self) -> list[list[int]]:
@@ -279,19 +289,19 @@ class Stream(Pieces):
         self._session.check()
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
-            self._session.take_back(surplus)
+            self._session.rewind(surplus)
         return unfed
 
     def _piece(self) -> Piece:
         asked = self._rows[: self._request.rows]
-        before, taken = [row.given for row in asked], [row.take() for row in asked]
+        before, taken = [row.num_taken for row in asked], [row.take() for row in asked]
         text, tokens = self._texts([text for text, _ in taken]), [tokens for _, tokens in taken]
-        spans = [slice(start, row.given) for start, row in zip(before, asked, strict=True)]
+        spans = [slice(start, row.num_taken) for start, row in zip(before, asked, strict=True)]
         return Piece(text, tokens, self._stats(), self._logprobs(spans))
 
     def _logprobs(self, spans: list[slice]) -> list[list[TokenScore]] | None:
         """Of the rows' tokens from one to another."""
-        if self._request.scores is None:
+        if self._request.logprobs is None:
             return None
         return [scores[span] for scores, span in zip(self._scores, spans, strict=False)]
 
@@ -302,20 +312,22 @@ class Stream(Pieces):
         prefill, decode = self._prefill_meter, self._decode_meter
         rows = self._request.rows
         decoded = int(self._counts[:rows].sum()) - rows
-        fed = map(len, self._request.texts)
-        start = np.repeat(self._request.start, self._request.samples).tolist()
+        fed = map(len, self._request.row_prompts)
+        start = np.repeat(self._request.cache_lengths, self._request.samples).tolist()
         texts = zip(start, fed, self._rows, strict=True)
         longest = max(held + new + len(row.tokens) for held, new, row in texts)
         return GenerationStats(
-            prompt_tokens=sum(map(len, self._request.to_read or self._request.prompts)),
+            prompt_tokens=sum(map(len, self._request.encoder_tokens or self._request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
             compile_seconds=prefill.compile_seconds + decode.compile_seconds,
-            prefill_seconds=prefill.seconds, decode_seconds=decode.seconds,
+            prefill_seconds=prefill.seconds,
+            decode_seconds=decode.seconds,
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
             cache_bytes=dict(self._session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
-            cached_tokens=int(self._session.hits.sum()), speculation=self._speculation,
-        )  # fmt: skip
+            cached_tokens=int(self._session.hits.sum()),
+            speculation=self._speculation,
+        )

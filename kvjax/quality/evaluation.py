@@ -21,7 +21,7 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.reporting import report_progress
 from kvjax.core.typing import Array
 from kvjax.core.validation import as_int
-from kvjax.generation.encoder import without_encoder
+from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_device
 from kvjax.operations.capacity import grow
@@ -66,7 +66,7 @@ def evaluate(
       ValueError: if the text has fewer than two tokens, a number is out of range, or no
         prediction sees what a policy encodes.
     """
-    without_encoder("an evaluation", lm)
+    refuse_encoder("an evaluation", lm)
     check_device(lm)
     tokens = _tokens(lm, text)
     limit = position_limit(lm.config)

@@ -8,14 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.validation import UNLIMITED, as_int, is_traced
-from kvjax.generation.inputs import biases, check_ids, end_tokens, token_ids
+from kvjax.generation.inputs import (
+    check_token_ids,
+    parse_eos_token_ids,
+    parse_logit_bias,
+    tokenize_prompts,
+)
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Drawing
+from kvjax.generation.options import SamplingKeywords
 from kvjax.policies.model_config import position_limit, positions_needed, same_rotary
-from kvjax.sampling.params import Filters, Sampling, make_settings
+from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
 
 
-class RolloutSettings(Drawing, total=False):
+class RolloutSettings(SamplingKeywords, total=False):
     """How tokens are drawn, and what else is compiled in."""
 
     repetition_penalty: float | None
@@ -35,7 +40,7 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
       ValueError: if they are none.
     """
     if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
-        rows = token_ids(lm, prompts, [])
+        rows = tokenize_prompts(lm, prompts, [])
         width = longest = max(map(len, rows))
         if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
             width = max(16, 1 << (longest - 1).bit_length())
@@ -59,21 +64,21 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
         for row, (ids, real) in enumerate(known):
             if not 1 <= real <= len(ids):
                 raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
-            check_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
+            check_token_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
 def drawing_of(
     lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
-) -> tuple[Filters, Sampling]:
+) -> tuple[Filters, SamplingArrays]:
     """How tokens are drawn, with a seed that may be traced."""
     given: dict[str, Any] = {"temperature": 1.0, **settings}
     least = as_int("min_new_tokens", given.pop("min_new_tokens", 0), 0)
     if least > new:
         raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
-    ends = end_tokens(lm, given.pop("eos_token_ids", None))
-    bias = biases(lm.config, given.pop("logit_bias", None))
-    filters, found = make_settings(
+    ends = parse_eos_token_ids(lm, given.pop("eos_token_ids", None))
+    bias = parse_logit_bias(lm.config, given.pop("logit_bias", None))
+    filters, found = prepare_sampling(
         seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
     )
     filters = replace(filters, mesh=lm.mesh is not None)

@@ -17,14 +17,14 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import as_int
-from kvjax.generation.cache_choice import for_samples
-from kvjax.generation.capacity import capacity_for
+from kvjax.generation.cache_choice import size_pools
+from kvjax.generation.capacity import choose_capacity
 from kvjax.generation.context import Cached
 from kvjax.generation.inputs import Prompts
-from kvjax.generation.loaded_model import LanguageModel, check_like, strong
+from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.options import spelled_out
-from kvjax.generation.programs import begin, decoded, whole
+from kvjax.generation.options import explicit_signature
+from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MOST
 from kvjax.operations.rows import repeat, reset
 from kvjax.policies.model_config import (
@@ -39,11 +39,11 @@ from kvjax.policies.model_config import (
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, Sampling
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, SamplingArrays
 
 
-@spelled_out(RolloutSettings)
+@explicit_signature(RolloutSettings)
 @without_mesh_context
 @automatic_axes
 def rollout(
@@ -87,27 +87,27 @@ def rollout(
     check_model(lm, inside=True)
     if put:
         params = lm.put(params) if put is True else put(params)
-    check_like(params, lm.params)
+    check_params_match(params, lm.params)
     new = as_int("max_new_tokens", max_new_tokens, 1)
     samples = as_int("n", n, 1)
     tokens, lengths = prompt_arrays(lm, prompts, new)
     rows, width = tokens.shape[0] * samples, tokens.shape[1]
     filters, drawing = drawing_of(lm, rows, new, seed, settings)
-    capacity = capacity_for(lm.config, width, new, None, None)
+    capacity = choose_capacity(lm.config, width, new, None, None)
     if budget_of(cache) is not None:
         raise ValueError(
             "policy('auto') moves its layers while it runs, and a rollout is one program"
         )
     # Of a page the prompts may have any part, and be as long as they are wide or shorter.
     texts = range(max(1, width - MOST + 1), width + 1)
-    policy = for_samples(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
+    policy = size_pools(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
     made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
     if buffer is None:
         buffer = _empty(made, samples)
     else:
         _check_buffer(buffer, _abstract(made, samples))
     # What is committed makes the results so: parameters of the next step would be, and this one's.
-    params = commit_like(strong(params), buffer)
+    params = commit_like(without_weak_types(params), buffer)
     buffer = commit_like(buffer, params)
     return _rolled(
         lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
@@ -168,7 +168,7 @@ def _abstract(made: _Made, n: int) -> KVCache:
 )
 def _rolled(
     model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
-    lengths: PerRow, drawing: Sampling, buffer: KVCache,
+    lengths: PerRow, drawing: SamplingArrays, buffer: KVCache,
 ) -> Rollout:  # fmt: skip
     """The program of a rollout."""
     cache = reset(buffer) if n == 1 else made()
@@ -184,13 +184,15 @@ def _rolled(
     unknown = (tokens < 0) | (tokens >= logits.shape[-1])
     wrong = (lengths < 1) | (lengths > width) | jnp.any(unknown & real, axis=1)
     past = _past(filters, text, lengths, logits.shape[-1])
-    progress, past, first = begin(whole(logits[:, 0], context), filters, drawing, limit, past, 0)
+    progress, past, first = choose_first(
+        gather_vocab(logits[:, 0], context), filters, drawing, limit, past, 0
+    )
     progress = replace(
         progress, count=jnp.where(wrong, 0, progress.count), done=progress.done | wrong,
         broken=progress.broken | wrong,
     )  # fmt: skip
     start = progress.token[:, None]
-    context, progress, _, out, scores = decoded(
+    context, progress, _, out, scores = decode_loop(
         model, filters, params, context, progress, past, drawing, limit, limit - 1, 0,
         max(new - 1, 1), go_on_broken=True,
     )  # fmt: skip
@@ -209,17 +211,17 @@ def _rolled(
     )  # fmt: skip
 
 
-def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> Past | None:
+def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> TokenHistory | None:
     """What filters or a hook go by, from the prompts."""
-    if not filters.marks and not filters.whole:
+    if not filters.needs_seen and not filters.needs_tokens:
         return None
     rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
     seen = None
-    if filters.marks:
+    if filters.needs_seen:
         real = arange_row(text.shape[1]) < lengths[:, None]
         seen = jnp.zeros((text.shape[0], vocab), bool)
         seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
-    return Past(seen, text, lengths) if filters.whole else Past(seen)
+    return TokenHistory(seen, text, lengths) if filters.needs_tokens else TokenHistory(seen)
 
 
 def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:

@@ -21,18 +21,18 @@ Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
 Allowed = UInt[Array, "batch words"]
 """A bit for each token of a row, 32 in a word, the lowest first; 1 for what may be drawn."""
-EVERY = np.uint32(0xFFFFFFFF)
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 """A word that allows its tokens, all of them."""
-PIECE = 128
+_ARGMAX_BLOCK = 128
 """Tokens whose largest logit is found in one go."""
 
 
-def biased(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:
+def add_bias(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:
     """Add numbers to the logits of a row's ``tokens``; but for such as are none."""
-    return _with_more(logits, tokens, by)
+    return _add_at(logits, tokens, by)
 
 
-def with_set(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
+def set_at(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
     """An array [batch, n, ...] with numbers at places of each row, but for those outside; one
     number for all, or an array of them. Row by row: where rows are numbered among the indices, a
     mesh would give every device those of all."""
@@ -41,7 +41,7 @@ def with_set(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
     return jax.vmap(lambda row, at: row.at[at].set(values, mode="drop"))(array, at)
 
 
-def _with_more(array: Array, at: Int[Array, "batch n"], more: Array) -> Array:
+def _add_at(array: Array, at: Int[Array, "batch n"], more: Array) -> Array:
     return jax.vmap(lambda row, at, new: row.at[at].add(new, mode="drop"))(array, at, more)
 
 
@@ -61,18 +61,22 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def counted(tokens: Tokens, first: PerRow, end: PerRow, vocab: int) -> Int[Array, "batch vocab"]:
+def count_tokens(
+    tokens: Tokens, first: PerRow, end: PerRow, vocab: int
+) -> Int[Array, "batch vocab"]:
     """How often each token of the vocabulary stands in a row from one place to another."""
     at = arange_row(tokens.shape[1])
     there = (at >= first[:, None]) & (at < end[:, None])
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
-    return _with_more(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
+    return _add_at(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
 
 
-def discourage(
-    logits: Logits, counts: Int[Array, "batch vocab"], frequency: Array | float,
+def penalize_counts(
+    logits: Logits,
+    counts: Int[Array, "batch vocab"],
+    frequency: Array | float,
     presence: Array | float,
-) -> Logits:  # fmt: skip
+) -> Logits:
     """Subtract, of tokens that were counted, ``frequency`` for each time, and ``presence`` once.
 
     Source: OpenAI's API; as vLLM has them.
@@ -104,7 +108,7 @@ def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | i
         return back + 1, banned & (alike | (back >= n))
 
     _, banned = lax.while_loop(go_on, one, (jnp.int32(1), banned))
-    left = with_set(logits, jnp.where(banned, tokens, logits.shape[1]), -jnp.inf)
+    left = set_at(logits, jnp.where(banned, tokens, logits.shape[1]), -jnp.inf)
     return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, logits)
 
 
@@ -191,15 +195,15 @@ def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
     return Ranking(_ordered(-jnp.abs(known - expected)), weights, p)
 
 
-def likeliest(logits: Logits) -> PerRow:
+def argmax(logits: Logits) -> PerRow:
     """The first of each row's largest, int32[batch]. Pieces are looked at first, and then one of
     them: what a CPU does for the index of a maximum, it does number by number."""
     batch, vocab = logits.shape
-    pieces = jnp.pad(logits, ((0, 0), (0, -vocab % PIECE)), constant_values=-jnp.inf)
-    pieces = pieces.reshape(batch, -1, PIECE)
+    pieces = jnp.pad(logits, ((0, 0), (0, -vocab % _ARGMAX_BLOCK)), constant_values=-jnp.inf)
+    pieces = pieces.reshape(batch, -1, _ARGMAX_BLOCK)
     first = lax.argmax(pieces.max(axis=2), 1, jnp.int32)
     piece = jnp.take_along_axis(pieces, first[:, None, None], axis=1)[:, 0]
-    return first * PIECE + lax.argmax(piece, 1, jnp.int32)
+    return first * _ARGMAX_BLOCK + lax.argmax(piece, 1, jnp.int32)
 
 
 def _a_row(number: Array | float) -> Array:

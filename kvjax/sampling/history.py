@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.sampling.filters import Logits, Seen, with_set
+from kvjax.sampling.filters import Logits, Seen, set_at
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
 """A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,
@@ -17,7 +17,7 @@ int32[batch, room], and how many they are, int32[batch]. Pure, and traced once f
 
 
 @pytree_dataclass
-class Past:
+class TokenHistory:
     """``seen``: which tokens stand in a row, for the repetition penalty; ``tokens``: all of them,
     int32[batch, room], and ``length``, how many, int32[batch], for a hook, counts of tokens and
     their runs; None where that is not asked for."""
@@ -26,7 +26,7 @@ class Past:
     tokens: Array | None = None
     length: PerRow | None = None
 
-    def hooked(self, logits: Logits, hook: LogitsHook | None) -> Logits:
+    def apply_hook(self, logits: Logits, hook: LogitsHook | None) -> Logits:
         """Logits as a hook changes them; what it sets to minus infinity is not drawn.
 
         Raises:
@@ -44,30 +44,38 @@ class Past:
             )
         return found
 
-    def with_token(self, seen: Seen | None, token: PerRow, taken: RowMask) -> "Past":
+    def append_tokens(self, seen: Seen | None, token: PerRow, taken: RowMask) -> "TokenHistory":
         """With a token more of the rows that took one; ``seen``: with it already."""
         if self.tokens is None or self.length is None:
-            return Past(seen)
+            return TokenHistory(seen)
         at = jnp.where(taken, self.length, self.tokens.shape[1])
-        return Past(seen, with_set(self.tokens, at, token), self.length + taken.astype(jnp.int32))
+        return TokenHistory(
+            seen, set_at(self.tokens, at, token), self.length + taken.astype(jnp.int32)
+        )
 
 
-def past_of(
-    texts: list[list[int]], *, vocab: int, room: int, marks: bool, whole: bool
-) -> Past | None:
-    """Of rows' texts so far, as NumPy's arrays: ``marks`` of the tokens in them, and the ``whole``
-    of them, each if it is asked for. ``room``: tokens that a row may come to."""
-    if not marks and not whole:
+def make_history(
+    rows: list[list[int]], *, vocab: int, width: int, seen: bool, tokens: bool
+) -> TokenHistory | None:
+    """The history of rows, as NumPy arrays; None if nothing is needed.
+
+    Args:
+      rows: the tokens of each row so far.
+      vocab: the size of the vocabulary.
+      width: tokens that a row may grow to.
+      seen, tokens: whether to include ``TokenHistory.seen``, and ``tokens`` with ``length``.
+    """
+    if not seen and not tokens:
         return None
-    seen: Any = None
-    if marks:
-        seen = np.zeros((len(texts), vocab), bool)
-        for row, ids in enumerate(texts):
-            seen[row, ids] = True
-    if not whole:
-        return Past(seen)
-    tokens: Any = np.zeros((len(texts), room), np.int32)
-    for row, ids in enumerate(texts):
-        tokens[row, : len(ids)] = ids
-    length: Any = np.array([len(ids) for ids in texts], np.int32)
-    return Past(seen, tokens, length)
+    marks: Any = None
+    if seen:
+        marks = np.zeros((len(rows), vocab), bool)
+        for row, ids in enumerate(rows):
+            marks[row, ids] = True
+    if not tokens:
+        return TokenHistory(marks)
+    padded: Any = np.zeros((len(rows), width), np.int32)
+    for row, ids in enumerate(rows):
+        padded[row, : len(ids)] = ids
+    lengths: Any = np.array([len(ids) for ids in rows], np.int32)
+    return TokenHistory(marks, padded, lengths)

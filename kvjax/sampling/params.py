@@ -19,11 +19,17 @@ NO_TOKEN = np.int32(2**31 - 1)
 
 @dataclass(frozen=True)
 class Filters:
-    """Which steps of ``sample`` there are: compiled in, hashable, as a static argument of ``jit``;
-    or taken as the program runs, where they are traced (``Sampling.filters``). ``counts``: the
-    frequency and presence penalties; ``ngrams``: ``no_repeat_ngram_size``; ``hook``: a user's own,
-    that comes before all of them (``Past.hooked``); ``mesh``: whether the rows are of several
-    devices, none of which should wait for another's."""
+    """The steps of ``sample`` that are enabled.
+
+    As Python values, they choose which steps are compiled: a hashable, static argument of ``jit``.
+    As traced values (``SamplingArrays.filters``), the program chooses at run time.
+
+    Attributes:
+      counts: the frequency and presence penalties.
+      ngrams: ``no_repeat_ngram_size``.
+      mesh: whether rows are divided among devices, so that no device may wait for another.
+      hook: a user's ``logits_hook``, applied before all other steps.
+    """
 
     greedy: bool | Array = True
     top_k: bool | Array = False
@@ -39,18 +45,18 @@ class Filters:
     hook: LogitsHook | None = None
 
     @property
-    def marks(self) -> bool:
+    def needs_seen(self) -> bool:
         """Whether they ask which tokens a row has, compiled in."""
         return bool(self.repetition_penalty)
 
     @property
-    def whole(self) -> bool:
+    def needs_tokens(self) -> bool:
         """Whether they ask for all of a row's tokens, in their order."""
         return bool(self.counts) or bool(self.ngrams) or self.hook is not None
 
 
 @pytree_dataclass
-class Sampling:
+class SamplingArrays:
     """The numbers of ``sample``, traced, so that a new value compiles nothing: [batch] each, one a
     row. A row that a filter is not for has a number with which it changes nothing.
 
@@ -114,7 +120,7 @@ _RANGES = {
 }
 
 
-def make_settings(
+def prepare_sampling(
     *,
     seeds: Sequence[int],
     temperature: float = 0.0,
@@ -130,7 +136,7 @@ def make_settings(
     eos_token_ids: Sequence[int] = (),
     logit_bias: Mapping[int, float] | None = None,
     logits_hook: LogitsHook | None = None,
-) -> tuple[Filters, Sampling]:
+) -> tuple[Filters, SamplingArrays]:
     """What ``sample`` needs, from the numbers as a user gives them.
 
     Args:
@@ -211,7 +217,7 @@ def make_settings(
     # Of the host, until jit takes them.
     rows: Any = {name: np.stack([x] * len(words)) for name, x in fields.items()}
     rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
-    return filters, Sampling(**rows)
+    return filters, SamplingArrays(**rows)
 
 
 def _hashable(hook: LogitsHook | None) -> LogitsHook | None:

@@ -12,7 +12,7 @@ from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow
 from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
-MOST_SCORES = 20
+MAX_LOGPROBS = 20
 """The likeliest tokens that are told with one, at most."""
 
 
@@ -47,18 +47,23 @@ class Scores:
         return cls(one, one, jnp.zeros(wide, jnp.int32), likeliest)
 
 
-def scores_of(
-    logits: Logits, token: PerRow, most: int, *, filtered: Logits | None, temperature: Array,
+def score_tokens(
+    logits: Logits,
+    token: PerRow,
+    most: int,
+    *,
+    filtered: Logits | None,
+    temperature: Array,
     among: Allowed | None = None,
-) -> Scores:  # fmt: skip
+) -> Scores:
     """The scores of a token a row, with the ``most`` likeliest; ``filtered``: the logits that it
     was drawn from, where its row's ``temperature`` is not 0; None where that is so of no row;
     ``among``: bits of those that the likeliest are looked for in, None for all."""
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    chosen = of_tokens(known, token)
+    chosen = take_tokens(known, token)
     drawn = jnp.zeros_like(chosen)
     if filtered is not None:
-        drawn = of_tokens(jax.nn.log_softmax(filtered, axis=-1), token)
+        drawn = take_tokens(jax.nn.log_softmax(filtered, axis=-1), token)
         drawn = jnp.where(temperature > 0, drawn, 0)
     if most == 0:
         none = (jnp.zeros((len(token), 0), x) for x in (jnp.int32, jnp.float32))
@@ -67,7 +72,7 @@ def scores_of(
     return Scores(chosen, drawn, ids.astype(jnp.int32), likeliest)
 
 
-def of_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"]) -> Array:
+def take_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"]) -> Array:
     """Of numbers for every token of a vocabulary, those of one: [*rest]."""
     return jnp.take_along_axis(numbers, tokens[..., None], axis=-1, mode="clip")[..., 0]
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax.core.errors import CheckpointError
-from kvjax.sampling.scores import MOST_SCORES
+from kvjax.sampling.scores import MAX_LOGPROBS
 from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
@@ -40,7 +40,7 @@ class Chat:
         prompts = [self._prompt(fields)]
         limit = self._limits.new_tokens(prompts, next(iter(given), None), None)
         asked = Asked(prompts=prompts, limit=limit)
-        wanted, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_SCORES)
+        wanted, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
         if count and not wanted:
             raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
         if wanted:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.sampling.scores import MOST_SCORES, TokenScore
+from kvjax.sampling.scores import MAX_LOGPROBS, TokenScore
 from kvjax.serve.asked import Asked
 from kvjax.serve.echoes import Echo, echo_of
 from kvjax.serve.fields import Fields
@@ -34,7 +34,7 @@ class Completions:
         wanted = None if limit is None else max(limit, 1)
         room = self._limits.new_tokens(prompts, wanted, DEFAULT_TOKENS)
         asked = Asked(prompts=prompts, limit=0 if limit == 0 else room)
-        if (count := fields.whole("logprobs", 0, MOST_SCORES)) is not None:
+        if (count := fields.whole("logprobs", 0, MAX_LOGPROBS)) is not None:
             asked.settings["logprobs"] = count
             if echo:
                 asked.settings["prompt_logprobs"] = count

@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import make_settings
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import prepare_sampling
 from kvjax.sampling.sampler import filter_logits, sample
 from tests.oracle.test_logits import SMALL
 
@@ -30,13 +30,13 @@ def text() -> np.ndarray:
 
 
 def ours(logits: np.ndarray, text: np.ndarray, **given: Any) -> np.ndarray:
-    filters, numbers = make_settings(seeds=range(ROWS), **given)
+    filters, numbers = prepare_sampling(seeds=range(ROWS), **given)
     tokens = np.pad(text, ((0, 0), (0, ROOM - text.shape[1])))
     length = np.full(ROWS, text.shape[1], np.int32)
     seen = np.zeros((ROWS, VOCAB), bool)
     np.put_along_axis(seen, text, True, axis=1)
     run = jax.jit(filter_logits, static_argnums=1)
-    past = Past(jnp.asarray(seen), jnp.asarray(tokens), jnp.asarray(length))
+    past = TokenHistory(jnp.asarray(seen), jnp.asarray(tokens), jnp.asarray(length))
     return np.asarray(run(logits, filters, numbers, count=np.zeros(ROWS, np.int32), past=past))
 
 
@@ -86,10 +86,12 @@ def test_all_of_them_in_their_order(
     got = np.asarray(jax.nn.softmax(ours(logits, text, **given)))
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-9)
     draws = 20_000
-    filters, numbers = make_settings(seeds=range(draws), **given)
+    filters, numbers = prepare_sampling(seeds=range(draws), **given)
     seen = np.zeros((1, VOCAB), bool)
     seen[0, text[0]] = True
-    past = Past(*(np.repeat(x, draws, axis=0) for x in (seen, text[:1], np.array([40], np.int32))))
+    past = TokenHistory(
+        *(np.repeat(x, draws, axis=0) for x in (seen, text[:1], np.array([40], np.int32)))
+    )
     tokens, finite = jax.jit(sample, static_argnums=1)(
         np.repeat(logits[:1], draws, axis=0), filters, numbers,
         count=np.zeros(draws, np.int32), past=past,

@@ -11,16 +11,16 @@ from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
 from kvjax.generation import programs
-from kvjax.generation.aot.for_device import compiled_for
-from kvjax.generation.aot.shapes import chunk_widths, text_capacities
+from kvjax.generation.aot.for_device import compile_for_device
+from kvjax.generation.aot.shapes import chunk_widths, request_capacities
 from kvjax.generation.beams.guided import search_of
 from kvjax.generation.beams.programs import rows_kept
 from kvjax.generation.drafts.guided import session_of
-from kvjax.generation.encoder import check_read
+from kvjax.generation.encoder import check_encoded
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import Compiling, Options, spelled_out
-from kvjax.generation.request import Request, prepare, prompt_chunks
-from kvjax.generation.results import Meter
+from kvjax.generation.options import CompileKeywords, GenerationOptions, explicit_signature
+from kvjax.generation.request import GenerationRequest, prepare_request, prompt_chunks
+from kvjax.generation.results import Timer
 from kvjax.generation.session import Session
 from kvjax.memory.sizes import Plannable
 from kvjax.policies.presets import PolicyChoice
@@ -47,7 +47,7 @@ class Compiled:
     executables: dict[str, jax.stages.Compiled] = field(default_factory=dict, repr=False)
 
 
-@spelled_out(Compiling)
+@explicit_signature(CompileKeywords)
 @without_mesh_context
 def compile(
     lm: LanguageModel | Plannable,
@@ -56,7 +56,7 @@ def compile(
     max_len: int,
     batch: int = 1,
     device: Any = None,
-    **settings: Unpack[Compiling],
+    **settings: Unpack[CompileKeywords],
 ) -> Compiled:
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run, so that
     in this process it compiles nothing, for any prompts and any number of new tokens.
@@ -104,16 +104,16 @@ def compile(
         )
     if isinstance(policy, KVCache):
         raise ValueError("compile takes a policy, not a cache: give the one that it follows")
-    check_read(lm)
+    check_encoded(lm)
     batch = as_int("batch", batch, 1)
-    options = Options(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
+    options = GenerationOptions(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
     least = min(as_int("min_new_tokens", options.min_new_tokens, 0), 1)
     groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     options = replace(options, min_new_tokens=least, diversity_penalty=float(groups > 1))
-    start, meter = time.perf_counter(), Meter()
+    start, meter = time.perf_counter(), Timer()
     with meter.running():
         if device is not None:
-            found = compiled_for(lm, policy, batch, options, device)
+            found = compile_for_device(lm, policy, batch, options, device)
             count = len(found)
         else:
             ready = _Ready(cast(LanguageModel, lm), batch, options)
@@ -123,22 +123,25 @@ def compile(
     sizes = [each.memory_analysis() for each in found.values()]
     temporaries = [int(size.temp_size_in_bytes) for size in sizes if size is not None]
     return Compiled(
-        time.perf_counter() - start, count, meter.compilations,
-        max(temporaries, default=None), found,
-    )  # fmt: skip
+        time.perf_counter() - start,
+        count,
+        meter.compilations,
+        max(temporaries, default=None),
+        found,
+    )
 
 
 class _Ready:
     """The programs of a generation, made ready one capacity after the other."""
 
-    def __init__(self, lm: LanguageModel, batch: int, options: Options) -> None:
+    def __init__(self, lm: LanguageModel, batch: int, options: GenerationOptions) -> None:
         self._lm, self._batch, self._options = lm, batch, options
         self._request = request = self._asked(1)
         self._session = session_of(lm, request) if request.search is None else Session(lm, request)
         self._session.start()
         cache = self._session.cache
         assert cache is not None
-        self.capacities = text_capacities(request, cache)
+        self.capacities = request_capacities(request, cache)
         self._searches = request.search is not None
         if not self._searches:
             # Nothing is fed: tokens are chosen from logits of 0.
@@ -153,7 +156,9 @@ class _Ready:
             self._session = Session(self._lm, self._request)
         session = self._session
         session.start()
-        further = max(self._request.chunk, programs.CHUNK + 1)  # tokens that a dispatch may add
+        further = max(
+            self._request.prefill_chunk, programs.MAX_STEPS + 1
+        )  # tokens that a dispatch may add
         for _, before in self.capacities:
             if before < least <= before + further:
                 self._grown(before, most)
@@ -164,15 +169,15 @@ class _Ready:
         chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
         of = f" of {most}" if len(self.capacities) > 1 else ""
         ready = dict(
-            zip((f"prefill {n}{of}" for n in widths), session.lowered(chunks), strict=True)
+            zip((f"prefill {n}{of}" for n in widths), session.lower_prefill(chunks), strict=True)
         )
         if self._searches:
             search = search_of(self._request, session)
             jax.block_until_ready(search.begin())
             steps = search.lowered()
         else:
-            steps = session.lowered_steps()
-            its = zip(widths, session.lowered_drafts(chunks), strict=False)
+            steps = session.lower_steps()
+            its = zip(widths, session.lower_draft_prefill(chunks), strict=False)
             ready |= {f"draft's prefill {n}{of}": lowered for n, lowered in its}
         ready |= {f"{name}{of}": lowered for name, lowered in steps.items()}
         for name, lowered in ready.items():
@@ -183,7 +188,7 @@ class _Ready:
             search.keep(*rows_kept(first, np.zeros_like(first), self._request))
             return
         # What stands around the programs: a stop string that is taken back.
-        session.take_back(np.zeros(len(self._request.prompts), np.int32))
+        session.rewind(np.zeros(len(self._request.prompts), np.int32))
         session.check()
 
     def _grown(self, before: int, most: int) -> None:
@@ -195,6 +200,6 @@ class _Ready:
             search_of(self._request, session).begin()
             session.make_room(most)
 
-    def _asked(self, tokens: int) -> Request:
+    def _asked(self, tokens: int) -> GenerationRequest:
         """A request of so many tokens a row."""
-        return prepare(self._lm, [[0] * tokens] * self._batch, self._options)
+        return prepare_request(self._lm, [[0] * tokens] * self._batch, self._options)

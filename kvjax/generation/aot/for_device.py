@@ -15,7 +15,12 @@ from kvjax.cache.state import KVCache
 from kvjax.core.compat import jax_0_8_compiler_options
 from kvjax.core.topology import compiling_for, resolve_device_or_mesh
 from kvjax.generation import programs
-from kvjax.generation.aot.shapes import Shapes, cache_of, chunk_widths, text_capacities
+from kvjax.generation.aot.shapes import (
+    AbstractModel,
+    abstract_request_cache,
+    chunk_widths,
+    request_capacities,
+)
 from kvjax.generation.aot.step_programs import (
     drafted_guided_programs,
     guided_programs,
@@ -24,17 +29,17 @@ from kvjax.generation.aot.step_programs import (
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.held import Drafts
 from kvjax.generation.drafts.speculation import speculate
-from kvjax.generation.guides.masks import words_for
-from kvjax.generation.options import Options
+from kvjax.generation.guides.masks import mask_words
+from kvjax.generation.options import GenerationOptions
 from kvjax.generation.programs import Progress
-from kvjax.generation.request import Request, prepare
+from kvjax.generation.request import GenerationRequest, prepare_request
 from kvjax.policies.presets import PolicyChoice, budget_of
-from kvjax.sampling.history import past_of
+from kvjax.sampling.history import make_history
 from kvjax.sampling.scores import Scores
 
 
-def compiled_for(
-    lm: Any, policy: PolicyChoice, batch: int, options: Options, device: Any
+def compile_for_device(
+    lm: Any, policy: PolicyChoice, batch: int, options: GenerationOptions, device: Any
 ) -> dict[str, jax.stages.Compiled]:
     """The programs that ``generate`` would run, by name.
 
@@ -54,18 +59,24 @@ def compiled_for(
             "policy('auto') moves its layers while it runs: compile for a device with the policies "
             "that it chooses among, on the device or on the host"
         )
-    model: Any = Shapes.of(lm, mesh)
-    request = prepare(model, [[0]] * batch, options)
+    model: Any = AbstractModel.of(lm, mesh)
+    request = prepare_request(model, [[0]] * batch, options)
     with compiling_for(device):
-        first = cache_of(model, policy, request, None)  # what grows, as small as it begins
+        first = abstract_request_cache(
+            model, policy, request, None
+        )  # what grows, as small as it begins
         found: dict[str, jax.stages.Compiled] = {}
-        capacities = text_capacities(request, first)
+        capacities = request_capacities(request, first)
         for least, most in capacities:
             of = f" of {most}" if len(capacities) > 1 else ""
-            programs_of = _Programs(model, request, cache_of(model, policy, request, most), device)
+            programs_of = _Programs(
+                model, request, abstract_request_cache(model, policy, request, most), device
+            )
             if request.search is not None:
                 # A row for each beam, of the pages that they need.
-                wide = cache_of(model, request.policy or policy, request, most, request.samples)
+                wide = abstract_request_cache(
+                    model, request.policy or policy, request, most, request.samples
+                )
                 for name, ready in _Programs(model, request, wide, device).of_search().items():
                     name += "" if name == "first tokens" else of
                     if name not in found:
@@ -85,7 +96,9 @@ def compiled_for(
 class _Programs:
     """The programs for one capacity of the cache."""
 
-    def __init__(self, model: Shapes, request: Request, cache: KVCache, device: Any) -> None:
+    def __init__(
+        self, model: AbstractModel, request: GenerationRequest, cache: KVCache, device: Any
+    ) -> None:
         self._model, self._request = model, request
         self._rows = cache.batch
         self._context = Cached(cache)
@@ -98,36 +111,45 @@ class _Programs:
         self._homes: list[tuple[Any, Any]] = [(model.params, weights), (self._context, there)]
         vocab = model.config.vocab_size
         self._logits = self._of_rows(jnp.float32, vocab)
-        past = past_of(
-            [[]] * self._rows, vocab=vocab, room=request.room, marks=request.filters.marks,
-            whole=request.filters.whole or request.draft is not None,
-        )  # fmt: skip
+        past = make_history(
+            [[]] * self._rows,
+            vocab=vocab,
+            width=request.history_len,
+            seen=request.filters.needs_seen,
+            tokens=request.filters.needs_tokens or request.draft is not None,
+        )
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)
         self._progress = Progress(
-            self._of_rows(jnp.int32), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
+            self._of_rows(jnp.int32),
+            self._of_rows(jnp.int32),
             self._of_rows(jnp.bool_),
-        )  # fmt: skip
+            self._of_rows(jnp.bool_),
+        )
 
     def prefill(self, width: int) -> jax.stages.Compiled:
         """Of a chunk of so many tokens."""
         call = functools.partial(unwrap(programs.prefill), self._model.architecture)
         chunk = (
-            self._of_rows(jnp.int32, width), self._of_rows(jnp.int32), self._of_rows(jnp.bool_),
-        )  # fmt: skip
+            self._of_rows(jnp.int32, width),
+            self._of_rows(jnp.int32),
+            self._of_rows(jnp.bool_),
+        )
         return self._compiled(
-            call, (1, 2), (self._model.params, self._context, self._logits, *chunk),
+            call,
+            (1, 2),
+            (self._model.params, self._context, self._logits, *chunk),
             (self._context, self._logits),
-        )  # fmt: skip
+        )
 
     def begin(self) -> jax.stages.Compiled:
         """Of the first token."""
-        filters, scores = self._request.filters, self._request.scores
+        filters, scores = self._request.filters, self._request.logprobs
 
         def call(logits: Any, settings: Any, limit: Any, past: Any) -> Any:
-            return unwrap(programs.begin)(logits, filters, settings, limit, past, scores)
+            return unwrap(programs.choose_first)(logits, filters, settings, limit, past, scores)
 
-        given = self._logits, self._request.settings, self._limit, self._past
+        given = self._logits, self._request.sampling, self._limit, self._past
         return self._compiled(call, (3,), given, (self._progress, self._past, self._scores(1)))
 
     def steps(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
@@ -135,12 +157,17 @@ class _Programs:
         model, request = self._model, self._request
         if request.guides is None:
             return {"decode": self.decode}
-        words, vocab = words_for(model.config), model.config.vocab_size
+        words, vocab = mask_words(model.config), model.config.vocab_size
         common = request, model.architecture, model.params, self._context
         found = guided_programs(
-            *common, self._logits, self._past, self._progress, words, self._scores(1),
+            *common,
+            self._logits,
+            self._past,
+            self._progress,
+            words,
+            self._scores(1),
             self._compiled,
-        )  # fmt: skip
+        )
         if (drafts := self._drafts()) is not None:
             found |= drafted_guided_programs(
                 *common, self._past, self._progress, words, vocab, drafts, self._compiled
@@ -150,12 +177,18 @@ class _Programs:
     def decode(self) -> jax.stages.Compiled:
         """Of the decode loop, perhaps with drafts."""
         static = self._model.architecture, self._request.filters
-        scores, drafts = self._request.scores, self._drafts()
+        scores, drafts = self._request.logprobs, self._drafts()
         given = (
-            self._model.params, self._context, self._progress, self._past,
-            self._of_rows(jnp.bool_), self._request.settings, self._limit, self._limit,
-        )  # fmt: skip
-        chosen = self._of_rows(jnp.int32, programs.CHUNK), self._scores(programs.CHUNK)
+            self._model.params,
+            self._context,
+            self._progress,
+            self._past,
+            self._of_rows(jnp.bool_),
+            self._request.sampling,
+            self._limit,
+            self._limit,
+        )
+        chosen = self._of_rows(jnp.int32, programs.MAX_STEPS), self._scores(programs.MAX_STEPS)
         found = self._context, self._progress, self._past, *chosen
         if drafts is None:
             call = functools.partial(unwrap(programs.decode), *static, scores=scores)
@@ -189,12 +222,18 @@ class _Programs:
     def of_search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
         """Of a beam search, each when it is asked for."""
         return search_programs(
-            self._request, self._model.architecture, self._model.params, self._context,
-            self._logits, self._past, words_for(self._model.config), self._compiled,
-        )  # fmt: skip
+            self._request,
+            self._model.architecture,
+            self._model.params,
+            self._context,
+            self._logits,
+            self._past,
+            mask_words(self._model.config),
+            self._compiled,
+        )
 
     def _scores(self, tokens: int) -> Scores | None:
-        most, shape = self._request.scores, (self._rows, tokens)
+        most, shape = self._request.logprobs, (self._rows, tokens)
         return None if most is None else jax.eval_shape(lambda: Scores.zeros(shape, most))
 
     def _of_rows(self, dtype: Any, *shape: int) -> Any:
@@ -206,9 +245,11 @@ class _Programs:
         """A program, of shapes that are given and found."""
         shardings = self._shardings(given)
         program = jax.jit(
-            call, donate_argnums=donated, in_shardings=shardings,
+            call,
+            donate_argnums=donated,
+            in_shardings=shardings,
             out_shardings=self._shardings(found),
-        )  # fmt: skip
+        )
         lowered = program.lower(*abstract_arguments(given, shardings))
         return lowered.compile(jax_0_8_compiler_options(self._device))
 

@@ -11,7 +11,7 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.model import GenerationDefaults, Model
-from kvjax.generation.request import Request
+from kvjax.generation.request import GenerationRequest
 from kvjax.layouts import Growing
 from kvjax.memory.sizes import as_plannable
 from kvjax.policies.presets import PolicyChoice, per_layer
@@ -20,7 +20,7 @@ _DEFAULTS = GenerationDefaults()
 
 
 @dataclass(frozen=True)
-class Shapes:
+class AbstractModel:
     """A model whose parameters are shapes alone."""
 
     architecture: Model
@@ -32,7 +32,7 @@ class Shapes:
     source: str = "a model of shapes"
 
     @classmethod
-    def of(cls, lm: Any, mesh: Mesh | None) -> "Shapes":
+    def of(cls, lm: Any, mesh: Mesh | None) -> "AbstractModel":
         """Of a loaded model, or of an ``Architecture``.
 
         Raises:
@@ -48,13 +48,17 @@ class Shapes:
         defaults, words = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
         return cls(architecture, lm.config, shapes, mesh, defaults, words)
 
-    def on(self, mesh: Mesh) -> "Shapes":
+    def on(self, mesh: Mesh) -> "AbstractModel":
         """On a mesh."""
         return replace(self, mesh=mesh)
 
 
-def cache_of(
-    model: Shapes, policy: PolicyChoice, request: Request, slots: int | None, times: int = 1
+def abstract_request_cache(
+    model: AbstractModel,
+    policy: PolicyChoice,
+    request: GenerationRequest,
+    slots: int | None,
+    times: int = 1,
 ) -> KVCache:
     """The cache of a request, as shapes; what grows, grown to so many slots; so many rows of each
     prompt."""
@@ -65,13 +69,19 @@ def cache_of(
             for one in each
         ]
     make = functools.partial(
-        allocate, model.config, each, batch=len(request.prompts) * times, max_len=request.max_len,
-        initial_len=request.capacity, mesh=model.mesh, rotary_len=request.rotary_len,
-    )  # fmt: skip
+        allocate,
+        model.config,
+        each,
+        batch=len(request.prompts) * times,
+        max_len=request.max_len,
+        initial_len=request.capacity,
+        mesh=model.mesh,
+        rotary_len=request.rotary_len,
+    )
     return jax.eval_shape(make)
 
 
-def text_capacities(request: Request, cache: KVCache) -> list[tuple[int, int]]:
+def request_capacities(request: GenerationRequest, cache: KVCache) -> list[tuple[int, int]]:
     """The fewest and the most tokens a row that meet each capacity of a request's cache, which is
     given as it begins."""
     most = request.capacity if cache.grows_to is None else cache.max_len
@@ -82,11 +92,11 @@ def text_capacities(request: Request, cache: KVCache) -> list[tuple[int, int]]:
     return found
 
 
-def chunk_widths(request: Request, least: int, most: int) -> dict[int, int]:
+def chunk_widths(request: GenerationRequest, least: int, most: int) -> dict[int, int]:
     """The widths of a prompt's last chunk that meet a capacity, and of each the longest such chunk:
     as many lengths as have all widths that end there."""
-    chunk, found = request.chunk, {}
+    chunk, found = request.prefill_chunk, {}
     for held in range(least, min(least + chunk, most + 1)):
         rest = held - (held - 1) // chunk * chunk
-        found.setdefault(request.width(rest), rest)
+        found.setdefault(request.padded_width(rest), rest)
     return found

@@ -12,19 +12,29 @@ from kvjax.generation.beams import programs as beam_programs
 from kvjax.generation.beams.steps import Numbers, begun
 from kvjax.generation.drafts import guided as guided_drafts
 from kvjax.generation.guides import session as guided_session
-from kvjax.generation.programs import CHUNK
-from kvjax.generation.request import Request
+from kvjax.generation.programs import MAX_STEPS
+from kvjax.generation.request import GenerationRequest
 from kvjax.sampling.scores import Scores
 
-Compile = Callable[[Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any]
+CompileProgram = Callable[
+    [Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any
+]
 """Compiles a call with arguments, of which those of these numbers are donated, and its results:
 all of them shapes."""
 
 
 def guided_programs(
-    request: Request, architecture: Any, params: Any, context: Any, logits: Any, past: Any,
-    progress: Any, words: int, scores: Any, compiled: Compile,
-) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    request: GenerationRequest,
+    architecture: Any,
+    params: Any,
+    context: Any,
+    logits: Any,
+    past: Any,
+    progress: Any,
+    words: int,
+    scores: Any,
+    compiled: CompileProgram,
+) -> dict[str, Callable[[], Any]]:
     """What compiles the two programs of a step, by name; ``words``: of a row's bits; ``scores``: of
     a token a row."""
     limit, rows = jax.ShapeDtypeStruct((), jnp.int32), logits.shape[0]
@@ -33,23 +43,31 @@ def guided_programs(
     out = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
 
     def feed() -> Any:
-        call = functools.partial(unwrap(guided_session.feed), architecture)
+        call = functools.partial(unwrap(guided_session.forward), architecture)
         return compiled(call, (1,), (params, context, progress, halt), (context, logits))
 
     def choose() -> Any:
         def call(logits: Any, *rest: Any) -> Any:
-            return unwrap(guided_session.choose)(logits, request.filters, *rest, request.scores)
+            return unwrap(guided_session.choose)(logits, request.filters, *rest, request.logprobs)
 
-        given = logits, request.settings, limit, progress, past, halt, allowed
+        given = logits, request.sampling, limit, progress, past, halt, allowed
         return compiled(call, (4,), given, (progress, past, out, scores))
 
     return {"feed": feed, "choose": choose}
 
 
 def drafted_guided_programs(
-    request: Request, architecture: Any, params: Any, context: Any, past: Any, progress: Any,
-    words: int, vocab: int, drafts: tuple[Any, ...], compiled: Compile,
-) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    request: GenerationRequest,
+    architecture: Any,
+    params: Any,
+    context: Any,
+    past: Any,
+    progress: Any,
+    words: int,
+    vocab: int,
+    drafts: tuple[Any, ...],
+    compiled: CompileProgram,
+) -> dict[str, Callable[[], Any]]:
     """What compiles the three programs of a step, by name. ``words``: of a row's bits; ``drafts``:
     what proposes, its parameters, its cache, and how it fares."""
     drafter, its, held, fared = drafts
@@ -62,14 +80,14 @@ def drafted_guided_programs(
     drafted, out = (of(jnp.int32, drafter.length), of(jnp.int32)), of(jnp.int32, places)
     logits, allowed = of(jnp.float32, places, vocab), of(jnp.uint32, places, words)
     told = None
-    if request.scores is not None:
-        told = jax.eval_shape(functools.partial(Scores.zeros, (rows, places), request.scores))
+    if request.logprobs is not None:
+        told = jax.eval_shape(functools.partial(Scores.zeros, (rows, places), request.logprobs))
 
     def propose() -> Any:
         def call(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
             return unwrap(guided_drafts.propose)(drafter, its, held, fared, request.filters, *rest)
 
-        given = its, held, fared, progress, past, halt, request.settings, number, number
+        given = its, held, fared, progress, past, halt, request.sampling, number, number
         return compiled(call, (1,), given, (drafted, held))
 
     def feed() -> Any:
@@ -80,25 +98,40 @@ def drafted_guided_programs(
     def check() -> Any:
         def call(context: Any, held: Any, fared: Any, logits: Any, drafted: Any, *rest: Any) -> Any:
             given = context, held, fared, logits, drafted, request.filters, *rest
-            (*texts,), found = unwrap(guided_drafts.check)(drafter, *given, request.scores)
+            (*texts,), found = unwrap(guided_drafts.check)(drafter, *given, request.logprobs)
             return *texts, *found
 
         given = (
-            context, held, fared, logits, drafted, request.settings, number, progress, past, halt,
+            context,
+            held,
+            fared,
+            logits,
+            drafted,
+            request.sampling,
+            number,
+            progress,
+            past,
+            halt,
             allowed,
-        )  # fmt: skip
+        )
         return compiled(call, (0, 1, 8), given, (context, held, fared, progress, past, out, told))
 
     return {"propose": propose, "feed drafts": feed, "check": check}
 
 
 def search_programs(
-    request: Request, architecture: Any, params: Any, context: Any, logits: Any, past: Any,
-    words: int, compiled: Compile,
-) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    request: GenerationRequest,
+    architecture: Any,
+    params: Any,
+    context: Any,
+    logits: Any,
+    past: Any,
+    words: int,
+    compiled: CompileProgram,
+) -> dict[str, Callable[[], Any]]:
     """What compiles the first tokens and the search, or the two programs of a step under guides, by
     name; ``context``, ``logits``, ``past``: of a row for each beam; ``words``: of a row's bits."""
-    search, filters, scores = request.search, request.filters, request.scores
+    search, filters, scores = request.search, request.filters, request.logprobs
     assert search is not None and search.beams is not None
     beams, rows, prompts = search.beams, logits.shape[0], len(request.prompts)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
@@ -119,13 +152,19 @@ def search_programs(
 
     def begin() -> Any:
         def call(
-            logits: Any, settings: Any, numbers: Any, limit: Any, past: Any, asked: Any, since: Any,
+            logits: Any,
+            settings: Any,
+            numbers: Any,
+            limit: Any,
+            past: Any,
+            asked: Any,
+            since: Any,
             *allowed: Any,
-        ) -> Any:  # fmt: skip
+        ) -> Any:
             given = logits, filters, beams, settings, numbers, limit, past, asked, since
             return unwrap(beam_programs.begin)(*given, scores, request.spread, *allowed)
 
-        given = logits, request.settings, numbers, limit, past, asked, since
+        given = logits, request.sampling, numbers, limit, past, asked, since
         given += () if request.guides is None else (allowed,)
         return compiled(call, (4,), given, (state, past, columns(1)))
 
@@ -133,8 +172,8 @@ def search_programs(
         call = functools.partial(
             unwrap(beam_programs.search), architecture, filters, beams, scores=scores
         )
-        given = params, context, state, past, request.settings, numbers, limit, limit
-        return compiled(call, (1, 3), given, (context, state, past, columns(CHUNK)))
+        given = params, context, state, past, request.sampling, numbers, limit, limit
+        return compiled(call, (1, 3), given, (context, state, past, columns(MAX_STEPS)))
 
     def feed() -> Any:
         call = functools.partial(unwrap(beam_programs.feed), architecture)
@@ -144,7 +183,7 @@ def search_programs(
         def call(logits: Any, *rest: Any) -> Any:
             return unwrap(beam_programs.choose)(logits, filters, beams, *rest, scores)
 
-        given = logits, context, state, past, request.settings, numbers, limit, allowed
+        given = logits, context, state, past, request.sampling, numbers, limit, allowed
         return compiled(call, (1, 3), given, (context, state, past, columns(1)))
 
     if request.guides is not None:

@@ -13,21 +13,21 @@ from kvjax.core.transfer import fetch
 from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.session import BeamSession, Report
-from kvjax.generation.guides.masks import FormOfText, Guide, bits_of, words_for
+from kvjax.generation.guides.masks import CopyableGuide, Guide, guide_mask, mask_words
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.request import Request
+from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import Session
-from kvjax.sampling.filters import EVERY, Logits
+from kvjax.sampling.filters import ALL_ALLOWED, Logits
 
 
 class GuidedBeamSession(BeamSession):
     """A ``BeamSession`` whose beams keep to guides. ``search`` takes one step, and waits for the
     one before it."""
 
-    def __init__(self, request: Request, session: Session) -> None:
+    def __init__(self, request: GenerationRequest, session: Session) -> None:
         super().__init__(request, session)
         assert request.guides is not None
-        self._guides = BeamGuides(request.guides, self._beams, words_for(session.lm.config))
+        self._guides = BeamGuides(request.guides, self._beams, mask_words(session.lm.config))
 
     def begin(self) -> Report:
         """Choose the first tokens, under the masks of the prompts."""
@@ -54,14 +54,14 @@ class GuidedBeamSession(BeamSession):
         """The two programs of a step, by name, to be compiled."""
         session, lm = self._session, self._session.lm
         fed = programs.feed.lower(lm.architecture, lm.params, session.context, self._state)
-        call = self._choosing(session.like(fed.out_info[1]))
+        call = self._choosing(session.zeros_like(fed.out_info[1]))
         return {"feed": fed, "choose": programs.choose.lower(*call)}
 
     def _choosing(self, logits: Logits) -> tuple[Any, ...]:
         request = self._request
         return (
             logits, request.filters, self._beams, self._session.context, self._state, self._past,
-            self._settings, self._numbers, self._limit, self._allowed(), request.scores,
+            self._settings, self._numbers, self._limit, self._allowed(), request.logprobs,
         )  # fmt: skip
 
     def _allowed(self) -> np.ndarray:
@@ -71,7 +71,7 @@ class GuidedBeamSession(BeamSession):
 class BeamGuides:
     """The guides of beams, as they go along their texts. ``guides``: one a row, or None."""
 
-    def __init__(self, guides: Sequence[FormOfText | None], beams: Beams, words: int) -> None:
+    def __init__(self, guides: Sequence[CopyableGuide | None], beams: Beams, words: int) -> None:
         self._beams, self._words = beams, words
         # At first one beam of each group is there. The given ones stay at the beginning.
         self._guides = [
@@ -82,7 +82,7 @@ class BeamGuides:
     def go_on(self, tokens: np.ndarray, parents: np.ndarray, going: np.ndarray) -> None:
         """Let rows go on from others, and take in their tokens: int32[rows], the parents counted
         within a prompt; of rows that are not ``going`` on, bool[rows], none."""
-        after: list[FormOfText | None] = [None] * len(self._guides)
+        after: list[CopyableGuide | None] = [None] * len(self._guides)
         taken: set[int] = set()
         rows = np.flatnonzero(going).tolist()
         for row in rows:
@@ -99,14 +99,14 @@ class BeamGuides:
 
     def bits(self) -> np.ndarray:
         """uint32[rows, words]: what may come next; of rows without a guide anything."""
-        bits = np.full((len(self._guides), self._words), EVERY, np.uint32)
+        bits = np.full((len(self._guides), self._words), ALL_ALLOWED, np.uint32)
         for row, guide in enumerate(self._guides):
             if guide is not None:
-                bits[row] = bits_of(guide, self._words)
+                bits[row] = guide_mask(guide, self._words)
         return bits
 
 
-def search_of(request: Request, session: Session) -> BeamSession:
+def search_of(request: GenerationRequest, session: Session) -> BeamSession:
     """The search of a request, with guides or without."""
     if request.guides is None:
         return BeamSession(request, session)
@@ -114,7 +114,7 @@ def search_of(request: Request, session: Session) -> BeamSession:
 
 
 def guides_along(
-    lm: LanguageModel, request: Request, texts: Sequence[Sequence[int]]
+    lm: LanguageModel, request: GenerationRequest, texts: Sequence[Sequence[int]]
 ) -> tuple[Guide | None, ...] | None:
     """The guides of the request, behind all tokens of the texts that are given back, as many of
     each prompt; None where it has none."""
@@ -127,7 +127,7 @@ def guides_along(
         found.append(guide)
         if guide is None:
             continue
-        go_along(guide, tokens, words_for(lm.config))
+        go_along(guide, tokens, mask_words(lm.config))
     return tuple(found)
 
 
@@ -136,5 +136,5 @@ def go_along(guide: Guide, tokens: Sequence[int], words: int) -> None:
     for place, token in enumerate(tokens, 1):
         if place == len(tokens):
             # That it can't go on a guide knows where it is asked, and such a text ends there.
-            bits_of(guide, words)
+            guide_mask(guide, words)
         guide.accept(token)

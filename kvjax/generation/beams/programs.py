@@ -15,13 +15,13 @@ from kvjax.generation.beams.searching import Beams
 from kvjax.generation.beams.steps import Chosen, Numbers, Searched, begun, extended
 from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.model import Model
-from kvjax.generation.programs import CHUNK, whole
-from kvjax.generation.request import Request
+from kvjax.generation.programs import MAX_STEPS, gather_vocab
+from kvjax.generation.request import GenerationRequest
 from kvjax.operations.rows import branch_rows, rewind, rewindable, select
 from kvjax.placement.mesh import MeshSharding
-from kvjax.sampling.filters import Logits, with_set
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, Sampling
+from kvjax.sampling.filters import Logits, set_at
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import Scores
 
@@ -34,10 +34,10 @@ its prompt's, and its scores."""
     jax.jit, static_argnames=("filters", "beams", "scores", "spread"), donate_argnames="past"
 )
 def begin(
-    logits: Logits, filters: Filters, beams: Beams, settings: Sampling, numbers: Numbers,
-    limit: Array, past: Past | None, asked: Array, since: PerRow, scores: int | None,
+    logits: Logits, filters: Filters, beams: Beams, settings: SamplingArrays, numbers: Numbers,
+    limit: Array, past: TokenHistory | None, asked: Array, since: PerRow, scores: int | None,
     spread: MeshSharding | None, allowed: Any = None,
-) -> tuple[Searched, Past | None, Columns]:  # fmt: skip
+) -> tuple[Searched, TokenHistory | None, Columns]:  # fmt: skip
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
     of the prompts, those that are any; ``since``: tokens that rows have; ``allowed``: see
     ``sample``."""
@@ -55,14 +55,23 @@ def begin(
     donate_argnames=("context", "past"),
 )  # fmt: skip
 def search(
-    model: Model, filters: Filters, beams: Beams, params: Any, context: Context, before: Searched,
-    past: Past | None, settings: Sampling, numbers: Numbers, limit: Array, steps: Array,
+    model: Model,
+    filters: Filters,
+    beams: Beams,
+    params: Any,
+    context: Context,
+    before: Searched,
+    past: TokenHistory | None,
+    settings: SamplingArrays,
+    numbers: Numbers,
+    limit: Array,
+    steps: Array,
     scores: int | None = None,
-) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
-    """Go on until ``steps`` more tokens of each beam are chosen, at most ``CHUNK``, or all prompts
+) -> tuple[Context, Searched, TokenHistory | None, Columns]:
+    """Choose ``steps`` more tokens of each beam, at most ``MAX_STEPS``, or stop when all prompts
     are done. A step feeds each beam's newest token, chooses, and has rows go on from others."""
     spread = None if context.cache is None else context.cache.spread
-    shape = before.token.size, CHUNK
+    shape = before.token.size, MAX_STEPS
     zeros = jnp.zeros(shape, jnp.int32)
     out: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
 
@@ -98,10 +107,18 @@ def feed(model: Model, params: Any, context: Context, before: Searched) -> tuple
     jax.jit, static_argnames=("filters", "beams", "scores"), donate_argnames=("context", "past")
 )
 def choose(
-    logits: Logits, filters: Filters, beams: Beams, context: Context, before: Searched,
-    past: Past | None, settings: Sampling, numbers: Numbers, limit: Array, allowed: Any,
+    logits: Logits,
+    filters: Filters,
+    beams: Beams,
+    context: Context,
+    before: Searched,
+    past: TokenHistory | None,
+    settings: SamplingArrays,
+    numbers: Numbers,
+    limit: Array,
+    allowed: Any,
     scores: int | None = None,
-) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
+) -> tuple[Context, Searched, TokenHistory | None, Columns]:
     """The next token of the beams that go on, among those allowed, and rows that go on from
     others: behind ``feed``, a step of ``search``."""
     spread = None if context.cache is None else context.cache.spread
@@ -117,15 +134,15 @@ def _fed(model: Model, params: Any, context: Context, search: Searched) -> tuple
     width = search.token.shape[1] // search.done.shape[1]
     done = jnp.repeat(search.done, width, axis=1)
     lengths = (~done.ravel()).astype(jnp.int32)
-    logits, context = context.feed(model, params, search.token.reshape(-1, 1), lengths)
-    return context, whole(logits, context)
+    logits, context = context.forward(model, params, search.token.reshape(-1, 1), lengths)
+    return context, gather_vocab(logits, context)
 
 
 def _step(
-    context: Context, before: Searched, past: Past | None, logits: Logits, filters: Filters,
-    beams: Beams, settings: Sampling, numbers: Numbers, limit: Array, scores: int | None,
+    context: Context, before: Searched, past: TokenHistory | None, logits: Logits, filters: Filters,
+    beams: Beams, settings: SamplingArrays, numbers: Numbers, limit: Array, scores: int | None,
     allowed: Any = None,
-) -> tuple[Context, Searched, Past | None, Columns]:  # fmt: skip
+) -> tuple[Context, Searched, TokenHistory | None, Columns]:  # fmt: skip
     """Choose, and have rows go on from others; columns of [rows]."""
     after, past, chosen = _chosen(
         before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
@@ -135,9 +152,9 @@ def _step(
 
 
 def _chosen(
-    before: Searched, past: Past | None, logits: Logits, filters: Filters, beams: Beams,
-    settings: Sampling, numbers: Numbers, limit: Array, scores: int | None, allowed: Any,
-) -> tuple[Searched, Past | None, Chosen]:  # fmt: skip
+    before: Searched, past: TokenHistory | None, logits: Logits, filters: Filters, beams: Beams,
+    settings: SamplingArrays, numbers: Numbers, limit: Array, scores: int | None, allowed: Any,
+) -> tuple[Searched, TokenHistory | None, Chosen]:  # fmt: skip
     """The next tokens of all beams, and their rows' pasts with them."""
     batch = len(before.token)
 
@@ -146,7 +163,7 @@ def _chosen(
 
     own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     seen = None if past is None else past.seen
-    known = own if past is None else past.hooked(own, filters.hook)
+    known = own if past is None else past.apply_hook(own, filters.hook)
     count = jnp.repeat(before.count, beams.width, axis=1).ravel()
     known = filter_logits(known, filters, settings, count=count, past=past, allowed=allowed)
     fine = jnp.all(jnp.isfinite(own), axis=-1) & jnp.all(known < jnp.inf, axis=-1)
@@ -156,13 +173,13 @@ def _chosen(
         before, apart(known), apart(own), apart(settings.eos)[:, 0], numbers, limit, beams, scores
     )
     if past is not None:
-        mine: Past = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
+        mine: TokenHistory = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
         token, vocab = after.token.ravel(), logits.shape[1]
         taken = ~jnp.repeat(before.done, beams.width, axis=1).ravel()
         if mine.seen is not None:
             at = jnp.where(taken, token, vocab)
-            seen = with_set(mine.seen, at, True)
-        past = mine.with_token(seen, token, taken)
+            seen = set_at(mine.seen, at, True)
+        past = mine.append_tokens(seen, token, taken)
     broken |= after.broken
     count = jnp.where(broken[:, None], before.count, after.count)
     return replace(after, broken=broken, count=count), past, chosen
@@ -198,7 +215,7 @@ def _placed(tree: Any, spread: MeshSharding | None) -> Any:
     )
 
 
-def rows_kept(rows: np.ndarray, back: np.ndarray, request: Request) -> tuple[Any, Any]:
+def rows_kept(rows: np.ndarray, back: np.ndarray, request: GenerationRequest) -> tuple[Any, Any]:
     """Of rows that the prompts of a mesh keep, int[prompts, n], and tokens that they forget, those
     of the prompts that were asked for, and behind them as many empty ones as fill the mesh up."""
     asked = request.rows // request.samples

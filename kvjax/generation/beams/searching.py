@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvjax.core.validation import as_int, as_python, short_repr
-from kvjax.generation.options import Options
+from kvjax.generation.options import GenerationOptions
 
 MOST_ROWS = 65536
 """Rows of a prompt: each has a text of its own on the host."""
@@ -39,7 +39,7 @@ class Search:
     diversity_penalty: float = 0.0
 
 
-def rows_asked(options: Options) -> tuple[int, Search | None]:
+def rows_asked(options: GenerationOptions) -> tuple[int, Search | None]:
     """How many rows of each prompt there are, and of a search what it is.
 
     Raises:
@@ -49,7 +49,7 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     beams = as_int("num_beams", options.num_beams, 1, MOST_ROWS)
     if beams > 1:
         return beams, _search(options, n, beams)
-    defaults = Options()
+    defaults = GenerationOptions()
     for name in ("num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"):
         value = as_python(getattr(options, name))
         usual = isinstance(value, bool | int | float | str) and value == getattr(defaults, name)
@@ -66,7 +66,7 @@ def rows_asked(options: Options) -> tuple[int, Search | None]:
     return samples, Search(n)
 
 
-def _search(options: Options, n: int, beams: int) -> Search:
+def _search(options: GenerationOptions, n: int, beams: int) -> Search:
     groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     if n > beams:
         raise ValueError(f"n is {n}, and num_beams is {beams}: a search finds as many texts")

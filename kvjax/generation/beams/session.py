@@ -10,7 +10,7 @@ from kvjax.generation.beams import programs
 from kvjax.generation.beams.searching import Beams, Search
 from kvjax.generation.beams.steps import Numbers, Searched
 from kvjax.generation.context import Cached
-from kvjax.generation.request import Request
+from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import Session
 
 Report = tuple[programs.Columns, Searched]
@@ -21,7 +21,7 @@ class BeamSession:
     """``begin`` behind a session's prompts, and ``search`` again and again, with the session's
     ``make_room`` before it. Nothing here waits for the device, but ``rows_of``."""
 
-    def __init__(self, request: Request, session: Session) -> None:
+    def __init__(self, request: GenerationRequest, session: Session) -> None:
         search = request.search
         assert search is not None and search.beams is not None
         self._request, self._session = request, session
@@ -31,19 +31,22 @@ class BeamSession:
     def begin(self) -> Report:
         """Choose the first tokens, from the logits after the prompts."""
         request, session, given = self._request, self._session, self._search
-        past = session.branch_out()
+        past = session.expand_samples()
         numbers: Any = (
             np.float32(given.length_penalty), np.int32(given.early_stopping),
             np.float32(given.diversity_penalty),
         )  # fmt: skip
         self._numbers = session.put(Numbers(*numbers))
-        self._limit, self._settings = session.put(np.int32(request.limit)), session.settings
+        self._limit, self._settings = (
+            session.put(np.int32(request.max_new_tokens)),
+            session.settings,
+        )
         asked = np.arange(len(request.prompts)) < request.rows // request.samples
         context: Any = session.context
         since = context.length if context.cache is None else context.cache.length
         self._state, self._past, columns = programs.begin(
             session.logits, request.filters, self._beams, self._settings, self._numbers,
-            self._limit, past, asked, since, request.scores, request.spread, self._allowed(),
+            self._limit, past, asked, since, request.logprobs, request.spread, self._allowed(),
         )  # fmt: skip
         del session.logits
         return columns, self._state
@@ -67,7 +70,7 @@ class BeamSession:
         return (
             lm.architecture, request.filters, self._beams, lm.params, self._session.context,
             self._state, self._past, self._settings, self._numbers, self._limit, steps,
-            request.scores,
+            request.logprobs,
         )  # fmt: skip
 
     def keep(self, rows: np.ndarray, back: np.ndarray) -> bool:

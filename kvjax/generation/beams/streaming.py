@@ -17,11 +17,11 @@ from kvjax.generation.beams.results import Best, ancestors, best, live_texts
 from kvjax.generation.beams.session import Report
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.programs import CHUNK
-from kvjax.generation.request import Chunk, Request, prompt_chunks
-from kvjax.generation.results import GenerationResult, GenerationStats, Meter, Piece, padded
+from kvjax.generation.programs import MAX_STEPS
+from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks
+from kvjax.generation.results import GenerationResult, GenerationStats, Piece, Timer, pad_result
 from kvjax.generation.session import Session
-from kvjax.generation.streaming import Pieces
+from kvjax.generation.streaming import PieceIterator
 from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore
 
@@ -29,17 +29,17 @@ _WATCHED_STEPS = 8
 """Steps of a dispatch where somebody waits for its text."""
 
 
-class BeamStream(Pieces):
+class BeamStream(PieceIterator):
     """A beam search that runs as it is iterated over; of a prompt comes, before the end, what all
     of its texts begin with: nothing can take that back."""
 
     def __init__(
         self,
         lm: LanguageModel,
-        request: Request,
+        request: GenerationRequest,
         *,
         watched: bool,
-        chunks: list[Chunk] | None = None,
+        chunks: list[PromptChunk] | None = None,
     ) -> None:
         search = request.search
         assert search is not None and search.beams is not None
@@ -60,7 +60,7 @@ class BeamStream(Pieces):
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
         self._state: Any = None
-        self._prefill_meter, self._decode_meter = Meter(), Meter()
+        self._prefill_meter, self._decode_meter = Timer(), Timer()
         super().__init__(self._session, given=request.cache is not None)
 
     def _pieces_of_all(self) -> Iterator[Piece]:
@@ -70,26 +70,26 @@ class BeamStream(Pieces):
             chunks = self._chunks
             chunks = prompt_chunks(request, self._session.hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
-                self._session.make_room(chunk.held)
-                self._session.fill(chunk)
+                self._session.make_room(chunk.cache_len)
+                self._session.prefill(chunk)
                 report_progress("reading the prompt", number, len(chunks), self._session.logits)
             self._absorb(self._search.begin())
-        dispatched, longest = 1, request.need - request.limit
+        dispatched, longest = 1, request.positions - request.max_new_tokens
         flying: deque[Report] = deque()
-        most, ahead = _WATCHED_STEPS if self._watched else CHUNK, 2
+        most, ahead = _WATCHED_STEPS if self._watched else MAX_STEPS, 2
         if request.guides is not None:  # each token waits for the one before
             most, ahead = 1, 1
         while not self._state.done.all():
             yield self._piece()
             with self._decode_meter.running():
                 # One dispatch ahead: its loop ends at once if all is done by then.
-                while len(flying) < ahead and dispatched < request.limit:
-                    steps = min(most, request.limit - dispatched)
+                while len(flying) < ahead and dispatched < request.max_new_tokens:
+                    steps = min(most, request.max_new_tokens - dispatched)
                     self._session.make_room(longest + dispatched + steps)
                     dispatched += steps
                     flying.append(self._search.search(np.int32(steps)))
                 self._absorb(flying.popleft())
-            report_progress("generating", len(self._history), request.limit)
+            report_progress("generating", len(self._history), request.max_new_tokens)
         with self._decode_meter.running():
             self._session.check()
             self._result = self._found()
@@ -130,24 +130,24 @@ class BeamStream(Pieces):
     def _found(self) -> GenerationResult:
         """The best texts, and what goes with them."""
         request, prompts = self._request, self._prompts
-        found = best(self._history, self._state.ended, self._kept, request.scores)
+        found = best(self._history, self._state.ended, self._kept, request.logprobs)
         for row, tokens in zip(
             self._rows, chain.from_iterable(found.tokens[:prompts]), strict=True
         ):
             for token in tokens[len(row.tokens) :]:
                 row.push(token)
-            row.finish("eos" if tokens and tokens[-1] in request.eos else "length")
+            row.finish("eos" if tokens and tokens[-1] in request.eos_token_ids else "length")
         self._scores = [*chain.from_iterable(found.told[:prompts])]
         cache, unfed = self._cache(found)
         words: Any = [row.text for row in self._rows] if self._has_text else None
         result = GenerationResult(
             words, [row.tokens for row in self._rows], self._stats(), cache, unfed,
-            None if request.scores is None else self._scores,
+            None if request.logprobs is None else self._scores,
             guides=guides_along(self._session.lm, request, [row.tokens for row in self._rows]),
             sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
         )  # fmt: skip
         if request.padded:
-            result = padded(result, request.limit, self._padding, request.scores)
+            result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
     def _cache(self, found: Best) -> tuple[Any, list[list[int]]]:
@@ -158,9 +158,9 @@ class BeamStream(Pieces):
         beam, held, back = ancestors(live, count, found.known, found.before)
         lacking = zip(self._rows, held.ravel(), strict=False)
         unfed = [row.tokens[n:] for row, n in lacking]
-        if request.prefixes is not None:
-            each = zip(request.texts, live.reshape(-1, live.shape[2]), strict=True)
-            session.end([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
+        if request.prefix_cache is not None:
+            each = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
+            session.close([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
             return None, unfed
         cache: Any = session.cache
         rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
@@ -169,22 +169,22 @@ class BeamStream(Pieces):
         return session.cache, unfed
 
     def _piece(self) -> Piece:
-        before, taken = [row.given for row in self._rows], [row.take() for row in self._rows]
+        before, taken = [row.num_taken for row in self._rows], [row.take() for row in self._rows]
         text: Any = [text for text, _ in taken] if self._has_text else None
         scores = None
-        if self._request.scores is not None:
+        if self._request.logprobs is not None:
             each = zip(self._scores, before, self._rows, strict=True)
-            scores = [told[start : row.given] for told, start, row in each]
+            scores = [told[start : row.num_taken] for told, start, row in each]
         return Piece(text, [tokens for _, tokens in taken], self._stats(), scores)
 
     def _stats(self) -> GenerationStats:
         prefill, decode, request = self._prefill_meter, self._decode_meter, self._request
         steps = max(len(self._history) - 1, 0) * self._prompts
-        start = request.start.tolist()
+        start = request.cache_lengths.tolist()
         asked = zip(start, map(len, request.prompts), strict=True)
         longest = max(held + new for held, new in asked) + len(self._history)
         return GenerationStats(
-            prompt_tokens=sum(map(len, request.to_read or request.prompts)),
+            prompt_tokens=sum(map(len, request.encoder_tokens or request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
             compile_seconds=prefill.compile_seconds + decode.compile_seconds,
             prefill_seconds=prefill.seconds,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from kvjax.core.validation import as_int, normalize_bool_field, normalize_int_field
-from kvjax.generation.encoder import without_encoder
+from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
@@ -82,7 +82,7 @@ def draft_of(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
         raise ValueError(
             f"draft is {given!r:.80}: give a model, 'lookup', or a DraftModel or PromptLookup"
         )
-    without_encoder("a draft", given.lm)
+    refuse_encoder("a draft", given.lm)
     if budget_of(given.cache) is not None:
         raise ValueError(
             "a draft's cache can't be policy('auto'): its layers would move as it runs"

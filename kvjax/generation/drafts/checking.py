@@ -12,11 +12,11 @@ from jaxtyping import Float, UInt
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.proposals import Drafted
-from kvjax.generation.programs import Progress, whole
-from kvjax.sampling.filters import with_set
-from kvjax.sampling.history import Past
+from kvjax.generation.programs import Progress, gather_vocab
+from kvjax.sampling.filters import set_at
+from kvjax.sampling.history import TokenHistory
 
-Chosen = tuple[Progress, Past, Any]
+Chosen = tuple[Progress, TokenHistory, Any]
 """As ``choosing.chosen`` gives it."""
 EveryLogits = Float[Array, "batch places vocab"]
 Choose = Callable[..., Chosen]
@@ -24,10 +24,10 @@ Choose = Callable[..., Chosen]
 
 
 def checked(
-    drafted: Drafted, logits: EveryLogits, context: Cached, before: Progress, past: Past,
+    drafted: Drafted, logits: EveryLogits, context: Cached, before: Progress, past: TokenHistory,
     now: RowMask, out: Any, begin: PerRow, choose: Choose,
     allowed: UInt[Array, "batch places words"] | None = None,
-) -> tuple[Progress, Past, Any]:  # fmt: skip
+) -> tuple[Progress, TokenHistory, Any]:  # fmt: skip
     """The model's own tokens of the rows that it is ``now`` for, as far as they are what was
     drafted, and one more of each.
 
@@ -44,7 +44,9 @@ def checked(
 
     def one(carry: Any) -> Any:
         place, progress, past, still, out = carry
-        here = whole(lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False), context)
+        here = gather_vocab(
+            lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False), context
+        )
         may = None
         if allowed is not None:
             may = lax.dynamic_index_in_dim(allowed, place, axis=1, keepdims=False)
@@ -64,4 +66,4 @@ def told(out: Any, found: Any, before: Progress, after: Progress, begin: PerRow)
     """With what was found of the rows that took a token: [batch] each, into [batch, room]."""
     room = jax.tree.leaves(out)[0].shape[1]
     at = jnp.where(after.count > before.count, before.count - begin, room)
-    return jax.tree.map(lambda all, new: with_set(all, at, new), out, found)
+    return jax.tree.map(lambda all, new: set_at(all, at, new), out, found)

@@ -25,12 +25,12 @@ from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, chosen, whole
-from kvjax.generation.request import Request
-from kvjax.generation.session import Report, Session
+from kvjax.generation.programs import Progress, choose_and_score, gather_vocab
+from kvjax.generation.request import GenerationRequest
+from kvjax.generation.session import DecodeOutput, Session
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, Sampling
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.scores import Scores
 
 
@@ -45,7 +45,7 @@ class DraftedGuidedSession(GuidedSession):
         assert draft is not None
         return 1 + (draft.length or USUAL)
 
-    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> Report:
+    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
         """Choose up to so many tokens more, of all rows but those to end now (bool[batch])."""
         drafter, drafts = self.drafter, self._drafts
         if drafter is None or drafts is None:
@@ -61,16 +61,16 @@ class DraftedGuidedSession(GuidedSession):
         self.context, logits = feed(
             lm.architecture, lm.params, context, self._progress, drafted, halt
         )
-        allowed = self._masks.along(tokens, count, ended)
+        allowed = self._masks.draft_masks(tokens, count, ended)
         (self.context, drafts.held, drafts.fared), found = check(
             *self._checking(drafter, drafts, logits, drafted, halt, allowed)
         )
         self._progress, self._past, self._out, scores = found
-        return Report(found[2], self._progress, scores, drafts.fared)
+        return DecodeOutput(found[2], self._progress, scores, drafts.fared)
 
-    def lowered_steps(self) -> dict[str, Lowered]:
+    def lower_steps(self) -> dict[str, Lowered]:
         """Those of a step without a draft, and the three of one with it, to be compiled."""
-        found, drafter, drafts = super().lowered_steps(), self.drafter, self._drafts
+        found, drafter, drafts = super().lower_steps(), self.drafter, self._drafts
         if drafter is None or drafts is None:
             return found
         lm, halt, context = self._lm, np.zeros(self._rows, bool), self.context
@@ -79,11 +79,13 @@ class DraftedGuidedSession(GuidedSession):
         if drafts.held is None:
             drafts.held = drafts.empty()
         proposed = propose.lower(*self._proposing(drafter, drafts, np.int32(0), halt))
-        drafted = self.like(proposed.out_info[0])
+        drafted = self.zeros_like(proposed.out_info[0])
         fed = feed.lower(lm.architecture, lm.params, context, self._progress, drafted, halt)
         tokens, count = fetch(drafted)
-        allowed = self._masks.along(tokens, count, halt)
-        call = self._checking(drafter, drafts, self.like(fed.out_info[1]), drafted, halt, allowed)
+        allowed = self._masks.draft_masks(tokens, count, halt)
+        call = self._checking(
+            drafter, drafts, self.zeros_like(fed.out_info[1]), drafted, halt, allowed
+        )
         return found | {"propose": proposed, "feed drafts": fed, "check": check.lower(*call)}
 
     def _proposing(
@@ -101,11 +103,11 @@ class DraftedGuidedSession(GuidedSession):
         request = self._request
         return (
             drafter, self.context, drafts.held, drafts.fared, logits, drafted, request.filters,
-            self.settings, self._limit, self._progress, self._past, halt, allowed, request.scores,
+            self.settings, self._limit, self._progress, self._past, halt, allowed, request.logprobs,
         )  # fmt: skip
 
 
-def session_of(lm: LanguageModel, request: Request) -> Session:
+def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
     """The session of a request, with guides or without."""
     if request.guides is None:
         return Session(lm, request)
@@ -115,15 +117,24 @@ def session_of(lm: LanguageModel, request: Request) -> Session:
 
 @functools.partial(jax.jit, static_argnames=("drafter", "filters"), donate_argnames="held")
 def propose(
-    drafter: Drafter, draft_params: Any, held: Any, fared: Acceptance, filters: Filters,
-    progress: Progress, past: Past, halt: Any, settings: Sampling, limit: Array, steps: Any,
-) -> tuple[Drafted, Any]:  # fmt: skip
+    drafter: Drafter,
+    draft_params: Any,
+    held: Any,
+    fared: Acceptance,
+    filters: Filters,
+    progress: Progress,
+    past: TokenHistory,
+    halt: Any,
+    settings: SamplingArrays,
+    limit: Array,
+    steps: Any,
+) -> tuple[Drafted, Any]:
     """Draft of the rows that go on, so that they come to ``steps`` tokens more at most; and the
     draft's own text behind that."""
     progress = replace(progress, done=progress.done | halt)
 
-    def choose(progress: Progress, past: Past, logits: Logits, limit: PerRow) -> Any:
-        return chosen(progress, past, logits, filters, settings, limit, None)[:2]
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow) -> Any:
+        return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
 
     left = jnp.minimum(steps, limit - progress.count) - 1
     found = drafter.found(past, jnp.clip(left, 0, drafter.length))
@@ -138,7 +149,7 @@ def feed(
     """Feed the newest tokens of the rows that go on, and their drafts; the logits behind all."""
     now: RowMask = ~(progress.done | halt)
     logits, context = speculation.fed(model, params, context, progress, drafted, now)
-    return context, whole(logits, context)  # type: ignore[arg-type]
+    return context, gather_vocab(logits, context)  # type: ignore[arg-type]
 
 
 @functools.partial(
@@ -146,15 +157,26 @@ def feed(
     donate_argnames=("context", "held", "past"),
 )  # fmt: skip
 def check(
-    drafter: Drafter, context: Cached, held: Any, fared: Acceptance, logits: EveryLogits,
-    drafted: Drafted, filters: Filters, settings: Sampling, limit: Array, progress: Progress,
-    past: Past, halt: Any, allowed: Any, scores: int | None,
-) -> tuple[Any, tuple[Progress, Past, Int[Array, "batch places"], Scores | None]]:  # fmt: skip
+    drafter: Drafter,
+    context: Cached,
+    held: Any,
+    fared: Acceptance,
+    logits: EveryLogits,
+    drafted: Drafted,
+    filters: Filters,
+    settings: SamplingArrays,
+    limit: Array,
+    progress: Progress,
+    past: TokenHistory,
+    halt: Any,
+    allowed: Any,
+    scores: int | None,
+) -> tuple[Any, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
     """Choose the tokens of the rows that go on, as far as they are what was drafted, and one more;
     ``allowed``: uint32[batch, places, words]. Both texts, and how drafts fare, come first."""
 
-    def choose(progress: Progress, past: Past, logits: Logits, allowed: Any = None) -> Any:
-        return chosen(
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: Any = None) -> Any:
+        return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvjax.generation.drafts.asked import Draft, DraftModel, PromptLookup, relat
 from kvjax.generation.drafts.proposals import Drafter, Lookup, Second
 from kvjax.generation.drafts.speculation import speculate
 from kvjax.generation.model import Model
-from kvjax.generation.request import Chunk, Request, prompt_chunks
+from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import position_limit
 
@@ -27,9 +27,9 @@ class Drafts:
     """``held``: the draft's own cache, None where there is none; ``fared``: how they fare;
     ``params``: of its model."""
 
-    def __init__(self, lm: Any, request: Request, draft: Draft, platform: str) -> None:
+    def __init__(self, lm: Any, request: GenerationRequest, draft: Draft, platform: str) -> None:
         self._request, self._draft, self._platform = request, draft, platform
-        self._rows = len(request.texts)
+        self._rows = len(request.row_prompts)
         self.held: Cached | None = None
         self.params: Any = None
         self._share = 0.0
@@ -56,7 +56,7 @@ class Drafts:
         if not isinstance(draft, DraftModel):
             return None
         limit = position_limit(self._lm.config)
-        capacity = request.room if limit is None else min(request.room, limit)
+        capacity = request.history_len if limit is None else min(request.history_len, limit)
         cache = allocate(
             self._lm.config, draft.cache, batch=len(request.prompts), max_len=capacity,
             initial_len=capacity, mesh=self._lm.mesh,
@@ -70,11 +70,13 @@ class Drafts:
             return
         request = self._request
         logits = self._no_logits(context)
-        texts = request.prompts if request.before is None else request.known_texts
-        for chunk in prompt_chunks(replace(request, prompts=texts, start=0 * request.start)):
+        texts = request.prompts if request.cache_tokens is None else request.row_sequences
+        for chunk in prompt_chunks(
+            replace(request, prompts=texts, cache_lengths=0 * request.cache_lengths)
+        ):
             context, logits = programs.prefill(*self._reading(context, logits, chunk))
         if request.samples > 1:
-            context, _ = programs.sampled(context, logits, request.samples)
+            context, _ = programs.repeat_rows(context, logits, request.samples)
         self.held = context
 
     def decode(self, drafter: Drafter, call: tuple[Any, ...]) -> Any:
@@ -89,7 +91,7 @@ class Drafts:
         held = self.empty() if self.held is None else self.held
         return speculate.lower(drafter, self.params, held, self.fared, *call)
 
-    def lowered_reading(self, chunks: list[Chunk]) -> list[Lowered]:
+    def lowered_reading(self, chunks: list[PromptChunk]) -> list[Lowered]:
         """Its reading of these chunks, likewise."""
         held = self.empty()
         if held is None:
@@ -102,7 +104,7 @@ class Drafts:
         shape = len(self._request.prompts), self._lm.config.vocab_size
         return Device(spread=context.cache.spread).put(np.zeros(shape, np.float32))
 
-    def _reading(self, context: Any, logits: Any, chunk: Chunk) -> tuple[Any, ...]:
+    def _reading(self, context: Any, logits: Any, chunk: PromptChunk) -> tuple[Any, ...]:
         lm, last = self._lm, self._lm.config.vocab_size - 1
         tokens = jnp.minimum(chunk.tokens, last) if last + 1 < self._vocab else chunk.tokens
         return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
@@ -115,7 +117,7 @@ class Drafts:
         for held in (cache, its and its.cache):
             if held is not None and held.max_rewind is not None:
                 # Of what a stop string takes back, half is left.
-                stops = bool(self._request.stops) and held is cache
+                stops = bool(self._request.stop) and held is cache
                 length = min(length, held.max_rewind // (2 if stops else 1))
         if length < 1:
             return None

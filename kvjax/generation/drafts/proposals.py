@@ -13,11 +13,11 @@ from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Price
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, whole
+from kvjax.generation.programs import Progress, gather_vocab
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.history import Past
+from kvjax.sampling.history import TokenHistory
 
-Choose = Callable[[Progress, Past, Logits, PerRow], tuple[Progress, Past]]
+Choose = Callable[[Progress, TokenHistory, Logits, PerRow], tuple[Progress, TokenHistory]]
 """How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;
 a row is done after so many new tokens, int32[batch]."""
 Drafted = tuple[Int[Array, "batch length"], PerRow]
@@ -33,7 +33,7 @@ class Lookup:
     shortest: int
     longest: int
 
-    def found(self, past: Past, most: PerRow) -> PerRow:
+    def found(self, past: TokenHistory, most: PerRow) -> PerRow:
         """How many tokens of each row could be drafted, and at most so many."""
         return jnp.where(self._matched(past)[0] >= self.shortest, most, 0)
 
@@ -42,7 +42,7 @@ class Lookup:
         params: None,
         held: None,
         progress: Progress,
-        past: Past,
+        past: TokenHistory,
         wanted: PerRow,
         choose: Choose,
     ) -> tuple[Drafted, None]:
@@ -57,7 +57,7 @@ class Lookup:
         """There is nothing to take back."""
         return held
 
-    def _matched(self, past: Past) -> tuple[PerRow, PerRow]:
+    def _matched(self, past: TokenHistory) -> tuple[PerRow, PerRow]:
         """How many tokens at a row's end stand earlier in it, as far as they count, and the place
         behind the newest such."""
         tokens, length = past.tokens, past.length
@@ -88,12 +88,12 @@ class Second:
     own: int
     vocab: int
 
-    def found(self, past: Past, most: PerRow) -> PerRow:
+    def found(self, past: TokenHistory, most: PerRow) -> PerRow:
         """It can always go on."""
         return most
 
     def propose(
-        self, params: Any, held: Cached, progress: Progress, past: Past, wanted: PerRow,
+        self, params: Any, held: Cached, progress: Progress, past: TokenHistory, wanted: PerRow,
         choose: Choose,
     ) -> tuple[Drafted, Cached]:  # fmt: skip
         """So many tokens of each row, which its cache then holds, but for the newest of them."""
@@ -122,10 +122,10 @@ class Second:
 
     def settled(self, held: Cached, known: PerRow) -> Cached:
         """Without what it holds beyond the ``known`` tokens of each row."""
-        return held.taken_back(jnp.maximum(held.cache.length - known, 0))
+        return held.rewind(jnp.maximum(held.cache.length - known, 0))
 
     def _caught_up(
-        self, params: Any, held: Cached, past: Past, wanted: PerRow
+        self, params: Any, held: Cached, past: TokenHistory, wanted: PerRow
     ) -> tuple[Logits, Cached]:
         """Its logits behind the text, of which it may have missed some."""
         tokens, length = past.tokens, past.length
@@ -149,11 +149,11 @@ class Second:
         self, params: Any, held: Cached, tokens: Tokens, real: PerRow
     ) -> tuple[Logits, Cached]:
         """Its logits behind some tokens, for the model's vocabulary."""
-        logits, held = held.feed(self.model, params, jnp.minimum(tokens, self.own - 1), real)
+        logits, held = held.forward(self.model, params, jnp.minimum(tokens, self.own - 1), real)
         logits = logits.astype(jnp.float32)[:, : self.vocab]
         least = jnp.finfo(jnp.float32).min / 2  # a finite number, which no token is drawn from
         more = (0, 0), (0, self.vocab - logits.shape[1])
-        return whole(jnp.pad(logits, more, constant_values=least), held), held
+        return gather_vocab(jnp.pad(logits, more, constant_values=least), held), held
 
 
 Drafter = Lookup | Second

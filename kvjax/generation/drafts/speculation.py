@@ -22,10 +22,10 @@ from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.generation.drafts.checking import EveryLogits, checked, told
 from kvjax.generation.drafts.proposals import Drafted, Drafter
 from kvjax.generation.model import Model
-from kvjax.generation.programs import CHUNK, Progress, chosen, whole
+from kvjax.generation.programs import MAX_STEPS, Progress, choose_and_score, gather_vocab
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.history import Past
-from kvjax.sampling.params import Filters, Sampling
+from kvjax.sampling.history import TokenHistory
+from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.scores import Scores
 
 
@@ -38,7 +38,7 @@ class _Carry:
     held: Any
     fared: Acceptance
     progress: Progress
-    past: Past
+    past: TokenHistory
     wanted: PerRow
     out: tuple[Array, Scores | None]
 
@@ -57,14 +57,20 @@ def speculate(
     params: Any,
     context: Cached,
     progress: Progress,
-    past: Past,
+    past: TokenHistory,
     halt: RowMask,
-    settings: Sampling,
+    settings: SamplingArrays,
     limit: Array,
     steps: Array,
     scores: int | None = None,
 ) -> tuple[
-    Cached | None, Acceptance, Cached, Progress, Past, Int[Array, "batch chunk"], Scores | None
+    Cached | None,
+    Acceptance,
+    Cached,
+    Progress,
+    TokenHistory,
+    Int[Array, "batch chunk"],
+    Scores | None,
 ]:
     """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done.
 
@@ -74,22 +80,22 @@ def speculate(
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
 
-    def choose(progress: Progress, past: Past, logits: Logits, allowed: None = None) -> Any:
-        return chosen(progress, past, logits, filters, settings, limit, scores)
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None) -> Any:
+        return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
     def active(progress: Progress) -> RowMask:
         return ~progress.done & (progress.count - begin < steps)
 
-    def wanted(fared: Acceptance, progress: Progress, past: Past) -> PerRow:
+    def wanted(fared: Acceptance, progress: Progress, past: TokenHistory) -> PerRow:
         # Nothing is drafted, nor ever fed, beyond the last token that is asked for.
         left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
         found = drafter.found(past, jnp.clip(left, 0, drafter.length))
         return fared.wanted(found, drafter.price, active(progress))
 
     def draft(
-        progress: Progress, past: Past, logits: Logits, limit: PerRow
-    ) -> tuple[Progress, Past]:
-        return chosen(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
+        progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
+    ) -> tuple[Progress, TokenHistory]:
+        return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
 
     def going(carry: _Carry) -> Array:
         return jnp.any(active(carry.progress)) & ~jnp.any(carry.progress.broken)
@@ -99,11 +105,11 @@ def speculate(
         before = carry.progress
         now = active(before)
         context: Any
-        logits, context = carry.context.feed(
+        logits, context = carry.context.forward(
             model, params, before.token[:, None], now.astype(jnp.int32)
         )
         waiting = replace(before, done=~now)
-        logits = whole(logits, context)
+        logits = gather_vocab(logits, context)
         after, past, found = choose(waiting, carry.past, logits)
         after = replace(after, done=jnp.where(now, after.done, before.done))
         out = told(carry.out, (after.token, found), before, after, begin)
@@ -132,7 +138,7 @@ def speculate(
         carry = lax.while_loop(lambda c: going(c) & ~jnp.any(c.wanted > 0), single, carry)
         return lax.while_loop(lambda c: going(c) & jnp.any(c.wanted > 0), several, carry)
 
-    shape = begin.shape[0], CHUNK
+    shape = begin.shape[0], MAX_STEPS
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
     first = wanted(fared, progress, past)
     carry = _Carry(context, held, fared, progress, past, first, out)
@@ -145,7 +151,7 @@ def fed(
 ) -> tuple[EveryLogits, Cached]:
     """Feed the rows that it is ``now`` for their newest token, and what was drafted behind it."""
     tokens = jnp.concatenate([before.token[:, None], drafted[0]], axis=1)
-    return context.feed_all(model, params, tokens, _lengths(drafted, now))
+    return context.forward_all(model, params, tokens, _lengths(drafted, now))
 
 
 def settled(
@@ -159,7 +165,7 @@ def settled(
     # A row's cache ends before its newest token, and holds what broke it.
     surplus = _lengths(drafted, now) - jnp.where(now, jnp.maximum(taken, 1), 0)
     fared = fared.after(count, accepted, drafter.length, drafter.price, now)
-    return context.taken_back(surplus), drafter.settled(held, known + accepted), fared
+    return context.rewind(surplus), drafter.settled(held, known + accepted), fared
 
 
 def _lengths(drafted: Drafted, now: RowMask) -> PerRow:

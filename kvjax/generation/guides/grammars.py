@@ -108,8 +108,9 @@ class Guides:
         whole = llguidance.LLTokenizer(backend.to_str())
         self._tokenizer = llguidance.LLTokenizer(
             TokenizerWrapper(Vocabulary(whole, self._size, self._ends)),
-            n_vocab=self._size, eos_token=self._ends,
-        )  # fmt: skip
+            n_vocab=self._size,
+            eos_token=self._ends,
+        )
 
     def json(self) -> "GrammarGuide":
         """Any JSON object."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvjax.generation.model import ModelConfig
-from kvjax.sampling.filters import EVERY
+from kvjax.sampling.filters import ALL_ALLOWED
 
 
 class Guide(Protocol):
@@ -22,24 +22,24 @@ class Guide(Protocol):
         ...
 
 
-class FormOfText(Guide, Protocol):
+class CopyableGuide(Guide, Protocol):
     """A guide that several rows can begin with: each goes along a copy, or a copy of that."""
 
-    def copy(self) -> "FormOfText":
+    def copy(self) -> "CopyableGuide":
         """The same, of which nothing is known to this one."""
         ...
 
 
-RowGuides = FormOfText | Sequence[FormOfText | None]
+GuideChoice = CopyableGuide | Sequence[CopyableGuide | None]
 """One for every row, or one for each prompt, None where that is free."""
 
 
-def words_for(config: ModelConfig) -> int:
+def mask_words(config: ModelConfig) -> int:
     """Words of a bit for each token."""
     return -(-config.vocab_size // 32)
 
 
-def bits_of(guide: Guide, words: int) -> np.ndarray:
+def guide_mask(guide: Guide, words: int) -> np.ndarray:
     """uint32[words]: what a guide allows.
 
     Raises:
@@ -55,7 +55,7 @@ def bits_of(guide: Guide, words: int) -> np.ndarray:
     return bits
 
 
-def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray, eos: Collection[int]) -> None:
+def draft_masks(guide: Any, draft: Sequence[int], found: np.ndarray, eos: Collection[int]) -> None:
     """Of a guide, and a draft behind its text, what may come behind each token, as far as the
     one before may and is none that ends a text: ``found``, uint32[1 + n, words], is given with the
     first, and filled in."""
@@ -65,13 +65,18 @@ def bits_along(guide: Any, draft: Sequence[int], found: np.ndarray, eos: Collect
             break
         ahead = guide.copy() if ahead is None else ahead
         ahead.accept(token)
-        found[place + 1] = bits_of(ahead, found.shape[1])
+        found[place + 1] = guide_mask(ahead, found.shape[1])
 
 
-def guides_of(
-    config: ModelConfig, given: RowGuides | None, prompts: int, samples: int, rows: int,
-    eos: Sequence[int], least: int,
-) -> tuple[FormOfText | None, ...] | None:  # fmt: skip
+def parse_guides(
+    config: ModelConfig,
+    given: GuideChoice | None,
+    prompts: int,
+    samples: int,
+    rows: int,
+    eos: Sequence[int],
+    least: int,
+) -> tuple[CopyableGuide | None, ...] | None:
     """A guide for each of so many ``rows``, copies of those that are given, where any is: of each
     prompt for each of its ``samples``, and none for the rows behind them.
 
@@ -87,12 +92,12 @@ def guides_of(
             check_guide(guide, eos, least, "copy")
     if all(guide is None for guide in each):
         return None
-    found: list[FormOfText | None] = []
+    found: list[CopyableGuide | None] = []
     for guide in each:
         found += [None if guide is None else guide.copy() for _ in range(samples)]
     for guide in found:
         if guide is not None:
-            bits_of(guide, words_for(config))
+            guide_mask(guide, mask_words(config))
     return tuple(found + [None] * (rows - len(found)))
 
 
@@ -113,14 +118,14 @@ def check_guide(guide: Guide, eos: Collection[int], least: int, *more: str) -> N
         )
 
 
-class Masks:
+class GuideMasks:
     """The guides of rows, as they go along their texts. ``guides``: one a row, or None; ``eos``:
     tokens that end a text."""
 
     def __init__(self, guides: Sequence[Guide | None], words: int, eos: Collection[int]) -> None:
         self._guides, self._eos = guides, eos
         self._counts = np.zeros(len(guides), np.int32)
-        self._bits: Any = np.full((len(guides), words), EVERY, np.uint32)
+        self._bits: Any = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
 
     def accept(self, tokens: Any, counts: Any) -> None:
         """What was chosen last of each row, int32[rows, n], which has come to so many tokens: taken
@@ -131,22 +136,24 @@ class Masks:
                 if guide is not None:
                     guide.accept(token)
 
-    def bits(self, ended: np.ndarray) -> np.ndarray:
+    def next_masks(self, ended: np.ndarray) -> np.ndarray:
         """uint32[rows, words]: what may come next; of rows that have ``ended``, bool[rows],
         anything."""
         for row, guide in enumerate(self._guides):
             if guide is not None:
-                self._bits[row] = EVERY if ended[row] else bits_of(guide, self._bits.shape[1])
+                self._bits[row] = (
+                    ALL_ALLOWED if ended[row] else guide_mask(guide, self._bits.shape[1])
+                )
         return self._bits.copy()  # what is sent may be read later
 
-    def along(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
+    def draft_masks(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
         """uint32[rows, 1 + n, words]: what may come next, and behind each token of a draft,
         int32[rows, n], so many of them real, as far as the one before was allowed."""
         rows, places = tokens.shape
-        found = np.full((rows, places + 1, self._bits.shape[1]), EVERY, np.uint32)
-        found[:, 0] = self.bits(ended)
+        found = np.full((rows, places + 1, self._bits.shape[1]), ALL_ALLOWED, np.uint32)
+        found[:, 0] = self.next_masks(ended)
         for row, guide in enumerate(self._guides):
             if guide is None or ended[row]:
                 continue
-            bits_along(guide, tokens[row, : counts[row]].tolist(), found[row], self._eos)
+            draft_masks(guide, tokens[row, : counts[row]].tolist(), found[row], self._eos)
         return found
