@@ -321,7 +321,7 @@ BAD = {
     '{"prompt": "a\\ud800"}': "it has half a character: '\\ud800'",
     '{"prompt": "a", "temperature": "hot"}': "temperature must be a finite number",
     '{"prompt": "a", "temperature": NaN}': "temperature must be a finite number",
-    '{"prompt": "a", "max_new_tokens": 2.5}': "max_new_tokens must be a whole number",
+    '{"prompt": "a", "max_new_tokens": 2.5}': "max_new_tokens must be an integer",
     '{"prompt": "a", "max_new_tokens": 500}': "but the engine's max_seq_len is 128",
     '{"prompt": "a", "stop": 5}': "stop must be a text, or a list of texts",
     '{"prompt": "a", "stop": [5]}': "a stop string must have at least one character",
@@ -329,7 +329,7 @@ BAD = {
     '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has 'x', which is no token id",
     '{"prompt": "a", "logit_bias": {"1": "x"}}': "logit_bias must be numbers",
     '{"prompt": "a", "logprobs": 500}': "logprobs is 500, and must be at most",
-    '{"prompt": "a", "seed": -1}': "seed must be a whole number from 0",
+    '{"prompt": "a", "seed": -1}': "seed must be an integer from 0",
     '{"prompt": "a", "priority": 0.5}': "priority is 0.5",
 }
 """Lines and what is said of them."""
@@ -447,7 +447,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
         ((prompts, "--out", out, "--max-new-tokens", 500), "the engine's max_seq_len is 128"),
         ((prompts, "--out", out, "--cache", "static"), "in pages"),
         ((prompts, "--out", out, "--cache-memory", "much"), "'much' is no size"),
-        ((prompts, "--out", out, "--max-batch-size", 0), "max_batch_size must be a whole number"),
+        ((prompts, "--out", out, "--max-batch-size", 0), "max_batch_size must be an integer"),
     ):  # fmt: skip
         code, printed, err = run(*arguments[:1], *common, *arguments[1:])
         assert (code, printed) == (2, "") and words in err, err

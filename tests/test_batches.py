@@ -148,7 +148,7 @@ def test_a_wrong_batch_is_told_at_its_turn(tiny_llama):
     limits = InferenceLimits(max_batch_size=1)
     with pytest.raises(ValueError, match="2 prompts, but max_batch_size is 1"):
         list(kvjax.generate_batches(tiny_llama, [["a", "b"]], limits=limits))
-    with pytest.raises(ValueError, match="prefetch_steps must be a whole number, at least 0"):
+    with pytest.raises(ValueError, match="prefetch_steps must be an integer >= 0"):
         InferenceLimits(prefetch_steps=-1)
 
 

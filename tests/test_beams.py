@@ -584,7 +584,7 @@ WRONG = {
     "a list": ({"early_stopping": [1]}, r"early_stopping is \[1\]"),
     "a power": ({"length_penalty": 8}, "length_penalty must be a number from -7 to 7, got 8"),
     "penalty": ({"length_penalty": float("nan")}, "length_penalty must be a number"),
-    "beams": ({"num_beams": 2.5}, "num_beams must be a whole number"),
+    "beams": ({"num_beams": 2.5}, "num_beams must be an integer"),
     "both": ({"best_of": 4}, "best_of is of samples"),
     "no search": ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty is 2.0, and num_beams"),
     "best": ({"num_beams": 1, "best_of": 2, "n": 3}, "best_of is 2, and n is 3"),

@@ -135,8 +135,8 @@ def test_prompts_that_the_model_is_not_made_for(tiny_llama):
     [
         ({"policies": {}}, "no policies"),
         ({"prompts": ()}, "no prompts"),
-        ({"prompts": (0,)}, "prompts must be a whole number, at least 1, got 0"),
-        ({"batches": (1.5,)}, "batches must be a whole number"),
+        ({"prompts": (0,)}, "prompts must be an integer >= 1, got 0"),
+        ({"batches": (1.5,)}, "batches must be an integer"),
         ({"steps": 0}, "steps must be"),
         ({"steps": 129}, "at most 128"),
         ({"repeats": 0}, "repeats must be"),
@@ -252,7 +252,7 @@ def test_policies_in_words():
     ("arguments", "message"),
     [
         (("--batch", "many"), "--batch is 'many': give whole numbers with commas"),
-        (("--prompt", "0"), "prompts must be a whole number, at least 1, got 0"),
+        (("--prompt", "0"), "prompts must be an integer >= 1, got 0"),
         (("--cache", "turbo"), "unknown cache policy 'turbo'"),
         (("--cache", "static,speed=9"), "settings are"),
         (("--kv-bits", "5"), "5 bits for keys"),

@@ -488,8 +488,8 @@ def test_a_fork_survives_the_donation_of_the_first():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_len": 0}, "max_len must be a whole number, at least 1, got 0"),
-        ({"max_len": 4, "batch": 0}, "batch must be a whole number, at least 1, got 0"),
+        ({"max_len": 0}, "max_len must be an integer >= 1, got 0"),
+        ({"max_len": 4, "batch": 0}, "batch must be an integer >= 1, got 0"),
         ({"max_len": 4, "policy": [kvjax.policy()]}, "1 policies for a model of 2 layers"),
         (
             {"max_len": 4, "policy": kvjax.CachePolicy(Dense(8))},
@@ -515,7 +515,7 @@ def test_shapes_that_do_not_fit_are_refused():
         kvjax.append(cache, 0, random(2, KV, 1, DIM), random(2, KV, 1, DIM))
     with pytest.raises(ValueError, match=r"do not fit keys"):
         kvjax.attend(random(3, 3, 1, DIM), cache, 0)
-    with pytest.raises(ValueError, match="window must be a whole number, at least 1, got 0"):
+    with pytest.raises(ValueError, match="window must be an integer >= 1, got 0"):
         kvjax.attend(random(3, 4, 1, DIM), cache, 0, window=0, causal=False)
     with pytest.raises(ValueError, match="unknown attention path 'fast'"):
         kvjax.attend(random(3, 4, 1, DIM), cache, 0, path="fast")

@@ -387,13 +387,13 @@ def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
     for settings, message in (
         ({"on_full": "grow"}, "on_full is 'grow': there are stop, drop"),
         ({"temperature": -1.0}, "temperature must be a finite number"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, at least 1"),
-        ({"seed": -1}, "seed must be a whole number, at least 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1"),
+        ({"seed": -1}, "seed must be an integer >= 0"),
         ({"system": 3}, "system must be a text, got 3"),
         ({"template": ""}, "template must be Jinja text or 'plain'"),
         ({"template": "plain", "template_options": {"x": 1}}, "has no options for it"),
         ({"template_options": 3}, "template_options must map names to values"),
-        ({"max_len": 0}, "max_len must be a whole number, at least 1"),
+        ({"max_len": 0}, "max_len must be an integer >= 1"),
         ({"cache": kvjax.init_cache(tiny_llama.config, max_len=8)}, "makes its own cache"),
         ({"stop": ""}, "at least one character"),
     ):  # fmt: skip

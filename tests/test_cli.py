@@ -344,7 +344,7 @@ def test_no_prompt_at_a_terminal_is_one_line(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", terminal)
     assert_refused(run("generate"), "no prompt")
     # A byte of an argument that is not UTF-8, as Python has it.
-    assert_refused(run("generate", "caf\udce9"), "the text is not Unicode: character 3 is half")
+    assert_refused(run("generate", "caf\udce9"), "the text is not valid Unicode: character 3")
 
 
 def test_unknown_command_is_one_line(run):
@@ -479,7 +479,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     for refused, message in {
         ("--config", config): "the config has no num_attention_heads or n_head",
         ("--config", config, "--shape", "gpt2"): "give one of --model",
-        ("--shape", "gpt2", "--max-len", 0): "max_len must be a whole number, at least 1, got 0",
+        ("--shape", "gpt2", "--max-len", 0): "max_len must be an integer >= 1, got 0",
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
         ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': there are v5e, v6e, v5p",
         ("--device", "v5e", "--memory", "16GB"): "--device has a memory and a compiler of its own",

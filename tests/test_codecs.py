@@ -302,7 +302,7 @@ def test_the_textbooks_absmax():
         (lambda: Integer(5), "bits=5: there are codes of 1, 2, 3, 4, 8"),
         (lambda: Int4("row"), "per='row': scales are per token, channel, head, tensor"),
         (lambda: Int4("head", 8), "a scale per head has no groups"),
-        (lambda: Int4(group=0), "group must be a whole number, at least 1, got 0"),
+        (lambda: Int4(group=0), "group must be an integer >= 1, got 0"),
         (lambda: Int4(scales=Raw("float32")), "scales have 16 bits, not those of"),
         (lambda: Float8("e3m4"), "kind='e3m4': there are e4m3, e5m2"),
         (lambda: HalfQuadratic(Int4()), "has none: give it an integer codec with"),
@@ -368,5 +368,5 @@ def test_transformers_residuals_that_are_shorter_than_a_block():
     policy = kvjax.transformers_policy(residual_length=4)
     assert (policy.block, policy.recent, policy.keys.group) == (8, 0, 64)
     assert kvjax.transformers_policy(residual_length=8) == policy
-    with pytest.raises(ValueError, match="residual_length must be a whole number, at least 1"):
+    with pytest.raises(ValueError, match="residual_length must be an integer >= 1"):
         kvjax.transformers_policy(residual_length=0)

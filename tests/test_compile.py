@@ -156,8 +156,8 @@ class _Watched:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 0}, "batch must be a whole number, at least 1, got 0"),
-        ({"max_len": 0}, "max_len must be a whole number, at least 1, got 0"),
+        ({"batch": 0}, "batch must be an integer >= 1, got 0"),
+        ({"max_len": 0}, "max_len must be an integer >= 1, got 0"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"prefill_chunk": 0}, "prefill_chunk must be"),
         ({"policy": "turbo"}, "unknown cache policy 'turbo'"),

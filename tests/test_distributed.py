@@ -244,7 +244,7 @@ def test_a_wrong_number_of_processes_is_an_error(start):
         (("--coordinator", "here"), "--coordinator is 'here': give host and port"),
         (("--coordinator", "1234"), "--coordinator is '1234': give host and port"),
         (("--coordinator", "here:99999"), "--coordinator is 'here:99999': give host and port"),
-        (("--start-timeout", "0"), "--start-timeout must be a whole number, at least 1, got 0"),
+        (("--start-timeout", "0"), "--start-timeout must be an integer >= 1, got 0"),
     ],
 )
 def test_wrong_settings_are_refused(monkeypatch, capfd, arguments, message):

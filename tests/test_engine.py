@@ -728,7 +728,7 @@ def test_two_thousand_requests():
 
 
 BAD = {
-    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens must be a whole number"),
+    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens must be an integer"),
     "too long": ({"max_new_tokens": MOST}, "max_seq_len is 192"),
     "priority": ({"priority": 0.5}, "priority is 0.5"),
     "deadline": ({"deadline": -1}, "deadline is -1"),
@@ -835,7 +835,7 @@ def test_pools_take_what_there_is(monkeypatch):
 def test_engines_that_can_not_be():
     lm = lettered()
     for given, words in {
-        "step_tokens": ({"step_tokens": 3}, "step_tokens must be a whole number, at least 36"),
+        "step_tokens": ({"step_tokens": 3}, "step_tokens must be an integer >= 36"),
         "exact": ({"exact": 1}, "exact is 1"),
         "rounds": ({"decode_rounds": 0}, "decode_rounds"),
     }.values():

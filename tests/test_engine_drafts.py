@@ -316,7 +316,7 @@ def test_drafts_that_an_engine_can_not_have(draft, words):
         draft = replace(lm(), params=draft)
     with pytest.raises(ValueError, match=words):
         engine(draft=draft)
-    with pytest.raises(ValueError, match="prefill_chunk must be a whole number"):
+    with pytest.raises(ValueError, match="prefill_chunk must be an integer"):
         engine(draft=alike(), prefill_chunk="x")
 
 

@@ -166,9 +166,9 @@ def test_policies_in_words():
     [
         ([5], {}, "a text of 1 tokens: there is nothing to predict"),
         ([5, 99999], {}, "token 99999: the vocabulary has 4096"),
-        ([5] * 9, {"context": 1}, "context must be a whole number, at least 2, got 1"),
-        ([5] * 9, {"chunk": 0}, "chunk must be a whole number, at least 1, got 0"),
-        ([5] * 9, {"windows": 0}, "windows must be a whole number, at least 1, got 0"),
+        ([5] * 9, {"context": 1}, "context must be an integer >= 2, got 1"),
+        ([5] * 9, {"chunk": 0}, "chunk must be an integer >= 1, got 0"),
+        ([5] * 9, {"windows": 0}, "windows must be an integer >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(embedded, text, settings, message):

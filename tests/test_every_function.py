@@ -112,7 +112,7 @@ FUNCTIONS: dict[str, Any] = {
     "rewindable": kvjax.rewindable,
     "select": lambda c: kvjax.select(c, [0, 0]),
 }
-"""Each as a user calls it. Those that can't stand inside ``jit`` are ``OUTSIDE``."""
+"""Each as a user calls it. Those that can't run inside ``jit`` are ``OUTSIDE``."""
 
 OUTSIDE = {"check", "grow", "make_room", "migrate"}
 ELSEWHERE = {

@@ -89,14 +89,16 @@ def test_open_sizes_are_refused():
     (new,) = export.symbolic_shape("new")
     cache = kvjax.init_cache(MODEL.config, batch=2, max_len=64)
     tokens = jax.ShapeDtypeStruct((2, new), np.int32)
-    with pytest.raises(ValueError, match=r"tokens are \['2', 'new'\].* export it for a chunk"):
+    with pytest.raises(
+        ValueError, match=r"tokens are \['2', 'new'\].* export it for one chunk size"
+    ):
         export.export(jax.jit(MODEL.apply))(PARAMS, tokens, cache)
     numbers = jax.ShapeDtypeStruct((2, 2, new, 8), np.float32)
     append = jax.jit(lambda cache, x: kvjax.append(cache, 0, x, x))
-    with pytest.raises(ValueError, match=r"keys are .*'new'.* export it for a chunk"):
+    with pytest.raises(ValueError, match=r"keys are .*'new'.* export it for one chunk size"):
         export.export(append)(cache, numbers)
     queries = jax.ShapeDtypeStruct((2, 4, new, 8), np.float32)
-    with pytest.raises(ValueError, match=r"queries are .*'new'.* export it for a chunk"):
+    with pytest.raises(ValueError, match=r"queries are .*'new'.* export it for one chunk size"):
         export.export(jax.jit(lambda c, q: kvjax.attend(q, c, 0, causal=False)))(cache, queries)
     rows = dataclasses.replace(cache, length=jax.ShapeDtypeStruct((new,), np.int32))
     with pytest.raises(ValueError, match=r"rows of a cache are \['new'\]"):

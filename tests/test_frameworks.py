@@ -114,7 +114,7 @@ def test_what_a_running_call_refuses():
         pytest.raises(ValueError, match="were not appended to"),
     ):
         call.done()
-    with pytest.raises(ValueError, match="layer must be a whole number"):
+    with pytest.raises(ValueError, match="layer must be an integer"):
         ours.attention_fn("first")  # type: ignore[arg-type]
     dropped = nnx.MultiHeadAttention(
         HEADS, WIDTH, dropout_rate=0.5, decode=False, attention_fn=ours.attention_fn(0),

@@ -252,14 +252,14 @@ def test_rows_of_different_capacities_are_joined():
     [
         (lambda c: kvjax.select(c, [0, 2]), "row 2: the cache has 2, 0 the first"),
         (lambda c: kvjax.select(c, []), "rows must be a list of whole numbers"),
-        (lambda c: kvjax.repeat(c, 0), "times must be a whole number, at least 1, got 0"),
+        (lambda c: kvjax.repeat(c, 0), "times must be an integer >= 1, got 0"),
         (lambda c: kvjax.reset(c, np.array([True])), r"rows must be bool\[batch=2\]"),
         (lambda c: fill(c, 6), "6 tokens in a call, but the ring has slack for 5"),
         (lambda c: kvjax.init_cache(CONFIG, "static"), "a dense cache needs max_len"),
         (lambda c: kvjax.init_cache(CONFIG, "sliding_window"), "a ring needs a window"),
         (lambda c: kvjax.policy("static", window=3), "'static' has no setting 'window'"),
         (lambda c: kvjax.policy("vast"), "unknown cache policy 'vast': this version has 'static'"),
-        (lambda c: Ring(0), "window must be a whole number, at least 1, got 0"),
+        (lambda c: Ring(0), "window must be an integer >= 1, got 0"),
     ],
 )
 def test_what_is_refused(call, message):

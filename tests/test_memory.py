@@ -296,12 +296,12 @@ NEOX = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vo
     [
         ({"num_local_experts": 8}, "the config has num_local_experts: such a model can't be"),
         ({"kv_lora_rank": 512}, "the config has kv_lora_rank"),
-        ({"hidden_size": "a"}, "hidden_size must be a whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number, at least 1"),
-        ({"num_attention_heads": True}, "num_attention_heads must be a whole number"),
-        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
-        ({"num_key_value_heads": [1, 2]}, "num_key_value_heads must be a whole number"),
-        ({"vocab_size": -4}, "vocab_size must be a whole number, at least 1"),
+        ({"hidden_size": "a"}, "hidden_size must be an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer >= 1"),
+        ({"num_attention_heads": True}, "num_attention_heads must be an integer"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be an integer"),
+        ({"num_key_value_heads": [1, 2]}, "num_key_value_heads must be an integer"),
+        ({"vocab_size": -4}, "vocab_size must be an integer >= 1"),
         ({"dtype": "foo"}, "the config's dtype is 'foo': there are bfloat16"),
     ],
 )
@@ -367,7 +367,7 @@ class TestLimits:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"max_batch_size": 0}, "max_batch_size must be a whole number, at least 1, got 0"),
+            ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1, got 0"),
             ({"cache_memory_ratio": 1.5}, "cache_memory_ratio=1.5: it is above 0 and at most 1"),
             ({"device_memory": 5}, "device_memory is what cache_memory_ratio is a part of"),
         ],
@@ -417,7 +417,7 @@ def test_windows_of_a_config_by_its_family():
     assert ModelShape.from_config(gemma).windows == (16, None, 16, None)
     assert ModelShape.from_config({**gemma, "model_type": "mistral"}).windows == (16,) * 4
     for wrong in ({"layer_types": 3}, {"sliding_window_pattern": "LLLG"}, {"sliding_window": "a"}):
-        with pytest.raises(ValueError, match=r"must be a (list|whole number)"):
+        with pytest.raises(ValueError, match=r"must be an? (list|integer)"):
             ModelShape.from_config({**gemma, **wrong})
 
 

@@ -46,7 +46,7 @@ def test_wrong_meshes_are_refused():
     assert kvjax.make_mesh(tensor=2, devices=devices.reshape(1, 2)).size == 2
     with pytest.raises(ValueError, match="is of 16 devices: there are 8"):
         kvjax.make_mesh(tensor=16)
-    with pytest.raises(ValueError, match="tensor must be a whole number, at least 1, got 0"):
+    with pytest.raises(ValueError, match="tensor must be an integer >= 1, got 0"):
         kvjax.make_mesh(tensor=0)
     for wrong in ("tensor", "tensor=2,tensor=2", "tensor=two", "tensor=-1", "data=2,", ""):
         with pytest.raises(ValueError, match="a mesh is written as data=2,tensor=4"):

@@ -166,9 +166,9 @@ def test_wrong_moves_are_refused():
         kvjax.migrate(cache, kvjax.Host(), layers=0)
     with pytest.raises(ValueError, match="takes a KVCache, as of init_cache, not a str"):
         kvjax.make_room("x", 5)
-    with pytest.raises(ValueError, match="can't stand inside jit"):
+    with pytest.raises(ValueError, match="can't run inside jit"):
         jax.jit(lambda c: kvjax.migrate(c, kvjax.Host()))(cache)
-    with pytest.raises(ValueError, match="can't stand inside jit"):
+    with pytest.raises(ValueError, match="can't run inside jit"):
         jax.jit(lambda c: kvjax.make_room(c, 64)[0])(cache)
 
 

@@ -378,5 +378,5 @@ def test_a_row_that_is_not_there_is_not_chosen_in_silence():
 def test_what_must_look_at_numbers_says_so_inside_jit():
     cache = kvjax.init_cache(CONFIG, "dynamic")
     for call, name in ((lambda c: kvjax.grow(c, 512), "grow"), (kvjax.check, "check")):
-        with pytest.raises(ValueError, match=rf"kvjax\.{name} can't stand inside jit"):
+        with pytest.raises(ValueError, match=rf"kvjax\.{name} can't run inside jit"):
             jax.jit(call)(cache)

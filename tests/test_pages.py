@@ -502,7 +502,7 @@ def test_a_map_of_pages(tmp_path):
         ),
         (lambda: cache_of(paged(2048)), "page_size=2048"),
         (lambda: cache_of(paged(24, codecs=("int8",), block=16)), "no multiple of the block of 16"),
-        (lambda: cache_of(paged(pages=0)), "pages must be a whole number, at least 1, got 0"),
+        (lambda: cache_of(paged(pages=0)), "pages must be an integer >= 1, got 0"),
         (
             lambda: cache_of(paged(), rows=4, mesh=kvjax.make_mesh(sequence=2)),
             "pages can't be divided along sequence",

@@ -597,7 +597,7 @@ def test_batch_after_batch_finds_what_went_before():
             "policy names the pages of its",
         ),
         ({"max_len": 10**7}, "max_len is 10000000, but the model has 512 positions"),
-        ({"exact_prefix": "no"}, "exact_prefix is 'no', and must be True or False"),
+        ({"exact_prefix": "no"}, "exact_prefix must be True or False, got 'no'"),
         ({"weights": 1.0}, "weights is 1.0: name it by a text, a whole number, or a tuple"),
         ({"weights": ("a", True)}, "weights is True: name it by"),
         ({"pages": 0}, "pages must be"),

@@ -109,10 +109,10 @@ def test_the_table_has_a_row_a_policy(found):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"facts": 0}, "facts must be a whole number, at least 1, got 0"),
+        ({"facts": 0}, "facts must be an integer >= 1, got 0"),
         ({"facts": 257}, "257 questions about 257 facts: there may be up to 256 facts"),
-        ({"texts": 0}, "texts must be a whole number, at least 1, got 0"),
-        ({"chunk": 0}, "chunk must be a whole number, at least 1, got 0"),
+        ({"texts": 0}, "texts must be an integer >= 1, got 0"),
+        ({"chunk": 0}, "chunk must be an integer >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(settings, message):

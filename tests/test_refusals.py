@@ -151,7 +151,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "rewind by a float": "ValueError: rewind takes a whole number, or one a row, "
         "got array(1.5)",
         "rewind other rows": "ValueError: rewind takes a whole number, or int32[batch=2], got [3]",
-        "max_len": "ValueError: max_len must be a whole number, at least 1, got 16.0",
+        "max_len": "ValueError: max_len must be an integer >= 1, got 16.0",
         "no dtype": "ValueError: the config has no dtype: name one, such as "
         'policy("static", dtype="float32")',
         "another model's": "ValueError: layer 0 of the cache has kv_heads=2, head_dim=8, the "
@@ -159,8 +159,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "temperature": "ValueError: temperature must be a finite number, at least 0, got None",
         "top_p": "ValueError: top_p must be above 0 and at most 1, got '0.5'",
         "no stop is fine": "accepted",
-        "advance back": "ValueError: new must be a whole number, at least 0, got -3",
-        "advance by a part": "ValueError: new must be a whole number, at least 0, got 2.7",
+        "advance back": "ValueError: new must be an integer >= 0, got -3",
+        "advance by a part": "ValueError: new must be an integer >= 0, got 2.7",
         "advance what was not appended": "ValueError: advance counts what was appended, and "
         "nothing was since the last advance",
         "advance by more": "ValueError: advance by 2, but 1 token(s) a row were appended",
@@ -196,11 +196,11 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "select a name": "ValueError: rows must be a list of whole numbers, got array('a', "
         "dtype='<U1')",
         "concatenate one": "ValueError: concatenate takes a list of caches, not a KVCache",
-        "a window of 8.0": "ValueError: window must be a whole number, at least 1, got 8.0",
-        "a window in words": "ValueError: window must be a whole number, at least 1, got '8'",
-        "a true window": "ValueError: window must be a whole number, at least 1, got True",
-        "slots in parts": "ValueError: max_len must be a whole number, at least 1, got 8.0",
-        "growing down": "ValueError: grows_to must be a whole number, at least 8, got 4",
+        "a window of 8.0": "ValueError: window must be an integer >= 1, got 8.0",
+        "a window in words": "ValueError: window must be an integer >= 1, got '8'",
+        "a true window": "ValueError: window must be an integer >= 1, got True",
+        "slots in parts": "ValueError: max_len must be an integer >= 1, got 8.0",
+        "growing down": "ValueError: grows_to must be an integer >= 8, got 4",
         "a layout alone": "ValueError: a policy, its name or a list of policies is needed, not "
         "a Ring; a layout alone goes into CachePolicy(layout)",
         "layouts in a list": "ValueError: the policy of layer 0 must be a CachePolicy, not a Ring",
@@ -213,7 +213,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "object, such as Raw(dtype=None, as_bits=False)",
         "no policy": "ValueError: a policy, its name or a list of policies is needed, not a "
         "NoneType; a layout alone goes into CachePolicy(layout)",
-        "a window in parts": "ValueError: window must be a whole number, at least 1, got 2.5",
+        "a window in parts": "ValueError: window must be an integer >= 1, got 2.5",
         "other rows": "ValueError: queries [batch, heads, new, head_dim] [3, 4, 1, 16] do not "
         "fit keys with batch=2, kv_heads=2, head_dim=16",
         "no queries": "ValueError: queries [batch, heads, new, head_dim] [2, 4, 0, 16] do not "
@@ -221,15 +221,15 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "three axes": "ValueError: queries [batch, heads, new, head_dim] [4, 1, 16] do not fit "
         "keys with batch=2, kv_heads=2, head_dim=16",
         "lists": "ValueError: keys must be an array, got a list",
-        "layer 1.0": "ValueError: layer must be a whole number, at least 0, got 1.0",
+        "layer 1.0": "ValueError: layer must be an integer >= 0, got 1.0",
         "last_only traced": "ValueError: last_only is no array: jax.jit(..., "
         'static_argnames="last_only")',
         "a fixed policy that is too small": "ValueError: prompt and max_new_tokens need 11 "
         "positions, but the policy's cache holds 10",
         "a fixed policy is fine": "accepted",
-        "used up by grow": "ValueError: the cache given was used up by an earlier call: go on "
-        "with the one that it gave back, or give it a kvjax.fork next time",
-        "used twice": "ValueError: the cache given was used up by an earlier call: go on with "
-        "the one that it gave back, or give it a kvjax.fork next time",
+        "used up by grow": "ValueError: the cache was used up by an earlier call: use the cache "
+        "which that call returned, or pass it kvjax.fork(cache)",
+        "used twice": "ValueError: the cache was used up by an earlier call: use the cache which "
+        "that call returned, or pass it kvjax.fork(cache)",
         "traced": "ValueError: lengths of row(s) 1 was negative or above the tokens of its call",
     }

@@ -362,7 +362,7 @@ def test_the_page_of_training_loops_runs(capsys):
 
 
 WRONG = {
-    "n": ({"n": 0}, "n must be a whole number, at least 1"),
+    "n": ({"n": 0}, "n must be an integer >= 1"),
     "seed": ({"seed": 2**32}, "seed is 4294967296"),
     "auto": ({"cache": kvjax.policy("auto", memory=10**6)}, "moves its layers"),
     "lengths": ({"prompts": (TOKENS, np.array([4]))}, "lengths .batch."),

@@ -111,7 +111,7 @@ def test_configs_with_the_names_of_transformers(special, windows, sources):
         ({"kv_lora_rank": 4}, "keys have other channels than its values"),
         ({"head_dim": None}, "has neither head_dim nor hidden_size"),
         ({"num_key_value_heads": None}, "neither num_key_value_heads nor num_attention_heads"),
-        ({"num_key_value_heads": 2.5}, "num_key_value_heads must be a whole number"),
+        ({"num_key_value_heads": 2.5}, "num_key_value_heads must be an integer"),
     ],
 )
 def test_configs_that_say_nothing_sensible(special, message):
@@ -214,5 +214,5 @@ def test_chunked_attention_begins_anew(policy):
                 np.testing.assert_allclose(found[0, 3, token - start], wanted, atol=1e-5)
     whole = kvjax.self_attend(queries, keys, values, chunk=6)
     assert jnp.abs(whole[:, :, 16:] - found).max() < 1e-5
-    with pytest.raises(ValueError, match="chunk must be a whole number, at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk must be an integer >= 1, got 0"):
         kvjax.attend(queries[:, :, :1], cache, 0, chunk=0, causal=False)

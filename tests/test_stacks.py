@@ -359,7 +359,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
         ),
         (lambda: kvjax.step(empty(), TEXT[:2]), r"tokens of 2 row\(s\), and the cache has 3"),
         (lambda: kvjax.step(empty(), TEXT[0]), r"must be \[batch, new\], or a number of them"),
-        (lambda: kvjax.step(empty(), 0), "tokens must be a whole number, at least 1, got 0"),
+        (lambda: kvjax.step(empty(), 0), "tokens must be an integer >= 1, got 0"),
         (lambda: kvjax.step(empty(), 2, lengths=np.array([1, 2, 3])), "lengths of row 2 is 3"),
         (lambda: kvjax.step(empty(), 2).attend(0, *numbers(3)), "3 token.*the call began with 2"),
         (lambda: kvjax.step(None, 2).attend(0, *numbers(3)), "3 token.*the call began with 2"),
@@ -378,7 +378,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
             r"layer \(0, 0\): the cache has no stacks",
         ),
         (lambda: empty(kvjax.policy("auto", memory="1MiB")), "moves them one by one"),
-        (lambda: empty(stacked=1), "stacked is 1, and must be True or False"),
+        (lambda: empty(stacked=1), "stacked must be True or False, got 1"),
     ],
 )
 def test_wrong_calls_end_in_a_sentence(wrong, words):

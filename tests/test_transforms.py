@@ -164,7 +164,7 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="the cache has 1 layers, the model 2"):
         MODEL.apply(PARAMS, TOKENS, fewer)
     one = jnp.zeros((2, 2, 1, 8))
-    with pytest.raises(ValueError, match="layer must be a whole number, at least 0, got -1"):
+    with pytest.raises(ValueError, match="layer must be an integer >= 0, got -1"):
         kvjax.append(cache, -1, one, one)
     with pytest.raises(ValueError, match="unknown dtype 'int4x'"):
         kvjax.policy(dtype="int4x")

@@ -678,7 +678,7 @@ JSONS = st.recursive(
 NAMES = {
     "stop": ("stop string",), "seed": ("seeds",), "eos_token_ids": ("guide ends",),
     "num_beams": ("beam",), "n": ("n is", "choices"), "tenant": ("tenant",),
-    "prompt": ("token id", "the text is not Unicode"),
+    "prompt": ("token id", "the text is not valid Unicode"),
     "mesh": ("mesh",), "cache": ("policy",), "max_new_tokens": ("min_new_tokens",),
     "logit_bias": ("token id",),
 }  # fmt: skip

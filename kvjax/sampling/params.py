@@ -103,7 +103,7 @@ _HOT = 1e30
 let what is forbidden be drawn."""
 _RANGES = {
     "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
-    "top_k": ("a whole number, at least 1", lambda x: 1 <= x < 2**64 and x == int(x)),
+    "top_k": ("an integer >= 1", lambda x: 1 <= x < 2**64 and x == int(x)),
     "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "typical_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
@@ -112,11 +112,11 @@ _RANGES = {
     "frequency_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
     "presence_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
     "no_repeat_ngram_size": (
-        "a whole number, at least 0",
+        "an integer >= 0",
         lambda x: 0 <= x < 2**64 and x == int(x),
     ),
     "logit_bias": ("numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
-    "seed": ("a whole number from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
+    "seed": ("an integer from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
 }
 
 
