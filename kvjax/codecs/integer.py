@@ -171,7 +171,16 @@ def _of_bits(bits: int) -> Any:
     return codec
 
 
-Int8, Int4, Int3, Int2, Int1 = (_of_bits(bits) for bits in (8, 4, 3, 2, 1))
+Int8 = _of_bits(8)
+"""``Int8(per="token", group=None, ...)``: `Integer` with 8 bits."""
+Int4 = _of_bits(4)
+"""``Int4(per="token", group=None, ...)``: `Integer` with 4 bits."""
+Int3 = _of_bits(3)
+"""``Int3(per="token", group=None, ...)``: `Integer` with 3 bits."""
+Int2 = _of_bits(2)
+"""``Int2(per="token", group=None, ...)``: `Integer` with 2 bits."""
+Int1 = _of_bits(1)
+"""``Int1(per="token", group=None, ...)``: `Integer` with 1 bit."""
 
 
 def pack(codes: Array, bits: int) -> Array:
