@@ -354,11 +354,11 @@ def test_the_page_of_training_loops_runs(capsys):
     found: dict[str, Any] = {}
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     exec("\n".join(code), found)
-    drawn = found["found"].beside(found["found"].drawn)[:, 1:]
-    assert drawn.shape == found["trained"].shape and found["cache"].length.tolist()[0] > 1
+    drawn = found["samples"].beside(found["samples"].drawn)[:, 1:]
+    assert drawn.shape == found["trainer_logprobs"].shape and found["cache"].length.tolist()[0] > 1
     assert "(1, 8) [8] (1, 8)" in capsys.readouterr().out
-    slopes = jax.tree.leaves(found["slopes"])
-    assert all(jnp.isfinite(x).all() for x in slopes) and any(jnp.any(x != 0) for x in slopes)
+    grads = jax.tree.leaves(found["grads"])
+    assert all(jnp.isfinite(x).all() for x in grads) and any(jnp.any(x != 0) for x in grads)
 
 
 WRONG = {
