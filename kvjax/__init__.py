@@ -17,7 +17,7 @@ from kvjax.cache.reading import read
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.chats.chat import Chat
-from kvjax.chats.turns import Turn
+from kvjax.chats.rendering import Turn
 from kvjax.core.errors import (
     CacheMemoryError,
     CacheOverflowError,
@@ -30,7 +30,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.service import Service
 from kvjax.generation.aot.compiling import Compiled, compile
 from kvjax.generation.batches import Batch, generate_batches
-from kvjax.generation.drafts.asked import DraftModel, PromptLookup
+from kvjax.generation.drafts.draft_model import DraftModel, PromptLookup
 from kvjax.generation.generator import generate, prefill, stream
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.loaded_model import LanguageModel
@@ -50,8 +50,8 @@ from kvjax.policies.cache_policy import CachePolicy, Hybrid
 from kvjax.policies.presets import Auto, Edges, policy, transformers_policy
 from kvjax.prefixes.tree import PrefixTree
 from kvjax.quality.evaluation import evaluate
+from kvjax.rollouts.program import rollout
 from kvjax.rollouts.results import Rollout
-from kvjax.rollouts.rolling import rollout
 
 __version__ = "0.1.0"
 

@@ -230,62 +230,63 @@ FAULTS = (
     ),
     Fault(
         "a hit forgets the tenant", "prefixes/tree.py",
-        "key = Key(tenant, self.weights, rows)",
-        "key = Key(None, self.weights, rows)", ("prefixes",),
+        "key = Namespace(tenant, self.weights, rows)",
+        "key = Namespace(None, self.weights, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets the version of the weights", "prefixes/tree.py",
-        "key = Key(tenant, self.weights, rows)",
-        "key = Key(tenant, 0, rows)", ("prefixes",),
+        "key = Namespace(tenant, self.weights, rows)",
+        "key = Namespace(tenant, 0, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets how many rows were computed together", "prefixes/tree.py",
-        "key = Key(tenant, self.weights, rows)",
-        "key = Key(tenant, self.weights, None)", ("prefixes",),
+        "key = Namespace(tenant, self.weights, rows)",
+        "key = Namespace(tenant, self.weights, None)", ("prefixes",),
     ),
     Fault(
         "texts that were found are not locked", "prefixes/lease.py",
-        "                node.locked += 1", "                node.locked += 0", ("prefixes",),
+        "                node.lock_count += 1", "                node.lock_count += 0",
+        ("prefixes",),
     ),
     Fault(
-        "the whole prompt is found, and nothing is left to ask", "prefixes/found.py",
-        "path = texts.nodes.walk(key, tokens[: len(tokens) - 1])",
-        "path = texts.nodes.walk(key, tokens)", ("prefixes",),
+        "the whole prompt is found, and nothing is left to ask", "prefixes/sequences.py",
+        "path = sequences.radix.match(key, tokens[: len(tokens) - 1])",
+        "path = sequences.radix.match(key, tokens)", ("prefixes",),
     ),
     Fault(
         "a state is taken a chunk late", "prefixes/lease.py",
-        "which = np.array([int(n) in row.stops for n,",
-        "which = np.array([int(n) - self._terms.prefill_chunk in row.stops for n,", ("prefixes",),
+        "[int(n) in row.checkpoint_positions for n,",
+        "[int(n) - self._config.prefill_chunk in row.checkpoint_positions for n,", ("prefixes",),
     ),
     Fault(
-        "a text goes on without the state that it needs", "prefixes/texts.py",
-        "if tokens % terms.grid or (terms.stateful and path[units - 1].state is None):",
-        "if tokens % terms.grid:", ("prefixes",),
+        "a text goes on without the state that it needs", "prefixes/sequences.py",
+        "if tokens % config.hit_multiple or not has_checkpoint:",
+        "if tokens % config.hit_multiple:", ("prefixes",),
     ),
     Fault(
-        "a hit ends inside a chunk", "prefixes/terms.py",
-        "return math.lcm(self.unit, self.prefill_chunk) if self.exact_prefix else self.unit",
-        "return self.unit", ("prefixes",),
+        "a hit ends inside a chunk", "prefixes/pool_config.py",
+        "return math.lcm(self.node_tokens, self.prefill_chunk)",
+        "return 1 * self.node_tokens", ("prefixes",),
     ),
     Fault(
-        "rows of a request begin where each of them can", "prefixes/found.py",
-        "row.path, row.hit = row.path[:common], common * unit",
+        "rows of a request begin where each of them can", "prefixes/sequences.py",
+        "row.path, row.hit = row.path[:common], common * node_tokens",
         "row.path, row.hit = row.path, row.hit", ("prefixes",),
     ),
     Fault(
         "what a step computed is kept as if a chunk had", "prefixes/lease.py",
-        "held = min(held, len(prompt) // terms.prefill_chunk * terms.prefill_chunk)",
+        "held = min(held, len(prompt) // config.prefill_chunk * config.prefill_chunk)",
         "held = min(held, len(prompt) + 64)", ("prefixes",),
     ),
     Fault(
-        "the page that was used last leaves first", "prefixes/nodes.py",
-        "return node.used, not passed, node.depth if passed else -node.depth",
-        "return -node.used, not passed, node.depth if passed else -node.depth", ("prefixes",),
+        "the page that was used last leaves first", "prefixes/radix.py",
+        "return node.last_used, not passed, node.depth if passed else -node.depth",
+        "return -node.last_used, not passed, node.depth if passed else -node.depth", ("prefixes",),
     ),
     Fault(
-        "a page of the tree is counted twice", "prefixes/texts.py",
-        "            self.pool.counts[kind].hold(number)",
-        "            self.pool.counts[kind].hold(number), self.pool.counts[kind].hold(number)",
+        "a page of the tree is counted twice", "prefixes/sequences.py",
+        "            self.pool.allocators[group].retain(number)",
+        "            [self.pool.allocators[group].retain(number) for _ in range(2)]",
         ("prefixes",),
     ),
     Fault(
@@ -297,21 +298,23 @@ FAULTS = (
         "found[: len(pages)] = pages", "found[: len(pages)] = sorted(pages)", ("prefixes",),
     ),
     Fault(
-        "states that a text has passed stay", "prefixes/nodes.py",
-        "passed = kept is node.state and len(node.children) == 1", "passed = False", ("prefixes",),
+        "states that a text has passed stay", "prefixes/radix.py",
+        "passed = kept is node.checkpoint and len(node.children) == 1", "passed = False",
+        ("prefixes",),
     ),
     Fault(
         "a row that has ended leaves its state again", "prefixes/lease.py",
-        "row.stops.discard(int(n))", "row.stops.discard(-1)", ("prefixes",),
+        "row.checkpoint_positions.discard(int(n))", "row.checkpoint_positions.discard(-1)",
+        ("prefixes",),
     ),
     Fault(
         "a state of tokens that nobody knows is kept", "prefixes/lease.py",
-        "if texts is not None and whole[row] and len(texts[row]) >= state.tokens:",
-        "if texts is not None and whole[row]:", ("prefixes",),
+        "if row_tokens is not None and whole[row] and len(row_tokens[row]) >= state.tokens:",
+        "if row_tokens is not None and whole[row]:", ("prefixes",),
     ),
     Fault(
         "samples share what is in their tails", "generation/cache_choice.py",
-        "full = len(Kind(page_group).needed(tokens)[0])",
+        "full = len(CacheGroup(page_group).pages_for(tokens)[0])",
         "full = tokens // layout.page_size", ("prefixes",),
     ),
     Fault(
@@ -369,7 +372,7 @@ FAULTS = (
     ),
     Fault(
         "a page is taken and not counted", "engine/page_tables.py",
-        "                counts.hold(found)",
+        "                counts.retain(found)",
         "                counts.refs[found] += 0", ("engine",),
     ),
     Fault(
@@ -380,8 +383,8 @@ FAULTS = (
     ),
     Fault(
         "other tenants share", "engine/scheduler.py",
-        "key = Key(handle.request.tenant, self._cache_manager.weights, rows)",
-        "key = Key(None, self._cache_manager.weights, rows)", ("engine",),
+        "key = Namespace(handle.request.tenant, self._cache_manager.weights, rows)",
+        "key = Namespace(None, self._cache_manager.weights, rows)", ("engine",),
     ),
     Fault(
         "texts of other weights are found", "engine/cache_manager.py",
@@ -460,7 +463,7 @@ FAULTS = (
     ),
     Fault(
         "beams do not count for the pages that they share", "engine/page_tables.py",
-        "                    counts.hold(page)", "                    pass",
+        "                    counts.retain(page)", "                    pass",
         ("engine_beams",),
     ),
     Fault(
@@ -578,17 +581,17 @@ FAULTS = (
         "warm = logits / settings.temperature[:, None]", "warm = logits / 1", ("scores",),
     ),
     Fault(
-        "a rollout's seed is not looked at", "rollouts/asked.py",
+        "a rollout's seed is not looked at", "rollouts/program.py",
         "high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))",
         "high = jnp.zeros((rows,), jnp.uint32)", ("rollouts",),
     ),
     Fault(
-        "a rollout's buffer is dropped", "rollouts/rolling.py",
+        "a rollout's buffer is dropped", "rollouts/program.py",
         "keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken",
         "keep_unused=False,", ("rollouts",),
     ),
     Fault(
-        "new tokens of a rollout stand one behind their places", "rollouts/rolling.py",
+        "new tokens of a rollout stand one behind their places", "rollouts/program.py",
         "where = jnp.where(real, lengths[:, None] + arange_row(new), width + new)",
         "where = jnp.where(real, lengths[:, None] + arange_row(new) + 1, width + new)",
         ("rollouts",),
@@ -658,7 +661,7 @@ FAULTS = (
         "part = self.partial_rotary_factor", ("rope",),
     ),
     Fault(
-        "a chat keeps a token too many", "chats/held.py",
+        "a chat keeps a token too many", "chats/conversation.py",
         "same = min(common(self.tokens, ids), len(ids) - 1)",
         "same = min(common(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
     ),
@@ -724,12 +727,12 @@ FAULTS = (
         "self._counts[row] += 2", ("guided",),
     ),
     Fault(
-        "a beam that moves is put where another one stays", "generation/beams/steps.py",
+        "a beam that moves is put where another one stays", "generation/beams/step.py",
         "there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))",
         "there = jnp.where(stays[None], here, free[:, None] == moved[None])", ("beams",),
     ),
     Fault(
-        "beams that go on from one go along the same guide", "generation/beams/guided.py",
+        "beams that go on from one go along the same guide", "generation/beams/session.py",
         "after[row] = guide.copy() if at in taken else guide",
         "after[row] = guide if at in taken else guide", ("guided", "beams"),
     ),
@@ -739,7 +742,7 @@ FAULTS = (
         "first, last = units(length), units(length)", ("beams",),
     ),
     Fault(
-        "a search that could find no better text goes on", "generation/beams/steps.py",
+        "a search that could find no better text goes on", "generation/beams/step.py",
         "over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))",
         "over = last | (full & (numbers.early_stopping == 1))", ("beams",),
     ),
@@ -756,30 +759,30 @@ FAULTS = (
         "return beam, held, 0 * held", ("beams",),
     ),
     Fault(
-        "drafts are taken whatever the model says", "generation/drafts/checking.py",
+        "drafts are taken whatever the model says", "generation/drafts/speculative.py",
         "still &= (place < count) & (after.token == guess) & ~after.done",
         "still &= (place < count) & ~after.done", ("speculation",),
     ),
     Fault(
-        "a token that was not taken stays in the cache", "generation/drafts/speculation.py",
-        "return context.rewind(surplus), drafter.settled(held, known + accepted), fared",
-        "return context.rewind(0 * surplus), drafter.settled(held, known + accepted), fared",
+        "a token that was not taken stays in the cache", "generation/drafts/speculative.py",
+        "return context.rewind(surplus), ",
+        "return context.rewind(0 * surplus), ",
         ("speculation",),
     ),
     Fault(
-        "a draft keeps what the model refused", "generation/drafts/proposals.py",
+        "a draft keeps what the model refused", "generation/drafts/propose.py",
         "return held.rewind(jnp.maximum(held.cache.length - known, 0))",
         "return held.rewind(0 * known)", ("speculation",),
     ),
     Fault(
-        "what is drafted is met one token too early", "generation/drafts/proposals.py",
+        "what is drafted is met one token too early", "generation/drafts/propose.py",
         "return best, last + 1",
         "return best, last + 0", ("speculation",),
     ),
     Fault(
         "drafts never rest", "generation/drafts/acceptance.py",
-        "rest=lib.where(poor, wait, 0),",
-        "rest=lib.where(poor, 0 * wait, 0),", ("speculation",),
+        "cooldown=lib.where(poor, next_cooldown, 0),",
+        "cooldown=lib.where(poor, 0 * next_cooldown, 0),", ("speculation",),
     ),
     Fault(
         "a request forgets how much of its draft was taken", "engine/sequence.py",
@@ -824,7 +827,7 @@ FAULTS = (
     ),
     Fault(
         "requests of threads take a tree's pages away from each other", "generation/generator.py",
-        "with nullcontext() if prefixes is None else prefixes.tree.turns.taken():",
+        "with nullcontext() if prefixes is None else prefixes.tree.lease_lock.acquire():",
         "with nullcontext():", ("prefixes",),
     ),
     Fault(
@@ -833,12 +836,12 @@ FAULTS = (
         ("cli",),
     ),
     Fault(
-        "a rollout takes weakly typed parameters as they are", "rollouts/rolling.py",
+        "a rollout takes weakly typed parameters as they are", "rollouts/program.py",
         "params = commit_like(without_weak_types(params), buffer)",
         "params = commit_like(params, buffer)", ("rollouts",),
     ),
     Fault(
-        "a pool of a tree that forgets is there beside the new one", "prefixes/texts.py",
+        "a pool of a tree that forgets is there beside the new one", "prefixes/sequences.py",
         "        self._forget()  # first: the old pool and the new one may not fit together",
         "        pass", ("prefixes",),
     ),

@@ -13,8 +13,8 @@ import pytest
 import kvjax
 from kvjax.core.pytree import tree_bytes
 from kvjax.generation.beams import programs as beam_programs
-from kvjax.generation.beams.searching import Beams, Search
-from kvjax.generation.beams.steps import Numbers, begun
+from kvjax.generation.beams.config import BeamConfig, SearchConfig
+from kvjax.generation.beams.step import SearchParams, initial_state
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.context import Cached
 from kvjax.generation.options import GenerationOptions
@@ -233,7 +233,7 @@ def test_a_free_prompt_is_what_it_is_alone(lm):
 def test_one_beam_is_greedy(lm):
     given = {"max_new_tokens": NEW, "prefill_chunk": 16, "eos_token_ids": ENDS}
     request = prepare_request(lm, PROMPTS, GenerationOptions(**given))
-    request = dataclasses.replace(request, search=Search(1, Beams(1), early_stopping=1))
+    request = dataclasses.replace(request, search=SearchConfig(1, BeamConfig(1), early_stopping=1))
     running = BeamStream(lm, request, watched=False)
     list(running)
     assert running.result.tokens == kvjax.generate(lm, PROMPTS, num_beams=1, **given).tokens
@@ -385,15 +385,15 @@ POLICIES = {
 def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
     """Nor does a guided step."""
     model, _ = tiny_model(num_hidden_layers=1, windows=(None,), head_dim=16)
-    beams, temporary = Beams(4), []
+    beams, temporary = BeamConfig(4), []
     filters, settings = prepare_sampling(seeds=[0] * 4, eos_token_ids=[3])
     shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     for size in (16384, 65536):
         policy = POLICIES[name]
         make = functools.partial(kvjax.init_cache, model.config, policy, batch=4, max_len=size)
         cache = jax.eval_shape(make)
-        start = begun(jnp.ones(1, bool), jnp.zeros(4, jnp.int32), beams, None)
-        numbers = Numbers(jnp.float32(1), jnp.int32(0), jnp.float32(0))
+        start = initial_state(jnp.ones(1, bool), jnp.zeros(4, jnp.int32), beams, None)
+        numbers = SearchParams(jnp.float32(1), jnp.int32(0), jnp.float32(0))
         given = (
             model.abstract_params(), Cached(cache), shapes(start), None, shapes(settings),
             shapes(numbers), jnp.int32(9), jnp.int32(9),

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 import kvjax.models
-from kvjax.chats.known import Known
+from kvjax.chats.rendering import Known
 from kvjax.core.reporting import progress_callback
 from kvjax.generation import programs, streaming
 from kvjax.policies.presets import parse_policy

@@ -51,7 +51,7 @@ from kvjax.engine.programs import (
     VerifyInputs,
 )
 from kvjax.engine.speculative import verify
-from kvjax.generation.drafts.proposals import Second
+from kvjax.generation.drafts.propose import DraftModelProposer
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
 from kvjax.memory.device_plan import plan_on
@@ -60,7 +60,7 @@ from kvjax.memory.shapes import SHAPES
 from kvjax.models import GenerationDefaults
 from kvjax.placement.pages import pages_at, with_pages_at
 from kvjax.prefixes import checkpoints
-from kvjax.prefixes.kinds import Kind
+from kvjax.prefixes.pool import CacheGroup
 from kvjax.sampling.history import TokenHistory
 from kvjax.sampling.params import prepare_sampling
 from tests.checkpoints import write_llama
@@ -237,10 +237,10 @@ def _rewritten(cache):
 
 def _left(cache):
     """And when a row's state is taken, which donates nothing."""
-    kind = Kind(cache.page_groups[0], (0,), 0)
+    kind = CacheGroup(cache.page_groups[0], (0,), 0)
     parts = [np.zeros(cache.batch, np.int32)]
-    static = ((kind.entries, True, kind.page_group.split is not None),)
-    return checkpoints._taken(cache, jnp.ones(cache.batch, bool), parts, kinds=static)
+    static = ((kind.layers, True, kind.page_group.split is not None),)
+    return checkpoints._take(cache, jnp.ones(cache.batch, bool), parts, groups=static)
 
 
 class _Attention:
@@ -315,8 +315,8 @@ def _proposed(cache):
     """And what a draft's model reads, and proposes, of all rows."""
     drafted = _drafted(cache, cache.batch)
     wanted = ProposeInputs(drafted.count, drafted.starts, drafted.count, drafted.tables)
-    drafter = Second(7, None, _Attention(), 256, 256)
-    return _sent(cache, propose, drafter, None, _held(cache).past, drafted, wanted)
+    proposer = DraftModelProposer(7, None, _Attention(), 256, 256)
+    return _sent(cache, propose, proposer, None, _held(cache).past, drafted, wanted)
 
 
 CHANGES = {

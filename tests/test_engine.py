@@ -112,14 +112,14 @@ def settled(engine):
         pass
     stats, texts = engine.stats(), engine._prefixes
     kept = [set() for _ in stats.pages]
-    for node in texts.nodes:
-        assert node.locked == 0
+    for node in texts.radix:
+        assert node.lock_count == 0
         for kind, pages in enumerate(node.pages):
-            kept[kind] |= {page.number for page in pages if page is not None and page.number >= 0}
-    refs = [np.flatnonzero(counts.refs) for counts in texts.pool.counts]
+            kept[kind] |= {page.page for page in pages if page is not None and page.page >= 0}
+    refs = [np.flatnonzero(counts.refs) for counts in texts.pool.allocators]
     assert [sorted(numbers) for numbers in kept] == [found.tolist() for found in refs]
     assert [len(each) for each in kept] == list(stats.cached)
-    assert all((counts.refs <= 1).all() for counts in texts.pool.counts)
+    assert all((counts.refs <= 1).all() for counts in texts.pool.allocators)
     assert all((table == -1).all() for table in engine._runner.page_tables.tables)
     assert stats.used == (0,) * len(stats.used) and stats.swapped_bytes == 0
     return stats.running == stats.waiting == 0 and stats.swapped_bytes == 0
@@ -294,7 +294,7 @@ def test_other_parameters_between_steps():
         engine.update(jax.device_put(params, jax.devices()[1]))
     for tenant in range(9):
         engine.run([[1, 2]], tenant=tenant)
-    assert len(engine._prefixes.nodes.roots) < 3
+    assert len(engine._prefixes.radix.roots) < 3
 
 
 @pytest.mark.slow
@@ -367,8 +367,8 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
 @pytest.mark.parametrize("policy", ["raw", "int8", "hybrid"])
 def test_requests_that_need_all_pages(policy):
     """One that fits just so, behind texts that were kept, and beside others."""
-    kinds = engine_of(policy).pool_config.kinds
-    engine = engine_of(policy, pages=max(kind.most(180) for kind in kinds), checkpoint_every=1)
+    kinds = engine_of(policy).pool_config.groups
+    engine = engine_of(policy, pages=max(kind.max_pages(180) for kind in kinds), checkpoint_every=1)
     first = [*range(60), *range(60)]
     second = [*first[:100], 1, 2, 3]
     for prompts in ([first], [second], [first, second, first[:50], [7, 8]]):

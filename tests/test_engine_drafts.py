@@ -13,7 +13,7 @@ import kvjax
 from kvjax.core.pytree import tree_bytes
 from kvjax.engine import second
 from kvjax.engine.drafts import DraftPlan, DraftState
-from kvjax.generation.drafts.acceptance import beside_others, price_of
+from kvjax.generation.drafts.acceptance import cost_alone, draft_cost
 from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import available_memory
@@ -121,7 +121,7 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     (plain,) = mine.run([text], draft=None, **given)
     handle = mine.submit(text, **given)
     until(mine, lambda: len(handle.tokens) > 3)
-    handle.drafts._fared = replace(handle.drafts._fared, rest=25)
+    handle.drafts._fared = replace(handle.drafts._fared, cooldown=25)
     assert settled(mine) and handle.tokens == plain.tokens
     stats = mine.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 10
@@ -221,16 +221,18 @@ def test_programs_leave_pools_where_they_are(together, monkeypatch):
 
 
 def test_drafts_rest_by_what_they_save():
-    price, alone = price_of("cpu", 1, 7, 0.0), lambda price: price
+    price, alone = draft_cost("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
     drafts = DraftState(DraftPlan(kvjax.PromptLookup(shortest=1), price), text)
-    assert drafts.takes(7, alone, True) == pytest.approx((1 + price.check) / (1 + 3.8503), rel=1e-4)
-    assert drafts.takes(7, lambda price: replace(price, check=9.0), True) > 2
+    assert drafts.takes(7, alone, True) == pytest.approx(
+        (1 + price.verify) / (1 + 3.8503), rel=1e-4
+    )
+    assert drafts.takes(7, lambda price: replace(price, verify=9.0), True) > 2
     assert drafts.takes(0, alone, True) == math.inf
     assert drafts.next(7, alone) == (7, [1, 2, 3, 1, 2, 3, 1])
     assert drafts.next(0, alone) == (0, [])
-    assert beside_others(price, "cpu", 1, 1) == price
-    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
+    assert cost_alone(price, "cpu", 1, 1) == price
+    busy = lambda price: cost_alone(price, "cpu", 8, 8)  # noqa: E731
     assert drafts.idle(7, busy) and drafts.next(7, busy) == (0, [])
     for new in ([5, 1], [2], [3]):
         assert not drafts.idle(7, alone)
@@ -239,11 +241,11 @@ def test_drafts_rest_by_what_they_save():
     assert drafts.idle(7, alone) and drafts.next(7, alone) == (0, [])
     assert drafts.takes(7, alone, True) == math.inf
     drafts.push([3, 1, 60])
-    drafts._fared = replace(drafts._fared, rest=0)
+    drafts._fared = replace(drafts._fared, cooldown=0)
     assert drafts.takes(7, alone, True) == math.inf and drafts.takes(7, alone, False) < 1
     drafts.push([3, 1] * 8)
     assert not drafts.idle(7, alone) and drafts.next(3, alone) == (3, [3, 1, 3])
-    dear = DraftState(DraftPlan(kvjax.DraftModel(lm()), price_of("cpu", 1, 7, 1.0)), text)
+    dear = DraftState(DraftPlan(kvjax.DraftModel(lm()), draft_cost("cpu", 1, 7, 1.0)), text)
     assert dear.by_model and dear.next(7, alone) == (0, [])
     free = DraftState(DraftPlan(kvjax.DraftModel(lm(), 3), None), text)
     free.checked(3, 0)
@@ -259,7 +261,7 @@ def test_rows_draft_together_or_not_at_all():
     first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
     until(mine, lambda: drafted() > 0)
     (seq,) = mine._scheduler.running
-    busy = lambda price: beside_others(price, "cpu", 8, 8)  # noqa: E731
+    busy = lambda price: cost_alone(price, "cpu", 8, 8)  # noqa: E731
     assert seq.checking and first.drafts.idle(7, busy) and seq.rounds(8, 7, busy) == 0
     other = mine.submit([5, 6], max_new_tokens=16, eos_token_ids=(), draft=None)
     until(mine, lambda: len(other.tokens) > 0)
@@ -267,14 +269,14 @@ def test_rows_draft_together_or_not_at_all():
     until(mine, lambda: len(other.tokens) > 10)
     assert drafted() == before and not first.done and other.drafts is None
     assert settled(mine) and drafted() > before
-    load, price = mine._speculative.load, price_of("cpu", 1, 7, 0.0)
+    load, price = mine._speculative.load, draft_cost("cpu", 1, 7, 0.0)
     row = lambda takes: SimpleNamespace(taking=[0], takes=lambda most, load: takes)  # noqa: E731
     assert load([])(price) == price
-    assert load([row(1.4), row(0.5)])(price).check == 0.0
+    assert load([row(1.4), row(0.5)])(price).verify == 0.0
     for mine._speculative.together in 1, ROWS:
         for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
-            assert load([*map(row, each)])(price).check == math.inf
-    assert load([row(0.5)])(price) == replace(price, check=0.0)
+            assert load([*map(row, each)])(price).verify == math.inf
+    assert load([row(0.5)])(price) == replace(price, verify=0.0)
 
 
 @pytest.mark.slow
@@ -325,7 +327,7 @@ def test_a_draft_takes_its_part_of_the_device():
     own, shared = (engine(draft=draft)._speculative._draft_runner for draft in (alike(), lm()))
     cache = tree_bytes(shared._runner.prefixes.pool.bodies)
     assert shared.nbytes == cache and own.nbytes == cache + tree_bytes(lm().params)
-    page = sum(kind.page_bytes for kind in engine().pool_config.kinds)
+    page = sum(kind.page_bytes for kind in engine().pool_config.groups)
     found = []
     for draft, pages in ((None, 10), (lm(), 10 + cache // page)):
         free = 2**30 - available_memory(lm(), batch=ROWS, capacity=MOST, memory=2**30)

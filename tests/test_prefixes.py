@@ -25,8 +25,8 @@ from kvjax.generation.request import prepare_request, prompt_chunks
 from kvjax.generation.session import Session
 from kvjax.layouts import Paged, Ring
 from kvjax.models.generation import GenerationDefaults
-from kvjax.prefixes import texts as kept_texts
-from kvjax.prefixes.nodes import TIERS
+from kvjax.prefixes import sequences as cached_sequences
+from kvjax.prefixes.radix import TIERS
 from tests.alive import alive
 from tests.matrix import CODECS, FULL, tiny_config, tiny_model
 from tests.threads import together
@@ -113,7 +113,9 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
     """Under pressure, with pages and states on the host, on disk, and back."""
     lm = small()
     sizes = tree_of(lm, POLICIES[name])
-    room = max(sizes.terms.state_bytes, *(kind.page_bytes for kind in sizes.terms.kinds))
+    room = max(
+        sizes.pool_config.checkpoint_bytes, *(kind.page_bytes for kind in sizes.pool_config.groups)
+    )
     tree = tree_of(lm, POLICIES[name], host_memory=room, folder=tmp_path, checkpoint_every=2)
     saved, tiers = 0, set()
     for prompt in [*conversations(), *conversations(1)]:
@@ -131,14 +133,14 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
-    tree, made, held = tree_of(small(), whole()), kept_texts.new_layer, []
+    tree, made, held = tree_of(small(), whole()), cached_sequences.new_layer, []
 
     def new_layer(*given):
         held.append(sum(x.nbytes for x in alive()))
         return made(*given)
 
-    monkeypatch.setattr(kept_texts, "new_layer", new_layer)
-    before, pool = sum(x.nbytes for x in alive()), tree.texts.pool.nbytes
+    monkeypatch.setattr(cached_sequences, "new_layer", new_layer)
+    before, pool = sum(x.nbytes for x in alive()), tree.sequences.pool.nbytes
     tree.clear()
     assert held[0] == before - pool
     assert sum(x.nbytes for x in alive()) == before
@@ -269,7 +271,7 @@ def rests(cache, row=0):
 def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
     """A request, whose numbers say what they are of: the tokens that were found."""
     lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
-    cache, held = lease.take(), lease.hits.copy()
+    cache, held = lease.take_cache(), lease.hits.copy()
     lengths = np.array([len(text) for text in texts])
     while (held < lengths).any():
         count = np.minimum(lengths - held, CHUNK).astype(np.int32)
@@ -277,26 +279,26 @@ def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
         for row, text in enumerate(texts):
             numbers[row, : count[row]] = names(text)[held[row] : held[row] + count[row]]
         cache, held = feed(cache, numbers, count), held + count
-        cache = lease.reached(cache, held)
+        cache = lease.after_chunk(cache, held)
     for row, text in enumerate(texts):
         numbers, first = names(text), int(lease.hits[row])
         found = rests(cache, row) if look else {}
         for (_, position), key in found.items():
             assert key == numbers[position]
         assert not (first and look) or {p for _, p in found} >= {first - 1}
-    lease.settle(cache, [list(text) for text in texts] if keep else None)
+    lease.finish(cache, [list(text) for text in texts] if keep else None)
     return lease.hits.tolist()
 
 
 def accounted(tree):
     """Free, used and cached pages are all pages, each counted by itself."""
     stats = tree.stats()
-    for kind, counts in enumerate(tree.texts.pool.counts):
+    for kind, counts in enumerate(tree.sequences.pool.allocators):
         kept = [
-            page.number
-            for node in tree.texts.nodes
+            page.page
+            for node in tree.sequences.radix
             for page in node.pages[kind]
-            if page is not None and page.number >= 0
+            if page is not None and page.page >= 0
         ]
         assert len({*kept}) == len(kept) == stats.cached[kind]
         assert len({*counts.free}) == len(counts.free) == stats.free[kind]
@@ -304,17 +306,20 @@ def accounted(tree):
         assert len(kept) + len(counts.free) == len(counts.refs) and stats.used[kind] == 0
         assert counts.refs.sum() == len(kept) and {*counts.refs.tolist()} <= {0, 1}
     every = [
-        kept for node in tree.texts.nodes for tier in ("host", "disk") for kept in node.kept(tier)
+        kept
+        for node in tree.sequences.radix
+        for tier in ("host", "disk")
+        for kept in node.entries(tier)
     ]
     for tier in ("host", "disk"):
         taken = sum(kept.nbytes for kept in every if kept.tier == tier)
         assert (
             taken
             == stats.bytes[tier]
-            == tree.texts.tiers.bytes[tier]
-            <= tree.texts.tiers.limits[tier]
+            == tree.sequences.tiers.bytes[tier]
+            <= tree.sequences.tiers.limits[tier]
         )
-    assert not any(node.locked for node in tree.texts.nodes)
+    assert not any(node.lock_count for node in tree.sequences.radix)
 
 
 ALPHABET = [tuple(np.random.default_rng(n).integers(0, 2, 3 * CHUNK).tolist()) for n in range(4)]
@@ -354,7 +359,7 @@ class TreeMachine(RuleBasedStateMachine):
             common -= CHUNK
         hits = asked(self.tree, self.lm, texts, keep=keep, tenant=tenant)
         assert len({*hits}) == 1 and hits[0] % CHUNK == 0
-        if self.tree.texts.tiers.dropped:
+        if self.tree.sequences.tiers.dropped:
             assert hits[0] <= common
         else:
             assert hits[0] == common
@@ -363,7 +368,11 @@ class TreeMachine(RuleBasedStateMachine):
                 self.computed(key, text, hits[0])
 
     def there(self, key, text):
-        return text in self.states[key] if self.tree.terms.stateful else text in self.known[key]
+        return (
+            text in self.states[key]
+            if self.tree.pool_config.needs_checkpoints
+            else text in self.known[key]
+        )
 
     def expected(self, key, text):
         ends = range((len(text) - 1) // CHUNK * CHUNK, 0, -CHUNK)
@@ -426,9 +435,9 @@ def test_two_thousand_requests_leave_no_page_behind():
         found = asked(tree, lm, texts, keep=rng.random() < 0.9)
         hits += sum(found)
     accounted(tree)
-    assert hits > 20_000 and tree.texts.tiers.dropped > 100
-    for node in list(tree.texts.nodes.roots.values()):
-        tree.texts.tiers.remove(node)
+    assert hits > 20_000 and tree.sequences.tiers.dropped > 100
+    for node in list(tree.sequences.radix.roots.values()):
+        tree.sequences.tiers.remove(node)
     assert tree.stats().free == (40, 40) and tree.stats().bytes == dict.fromkeys(TIERS, 0)
 
 
@@ -454,7 +463,9 @@ def test_pages_of_other_sizes_and_prompts_that_end_anywhere():
     ]
     tree = tree_of(lm, policies, pages=40)
     text = tuple(np.random.default_rng(2).integers(0, 9, 150).tolist())
-    assert tree.terms.unit == 48 and [kind.page for kind in tree.terms.kinds] == [48, 16]
+    assert tree.pool_config.node_tokens == 48 and [
+        kind.page_tokens for kind in tree.pool_config.groups
+    ] == [48, 16]
     for length, hit in ((47, 0), (48, 0), (49, 48), (96, 48), (97, 96), (150, 96), (150, 144)):
         assert asked(tree, lm, [text[:length]]) == [hit]
         accounted(tree)
@@ -563,8 +574,8 @@ def test_a_stream_that_is_let_go_gives_its_pages_back():
     accounted(tree)
     # A cache that is lost takes the tree's pages with it.
     lease = tree.lend(lm, [list(range(40))], new=2)
-    jax.tree.map(lambda x: x.delete(), lease.take())
-    lease.settle(None, None)
+    jax.tree.map(lambda x: x.delete(), lease.take_cache())
+    lease.finish(None, None)
     assert tree.stats().cached == (0,) and not tree.stats().texts
     assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2).tokens
 
@@ -698,7 +709,7 @@ def test_what_is_refused_leaves_all_texts():
     for call in (tree.clear, lambda: tree.save("folder", lm), lambda: asked(tree, lm, [text])):
         with pytest.raises(ValueError, match="are with a stream that has not ended"):
             call()
-    lease.settle(lease.take(), None)
+    lease.finish(lease.take_cache(), None)
     tree.clear()
     assert asked(tree, lm, [text]) == [0]
     accounted(tree)
@@ -712,13 +723,13 @@ def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
     tree = tree_of(lm, policy, pages=40, exact_prefix=False)
     text = tuple(rng.integers(0, 9, 90).tolist())
     lease = tree.lend(lm, [list(text)], new=2)
-    cache = lease.take()
+    cache = lease.take_cache()
     for start in range(0, 96, 16):
         numbers = np.zeros((1, 16), np.float32)
         numbers[0, : len(text[start : start + 16])] = names(text)[start : start + 16]
         length = np.array([min(90, start + 16)], np.int32)
-        cache = lease.reached(feed(cache, numbers, length - start), length)
-    lease.settle(cache, [text[:49]])
+        cache = lease.after_chunk(feed(cache, numbers, length - start), length)
+    lease.finish(cache, [text[:49]])
     text, look = (*text[:49], 1, 2, 3), policy.keys == Raw()
     assert [asked(tree, lm, [text], look=look) for _ in range(2)] == [[0], [48]]
     accounted(tree)
@@ -759,7 +770,7 @@ def raising(kind):
 def test_a_conversation_goes_on_where_there_is_room_for_two_states():
     """Those that it has passed leave first."""
     lm, rng = bare(), np.random.default_rng(8)
-    one = tree_of(lm, POLICIES["int8"]).terms.state_bytes
+    one = tree_of(lm, POLICIES["int8"]).pool_config.checkpoint_bytes
     tree = tree_of(
         lm, POLICIES["int8"], pages=40, host_memory=2 * one, checkpoint_every=100, max_len=512
     )
@@ -778,13 +789,13 @@ def test_a_state_is_taken_once():
     lm, rng = bare(), np.random.default_rng(9)
     tree, states = tree_of(lm, POLICIES["int8"], pages=40, checkpoint_every=100), []
     lease = tree.lend(lm, [rng.integers(0, 9, n).tolist() for n in (32, 150)], new=2)
-    cache = lease.take()
+    cache = lease.take_cache()
     for held in (np.minimum(n, [32, 150]) for n in range(16, 161, 16)):
-        before = len(lease._landed) + len(lease._flying)
-        cache = lease.reached(cache, held.astype(np.int32))
-        states += [(n, list(found.which)) for n, (found, _) in enumerate(lease._flying)]
-        assert len(lease._landed) + len(lease._flying) <= before + 1
-    lease.settle(cache, None)
+        before = len(lease._checkpoints) + len(lease._in_flight)
+        cache = lease.after_chunk(cache, held.astype(np.int32))
+        states += [(n, list(found.which)) for n, (found, _) in enumerate(lease._in_flight)]
+        assert len(lease._checkpoints) + len(lease._in_flight) <= before + 1
+    lease.finish(cache, None)
     assert len(states) == 3 and sum(map(sum, (which for _, which in states))) == 3
     accounted(tree)
 
@@ -798,7 +809,7 @@ def test_texts_of_weights_that_are_gone_are_forgotten():
         tree.weights = np.int64(step)
         asked(tree, trained, [text])
         assert asked(tree, trained, [text]) == [32]
-        assert {key.weights for key in tree.texts.nodes.roots} == {step}
+        assert {key.weights for key in tree.sequences.radix.roots} == {step}
         accounted(tree)
         del trained, params
 
@@ -806,7 +817,12 @@ def test_texts_of_weights_that_are_gone_are_forgotten():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    ["lease.put_back", "lease.taken", "texts.Texts.keep_pages", "tiers.Tiers.make_room"],
+    [
+        "lease.restore_checkpoints",
+        "lease.take_checkpoints",
+        "sequences.CachedSequences.keep_pages",
+        "tiers.Tiers.free_pages",
+    ],
 )
 def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
     """As a request begins, on its way, and as it ends."""
@@ -820,7 +836,7 @@ def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
 
     assert (hits(), hits()) == (0, 32)
     monkeypatch.setattr(f"kvjax.prefixes.{where}", raising(KeyboardInterrupt))
-    prompt = [7, *prompt] if where == "lease.taken" else prompt
+    prompt = [7, *prompt] if where == "lease.take_checkpoints" else prompt
     with pytest.raises(KeyboardInterrupt):
         hits()
     monkeypatch.undo()
@@ -832,7 +848,11 @@ def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
 def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, monkeypatch):
     """One that is full, and one for states but for no page, which goes with what stands behind."""
     lm = small()
-    room = {} if how == "full" else {"disk_memory": tree_of(lm, POLICIES["int8"]).terms.state_bytes}
+    room = (
+        {}
+        if how == "full"
+        else {"disk_memory": tree_of(lm, POLICIES["int8"]).pool_config.checkpoint_bytes}
+    )
     tree = tree_of(lm, POLICIES["int8"], host_memory=0, folder=tmp_path, **room)
 
     def refused(*_):

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.generation.results import Timer
 from kvjax.layouts import Paged, Ring
 from kvjax.models.config import RopeConfig
-from kvjax.rollouts import rolling
+from kvjax.rollouts import program as rollout_program
 from tests.alive import alive
 from tests.matrix import tiny_model
 from tests.test_prefixes import small
@@ -115,7 +115,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
 
     params, state, buffer, texts = lm.params, optimizer.init(lm.params), None, []
     size = max(x.nbytes for x in jax.tree.leaves(params))
-    before = rolling._rolled._cache_size()
+    before = rollout_program._rolled._cache_size()
     for step in range(10):
         if step == 1:
             (meter := Timer()).running().__enter__()
@@ -128,7 +128,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
         texts.append(lists(found))
         params, state = train(params, state, found)
     assert meter.compilations == 0 and len(alive()) <= held
-    assert rolling._rolled._cache_size() - before == 1  # though the first had no buffer
+    assert rollout_program._rolled._cache_size() - before == 1  # though the first had no buffer
     assert len({str(each) for each in texts}) == 10
     program = lowered(lm, buffer)
     memory = program.memory_analysis()
@@ -154,7 +154,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
     def train(params, drawn):
         return optax.apply_updates(params, jax.tree.map(lambda x: x * drawn.mean(), params))
 
-    before, buffer, compiled = rolling._rolled._cache_size(), None, []
+    before, buffer, compiled = rollout_program._rolled._cache_size(), None, []
     for step in range(3):
         with (meter := Timer()).running():
             found = kvjax.rollout(
@@ -162,7 +162,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
             )
         compiled.append(meter.compilations)
         buffer, params = found.cache, train(params, found.drawn)
-    assert compiled[1:] == [0, 0] and rolling._rolled._cache_size() - before == 1
+    assert compiled[1:] == [0, 0] and rollout_program._rolled._cache_size() - before == 1
 
 
 def lowered(lm, buffer):
@@ -173,13 +173,13 @@ def lowered(lm, buffer):
         found["program"] = rolled.lower(*given).compile()
         return rolled(*given)
 
-    rolled, rolling._rolled = rolling._rolled, keep
+    rolled, rollout_program._rolled = rollout_program._rolled, keep
     try:
         kvjax.rollout(
             lm, lm.params, (TOKENS, LENGTHS), n=2, max_new_tokens=8, seed=99, buffer=buffer
         )
     finally:
-        rolling._rolled = rolled
+        rollout_program._rolled = rolled
     return found["program"]
 
 
@@ -306,8 +306,8 @@ def test_a_model_that_is_made_anew_compiles_nothing():
     for step in range(3):
         lm = example("nnx_model").language_model(step)
         kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=4, seed=step)
-        before = rolling._rolled._cache_size() if before is None else before
-    assert rolling._rolled._cache_size() == before
+        before = rollout_program._rolled._cache_size() if before is None else before
+    assert rollout_program._rolled._cache_size() == before
     away = jax.device_put(jax.tree.map(np.asarray, lm.params), jax.devices()[1])
     found = kvjax.rollout(lm, away, PROMPTS, max_new_tokens=4, seed=2, put=True)
     assert {x.devices().pop() for x in jax.tree.leaves(lm.put(away))} == {jax.devices()[0]}

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.codecs import Int8
 from kvjax.core.pytree import tree_bytes
 from kvjax.engine.drafts import PromptLookupState
-from kvjax.generation.drafts.acceptance import Acceptance, price_of
+from kvjax.generation.drafts.acceptance import Acceptance, draft_cost
 from kvjax.layouts import Dense
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
@@ -179,23 +179,23 @@ def test_drafts_rest_where_they_are_worth_nothing():
 
 def test_a_round_is_priced():
     """What was accepted says how many are drafted next, and whether."""
-    price, rows = price_of("cpu", 1, 7, 0.02), jnp.asarray([True])
+    price, rows = draft_cost("cpu", 1, 7, 0.02), jnp.asarray([True])
     full = jnp.asarray([7])
     start = jax.tree.map(jnp.asarray, Acceptance.new(1))
-    assert start.wanted(full, price, rows)[0] == 7
+    assert start.draft_lengths(full, price, rows)[0] == 7
     good = bad = start
     rested = 0
     for _ in range(6):
-        good = good.after(full, jnp.asarray([5]), 7, price, rows)
-        if bad.wanted(full, price, rows)[0]:
-            bad = bad.after(full, jnp.asarray([0]), 7, price, rows)
+        good = good.updated(full, jnp.asarray([5]), 7, price, rows)
+        if bad.draft_lengths(full, price, rows)[0]:
+            bad = bad.updated(full, jnp.asarray([0]), 7, price, rows)
         else:
-            bad, rested = bad.rested(), rested + 1
-    assert good.wanted(full, price, rows)[0] == 7 and rested >= 1
-    assert int(bad.rest) + rested == 16 and int(bad.wait) == 32
+            bad, rested = bad.without_draft(), rested + 1
+    assert good.draft_lengths(full, price, rows)[0] == 7 and rested >= 1
+    assert int(bad.cooldown) + rested == 16 and int(bad.next_cooldown) == 32
     # Where none can be found, nothing is drafted; a dear draft is asked for less.
-    assert good.wanted(jnp.asarray([0]), price, rows)[0] == 0
-    assert good.wanted(full, replace(price, token=0.4), rows)[0] < 7
+    assert good.draft_lengths(jnp.asarray([0]), price, rows)[0] == 0
+    assert good.draft_lengths(full, replace(price, token=0.4), rows)[0] < 7
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array
 from kvjax.policies.presets import PolicyChoice
-from kvjax.rollouts.rolling import rollout
+from kvjax.rollouts.program import rollout
 from kvjax.sampling.scores import take_tokens
 
 __all__ = ["KvjaxRollout"]

@@ -1,6 +1,6 @@
 """Many turns on one cache."""
 
-from kvjax.chats.chat import Chat
-from kvjax.chats.turns import ChatStats, Turn
+from kvjax.chats.chat import Chat, ChatStats
+from kvjax.chats.rendering import Turn
 
 __all__ = ["Chat", "ChatStats", "Turn"]

@@ -1,12 +1,43 @@
 """An answer as it comes."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from kvjax.chats.interrupts import held_back
 from kvjax.generation.results import GenerationResult, Piece
 from kvjax.generation.streaming import Stream
+
+
+@contextmanager
+def held_back(heard: Callable[[], None]) -> Iterator[None]:
+    """Let no interrupt out of the work inside, which would be lost half done: the first one calls
+    ``heard``, and is raised behind the work; a second one is raised at once.
+
+    Only the main thread hears of signals; elsewhere, and where a process ignores them, nothing is
+    changed.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    came = []
+
+    def note(number: int, frame: object) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            usual(number, frame)  # type: ignore[arg-type]
+        heard()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        usual(*came[0])
+
 
 Ended = Callable[["Answer", GenerationResult | None], GenerationResult | None]
 """What a chat does with an answer that has ended: it takes the cache out of the result, which is

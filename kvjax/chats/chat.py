@@ -1,20 +1,17 @@
-"""Many turns on one cache: what it holds is not read again."""
+"""Many turns on one cache."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.chats import saved
+from kvjax.chats import saving
 from kvjax.chats.answer import Answer
-from kvjax.chats.conversation import Conversation
-from kvjax.chats.held import length_for, most_of
-from kvjax.chats.planning import WHEN_FULL
-from kvjax.chats.state import from_told, to_told
-from kvjax.chats.texts import Rendering
-from kvjax.chats.turns import ChatStats, Turn
+from kvjax.chats.conversation import Conversation, length_for, most_of
+from kvjax.chats.rendering import WHEN_FULL, Rendering, Turn
+from kvjax.chats.saving import from_told, to_told
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
 from kvjax.generation.loaded_model import LanguageModel
@@ -22,8 +19,44 @@ from kvjax.generation.options import DecodingKeywords, explicit_signature
 from kvjax.memory.sizes import has_encoder
 from kvjax.policies.presets import PolicyChoice, policy
 
-_COUNTED = ("prefilled", "known", "reread", "generated", "prefill_seconds", "decode_seconds",
-            "compile_seconds")  # fmt: skip
+
+@dataclass(frozen=True)
+class ChatStats:
+    """Figures of a chat, from its first turn on, those before it was saved among them.
+
+    ``turns``: how many it has; ``dropped``: the oldest ones that the model sees no more.
+    ``prefilled``: tokens that were read, of prompts; ``known``: tokens of prompts that were not, as
+    the cache had them; ``reread``: of those read, the ones that had been read before, or written,
+    and that the cache could not keep (it can't forget just what came after them).
+    ``generated``: new tokens. ``prefill_seconds``, ``decode_seconds``, ``compile_seconds``: as of
+    ``GenerationStats``.
+    ``held``: tokens that the cache holds; ``room``: how many more the chat can have, None where it
+    has no end. ``cache_bytes``: of the cache, by place.
+    """
+
+    turns: int
+    dropped: int
+    prefilled: int
+    known: int
+    reread: int
+    generated: int
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    held: int
+    room: int | None
+    cache_bytes: dict[str, int]
+
+
+_COUNTED = (
+    "prefilled",
+    "known",
+    "reread",
+    "generated",
+    "prefill_seconds",
+    "decode_seconds",
+    "compile_seconds",
+)
 
 
 class Chat:
@@ -88,14 +121,18 @@ class Chat:
             raise ValueError(f"on_full is {on_full!r}: there are {', '.join(WHEN_FULL)}")
         cache = policy(cache) if isinstance(cache, str) else cache
         self._own = {
-            "template": template, "template_options": template_options, "cache": cache,
-            "max_len": as_optional_int("max_len", max_len, 1, INT32_MAX), "on_full": on_full,
+            "template": template,
+            "template_options": template_options,
+            "cache": cache,
+            "max_len": as_optional_int("max_len", max_len, 1, INT32_MAX),
+            "on_full": on_full,
             "seed": as_int("seed", seed, 0),
-        }  # fmt: skip
+        }
         self.settings: dict[str, Any] = {
-            "max_new_tokens": as_int("max_new_tokens", max_new_tokens, 1), "stop": stop,
+            "max_new_tokens": as_int("max_new_tokens", max_new_tokens, 1),
+            "stop": stop,
             **settings,
-        }  # fmt: skip
+        }
         self.system = system
         length = length_for(lm, max_len)
         rendering = Rendering(lm.tokenizer, template, template_options or {})
@@ -123,7 +160,7 @@ class Chat:
         """
         if "cache" in settings:
             raise ValueError("a chat that was saved has its cache: kvjax.convert changes one")
-        told, held = saved.read(folder, lm, settings.get("max_len"))
+        told, held = saving.read(folder, lm, settings.get("max_len"))
         given, kept = from_told(folder, told, settings)
         chat = cls(lm, **given)
         now = chat._now
@@ -144,7 +181,7 @@ class Chat:
         with now.lock:
             own = {"system": self.system, **self._own, **self.settings}
             held = now.held if now.held and now.held.tokens else None
-            saved.write(folder, to_told(own, now.turns, now.known, now.counts), held, now.lm)
+            saving.write(folder, to_told(own, now.turns, now.known, now.counts), held, now.lm)
 
     def send(self, text: str) -> Answer:
         """Ask, and get the answer as it comes: an iterator over pieces as of ``stream``.
@@ -206,7 +243,7 @@ class Chat:
         return self._now.lm
 
     @property
-    def as_python(self) -> bool:
+    def plain(self) -> bool:
         """Whether there is no chat template."""
         return self._now.rendering.plain
 
@@ -215,20 +252,26 @@ class Chat:
         """Its figures; those of an answer that runs are counted at its end."""
         now = self._now
         return ChatStats(
-            turns=len(now.turns), dropped=now.turns[-1].first if now.turns else 0,
+            turns=len(now.turns),
+            dropped=now.turns[-1].first if now.turns else 0,
             **{name: now.counts[name] for name in _COUNTED},
             held=len(now.held.tokens) if now.held else 0,
             room=None if now.most is None else max(now.most - now.tokens, 0),
             cache_bytes=dict(nbytes(now.held.cache)) if now.held else {},
-        )  # fmt: skip
+        )
 
     @without_mesh_context
     def _ask(self, number: int, text: str, attempt: int) -> Answer:
         with self._now.lock:
             return self._now.ask(
-                number, _text("a text that is sent", text), attempt, system=self.system,
-                drop=self._own["on_full"] == "drop", seed=self._own["seed"], settings=self.settings,
-            )  # fmt: skip
+                number,
+                _text("a text that is sent", text),
+                attempt,
+                system=self.system,
+                drop=self._own["on_full"] == "drop",
+                seed=self._own["seed"],
+                settings=self.settings,
+            )
 
     def _number(self, turn: int) -> int:
         """A turn's number, from the first on, of one that is there."""

@@ -1,4 +1,4 @@
-"""A conversation as it stands: its turns, their tokens, the cache; and how it is gone on with."""
+"""A conversation: its turns, their tokens and its cache."""
 
 import functools
 import threading
@@ -7,23 +7,82 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvjax.cache.creation import allocate
+from kvjax.cache.state import KVCache
 from kvjax.chats.answer import Answer
-from kvjax.chats.held import Held, empty
-from kvjax.chats.known import Known, common
-from kvjax.chats.planning import Plan, planned
-from kvjax.chats.texts import Rendering
-from kvjax.chats.turns import Turn
+from kvjax.chats.rendering import Known, Plan, Rendering, Turn, common, planned
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import as_int, as_python
-from kvjax.generation.capacity import capacity_bucket
+from kvjax.generation.cache_choice import limit_memory
+from kvjax.generation.capacity import capacity_bucket, max_capacity
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import CacheChoice, DecodingKeywords, GenerationOptions
 from kvjax.generation.request import GenerationRequest, prepare_request
 from kvjax.generation.results import GenerationResult
 from kvjax.generation.streaming import Stream
 from kvjax.layouts import UNLIMITED
-from kvjax.policies.model_config import new_tokens_for
+from kvjax.memory.sizes import abstract_cache
+from kvjax.operations.rows import reset, rewind, rewindable
+from kvjax.placement.mesh import shard_over
+from kvjax.policies.model_config import common_heads, new_tokens_for, trained_context
 from kvjax.policies.presets import PolicyChoice
+
+_LENGTH = 4096
+"""Tokens that a chat can have, unless somebody says otherwise."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cache of one row, and the tokens that it holds."""
+
+    cache: KVCache
+    tokens: tuple[int, ...] = ()
+
+    def back_to(self, ids: Sequence[int]) -> tuple["Held", int]:
+        """What ``ids`` can be gone on from, one token of them at least being left to be read; and
+        how many tokens that were held with them must be read again, as the cache can't be rewound
+        so far."""
+        same = min(common(self.tokens, ids), len(ids) - 1)
+        surplus = len(self.tokens) - same
+        if not surplus:
+            return self, 0
+        if surplus > fetch(rewindable(self.cache))[0]:
+            return Held(reset(self.cache)), same
+        return Held(rewind(self.cache, surplus), self.tokens[:same]), 0
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that it can ever hold; None where it has no end."""
+        most = max_capacity(self.cache)
+        return None if most >= UNLIMITED else most
+
+
+def empty(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> Held:
+    """A new one; where it grows, it begins small."""
+    policy, room = limit_memory(lm, policy, None, 1, max_len), min(capacity_bucket(1), max_len)
+    return Held(allocate(lm.config, policy, batch=1, max_len=max_len, room=room, mesh=lm.mesh))
+
+
+def most_of(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> int | None:
+    """``Held.most`` of an empty one, which is not made."""
+    policy = limit_memory(lm, policy, None, 1, max_len)
+    return Held(abstract_cache(lm.config, policy, batch=1, max_len=max_len, mesh=lm.mesh)).most
+
+
+def length_for(lm: LanguageModel, max_len: int | None) -> int:
+    """Tokens that a chat can have: as asked, or what the model was trained for, at most 4,096.
+
+    Raises:
+      ValueError: if the model's mesh divides rows, of which a chat has one.
+    """
+    if lm.mesh is not None and (rows := shard_over(lm.mesh, common_heads(lm.config)).rows) > 1:
+        raise ValueError(
+            f"a chat is one text, and this mesh shares out {rows} rows: give one whose data is 1"
+        )
+    if max_len is not None:
+        return max_len
+    return min(_LENGTH, trained_context(lm.config) or _LENGTH)
+
 
 _SETTINGS = DecodingKeywords.__annotations__.keys() | {"max_new_tokens", "stop"}
 _AGAIN = 2**32
@@ -59,9 +118,16 @@ class Conversation:
         return marks[-1][2] if marks and self.turns else 0
 
     def ask(
-        self, number: int, user: str, attempt: int, *, system: str | None, drop: bool, seed: int,
+        self,
+        number: int,
+        user: str,
+        attempt: int,
+        *,
+        system: str | None,
+        drop: bool,
+        seed: int,
         settings: dict[str, Any],
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """Go back to before turn ``number``, and on with what is asked."""
         self.close()
         turns, known = self.turns[:number], self.known.before(number)
@@ -74,9 +140,11 @@ class Conversation:
         held = self.held or empty(self.lm, self.policy, self.length)
         kept, again = held.back_to(plan.ids)
         request = self.request(
-            plan.ids[len(kept.tokens) :], kept.cache, (seed + number + attempt * _AGAIN) % 2**64,
+            plan.ids[len(kept.tokens) :],
+            kept.cache,
+            (seed + number + attempt * _AGAIN) % 2**64,
             settings | {"max_new_tokens": new},
-        )  # fmt: skip
+        )
         room = (
             request.capacity if request.capacity < UNLIMITED else capacity_bucket(request.positions)
         )

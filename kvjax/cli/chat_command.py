@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.chats.texts import PLAIN
+from kvjax.chats.rendering import PLAIN
 from kvjax.cli import drafting, options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.chats.turns import Turn
+from kvjax.chats.rendering import Turn
 from kvjax.cli.figures import by_place, table
 
 COMMANDS = {

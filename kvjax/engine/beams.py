@@ -1,5 +1,5 @@
 """A request's beam search as it goes, on the host: what its rows have told, and what they go on
-with. Its steps are those of ``kvjax.generation.beams.steps``, of the likeliest tokens alone."""
+with. Its steps are those of ``kvjax.generation.beams.step``, of the likeliest tokens alone."""
 
 import contextlib
 import functools
@@ -16,18 +16,17 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
 from kvjax.engine.programs import EngineState
 from kvjax.engine.request import MOST_ENDS, Request
-from kvjax.generation.beams.guided import BeamGuides, go_along
-from kvjax.generation.beams.history import History
-from kvjax.generation.beams.results import best
-from kvjax.generation.beams.steps import Numbers, begun, extended
+from kvjax.generation.beams.results import History, best_sequences
+from kvjax.generation.beams.session import BeamGuides, accept_all
+from kvjax.generation.beams.step import SearchParams, advance, initial_state
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
 from kvjax.placement.pages import copied_pages
-from kvjax.prefixes.checkpoints import own, with_own
+from kvjax.prefixes.checkpoints import row_arrays, with_row_arrays
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores, TokenScore
 
-_begun = jax.jit(begun, static_argnames=("beams", "scores"))
-_extended = jax.jit(extended, static_argnames=("beams", "scores"))
+_begun = jax.jit(initial_state, static_argnames=("beams", "scores"))
+_extended = jax.jit(advance, static_argnames=("beams", "scores"))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class BeamSearchState:
         search = request.search
         assert search is not None and search.beams is not None
         self._request, self._search, self._beams = request, search, search.beams
-        self._tokenizer, self.width = tokenizer, search.beams.beams
+        self._tokenizer, self.width = tokenizer, search.beams.num_beams
         self.rest()
 
     def rest(self) -> None:
@@ -108,17 +107,22 @@ class BeamSearchState:
         """The best texts, the best one first."""
         request, ended = self._request, self._state.ended
         if request.scores is not None:
-            ended = replace(ended, told=self._scores(ended.length - 1, ended.beam, ended.token))
-        every, found = best(self._history, ended, self._search.kept, request.scores), []
+            ended = replace(
+                ended, token_scores=self._scores(ended.length - 1, ended.beam, ended.token)
+            )
+        every, found = (
+            best_sequences(self._history, ended, self._search.num_return, request.scores),
+            [],
+        )
         for at, (tokens, score) in enumerate(zip(every.tokens[0], every.scores[0], strict=True)):
             text = RowText(self._tokenizer, request.tokens, guided=request.guide is not None)
             for token in tokens:
                 text.push(token)
             text.finish("eos" if tokens and tokens[-1] in request.eos else "length")
-            told = None if request.scores is None else [*map(_possible, every.told[0][at])]
+            told = None if request.scores is None else [*map(_possible, every.token_scores[0][at])]
             guide: Any = request.guide and request.guide.copy()  # type: ignore[attr-defined]
             if guide is not None:
-                go_along(guide, tokens, self._words)
+                accept_all(guide, tokens, self._words)
             found.append(
                 BeamResult(text.text, tokens, score, told, str(text.reason), guide, text.starts())
             )
@@ -171,7 +175,7 @@ class BeamSearchState:
                 known,
                 known,
                 eos,
-                Numbers(*numbers),
+                SearchParams(*numbers),
                 np.int32(limit),
                 self._beams,
                 None,
@@ -233,9 +237,9 @@ def branch(held: EngineState, branches: BranchInputs, *, kinds: Any) -> tuple[En
         source, target = branches.sources[number], branches.targets[number]
         return jax.tree.map(lambda x: x.at[target].set(x[source]), tree)
 
-    owns = [own(layer.near()) for layer in cache.layers], cache.written, held.progress
+    owns = [row_arrays(layer.near()) for layer in cache.layers], cache.written, held.progress
     owns, written, progress = lax.fori_loop(0, branches.count, copy, owns)
-    layers = [with_own(layer, mine) for layer, mine in zip(cache.layers, owns, strict=True)]
+    layers = [with_row_arrays(layer, mine) for layer, mine in zip(cache.layers, owns, strict=True)]
     for entries, (sources, targets) in zip(kinds, branches.pages, strict=True):
         for entry in entries:
             layer = layers[entry]

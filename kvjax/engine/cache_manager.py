@@ -12,10 +12,10 @@ from kvjax.core.transfer import fetch
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.results import Landing
 from kvjax.engine.sequence import RunningSequence
-from kvjax.prefixes.checkpoints import State
-from kvjax.prefixes.found import found_of
-from kvjax.prefixes.nodes import Node
-from kvjax.prefixes.tiers import without_the_gone
+from kvjax.prefixes.checkpoints import Checkpoint
+from kvjax.prefixes.radix import Node
+from kvjax.prefixes.sequences import match_prompts
+from kvjax.prefixes.tiers import retry_lost_entries
 
 
 @dataclass
@@ -79,12 +79,12 @@ class CacheManager:
     def has_room(self, wanted: list[int]) -> bool:
         """Whether so many pages of each kind are free, or were made so: texts that no request has
         leave for it."""
-        counts = self._prefixes.pool.counts
+        counts = self._prefixes.pool.allocators
         if all(len(each.free) >= n for each, n in zip(counts, wanted, strict=True)):
             return True
         more = [n + len(each.refs) // SPARE for each, n in zip(counts, wanted, strict=True)]
-        found: bool = self._prefixes.tiers.make_room(wanted, more)
-        self._prefixes.tiers.keep_limits()
+        found: bool = self._prefixes.tiers.free_pages(wanted, more)
+        self._prefixes.tiers.enforce_limits()
         return found
 
     def begin(self, seq: RunningSequence, others: Sequence[RunningSequence]) -> bool:
@@ -103,18 +103,20 @@ class CacheManager:
         prompt, texts, pool_config = seq.prompt, self._prefixes, self._pool_config
         path, hit, away, state = [], 0, [], None
         if sharing:
-            (found,), away, (state,) = without_the_gone(lambda: found_of(texts, seq.key, [prompt]))
+            (found,), away, (state,) = retry_lost_entries(
+                lambda: match_prompts(texts, seq.key, [prompt])
+            )
             path, hit = found.path, found.hit
-            seq.stops = pool_config.stops(hit, found.known, len(prompt))
+            seq.stops = pool_config.checkpoint_positions(hit, found.matched, len(prompt))
         wanted, most, further = [], self._soon(seq, len(prompt)), self._wanted_next(others)
-        for number, kind in enumerate(pool_config.kinds):
-            coming = sum(each.kind == number for each in away)
-            more = max(kind.most(most) - len(kind.needed(hit)[0]), 0)
+        for number, kind in enumerate(pool_config.groups):
+            coming = sum(each.group == number for each in away)
+            more = max(kind.max_pages(most) - len(kind.pages_for(hit)[0]), 0)
             wanted.append(more + coming + further[number] + len(seq.others))
         with _locked(path):
             if not self.has_room(wanted):
                 return False
-            texts.tiers.come_back(away)
+            texts.tiers.swap_in(away)
             fresh = self._pages.begin(seq.row, path, hit)
         if state is not None:
             self._runner.put_state(seq.row, state, fresh)
@@ -126,7 +128,7 @@ class CacheManager:
     def _wanted_next(self, seqs: Sequence[RunningSequence]) -> list[int]:
         """A page of each kind for each of those who are to take more, or a newcomer would give it
         back at once. Beams that branch may take one at any time."""
-        found = [0] * len(self._pool_config.kinds)
+        found = [0] * len(self._pool_config.groups)
         for seq in seqs:
             most = seq.handle.request.need
             wanting = self._pages.wanting(seq.row, most)
@@ -140,9 +142,9 @@ class CacheManager:
 
     def forget_texts(self) -> None:
         """Keep nothing that requests could begin with."""
-        for root in list(self._prefixes.nodes.roots.values()):
+        for root in list(self._prefixes.radix.roots.values()):
             self._prefixes.tiers.remove(root)
-        self._prefixes.nodes.roots.clear()
+        self._prefixes.radix.roots.clear()
 
     def release(self, seq: RunningSequence) -> None:
         """Take a request's rows and pages from it."""
@@ -164,8 +166,8 @@ class CacheManager:
             (rows, parts), _ = self._runner.take(seq.row, filled)
             arrays = jax.tree.leaves((rows, parts))
             begin_landing(arrays)
-            state = State(filled, arrays, self._pages.retained(seq.row, filled))
-            self._prefixes.keep_state(key, prompt[:filled], state)
+            state = Checkpoint(filled, arrays, self._pages.retained(seq.row, filled))
+            self._prefixes.keep_checkpoint(key, prompt[:filled], state)
             self._coming.append(lambda: _landed(arrays))
         whole = filled // chunk * chunk if self._runner.exact else filled
         tables = [table[seq.row] for table in self._pages.tables]
@@ -181,7 +183,7 @@ class CacheManager:
         for each in landing:
             each()
         if landing:
-            self._prefixes.tiers.keep_limits()
+            self._prefixes.tiers.enforce_limits()
 
     def swap_out(self, seq: RunningSequence) -> bool:
         """Have all that a request has on the host, if it fits; it keeps its row."""
@@ -189,8 +191,8 @@ class CacheManager:
         if seq.handle.drafts is not None or seq.handle.beams is not None:
             return False
         pages = self._pages.of(seq.row)
-        sizes = zip(pages, self._pool_config.kinds, strict=True)
-        nbytes = self._pool_config.state_bytes + sum(
+        sizes = zip(pages, self._pool_config.groups, strict=True)
+        nbytes = self._pool_config.checkpoint_bytes + sum(
             len(some) * kind.page_bytes for some, kind in sizes
         )
         if self.swapped + nbytes > self._host:
@@ -198,7 +200,7 @@ class CacheManager:
         (rows, _), stands = self._runner.take(seq.row, seq.filled)
         begin_landing((rows, stands))
         contents = [
-            self._prefixes.pool.reading(number, [page for _, page in some])
+            self._prefixes.pool.start_read(number, [page for _, page in some])
             for number, some in enumerate(pages)
         ]
         columns = [[column for column, _ in some] for some in pages]
@@ -213,14 +215,16 @@ class CacheManager:
         that, and for what the others want next."""
         swapped: SwappedState = seq.handle.swapped
         most = self._soon(seq, swapped.filled)
-        each = zip(self._pool_config.kinds, swapped.columns, self._wanted_next(others), strict=True)
-        wanted = [max(len(columns), kind.most(most)) + more for kind, columns, more in each]
+        each = zip(
+            self._pool_config.groups, swapped.columns, self._wanted_next(others), strict=True
+        )
+        wanted = [max(len(columns), kind.max_pages(most)) + more for kind, columns, more in each]
         if not self.has_room(wanted):
             return False
         swapped.land()
         found = self._pages.take_up(seq.row, swapped.columns, swapped.filled)
         for number, (pages, contents) in enumerate(zip(found, swapped.contents, strict=True)):
-            self._prefixes.pool.fill(number, pages, contents())
+            self._prefixes.pool.write(number, pages, contents())
         self._runner.put(seq.row, swapped.rows, swapped.stands)
         seq.filled, seq.count, seq.fresh = swapped.filled, swapped.count, False
         self.forget(seq.handle)
@@ -242,7 +246,7 @@ class CacheManager:
         """So many bytes more of the host are requests', and none of texts."""
         self.swapped += nbytes
         self._prefixes.tiers.limits["host"] = max(self._host - self.swapped, 0)
-        self._prefixes.tiers.keep_limits()
+        self._prefixes.tiers.enforce_limits()
 
 
 def _landed(arrays: list[Any]) -> None:
@@ -254,9 +258,9 @@ def _locked(path: Sequence[Node]) -> Iterator[None]:
     """While pages are looked for, a text that is gone on from can't leave; after that its pages are
     the row's too."""
     for node in path:
-        node.locked += 1
+        node.lock_count += 1
     try:
         yield
     finally:
         for node in path:
-            node.locked -= 1
+            node.lock_count -= 1

@@ -24,16 +24,16 @@ from kvjax.engine.programs import (
     written_to,
 )
 from kvjax.engine.sequence import RunningSequence
-from kvjax.generation.drafts.asked import Draft, DraftModel
-from kvjax.generation.drafts.proposals import Second
+from kvjax.generation.drafts.draft_model import Draft, DraftModel
+from kvjax.generation.drafts.propose import DraftModelProposer
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress, choose_tokens
 from kvjax.layouts import Paged, paged
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import per_layer
-from kvjax.prefixes.terms import Terms, terms_for
-from kvjax.prefixes.texts import Texts
+from kvjax.prefixes.pool_config import PoolConfig, make_pool_config
+from kvjax.prefixes.sequences import CachedSequences
 from kvjax.sampling.filters import Logits
 from kvjax.sampling.history import TokenHistory
 
@@ -53,10 +53,10 @@ class ProposeInputs:
     tables: tuple[Array, ...]
 
 
-@functools.partial(jax.jit, static_argnames="drafter", donate_argnames="held")
+@functools.partial(jax.jit, static_argnames="proposer", donate_argnames="held")
 def propose(
     held: EngineState,
-    drafter: Second,
+    proposer: DraftModelProposer,
     params: Any,
     past: TokenHistory,
     drafted: VerifyInputs,
@@ -88,7 +88,7 @@ def propose(
 
     newest: Any = drafted.tokens[:, 0]
     progress = Progress(newest, wanted.begun, ~some, some & ~some)
-    (tokens, count), context = drafter.propose(params, context, progress, past, wanted.count, one)
+    (tokens, count), context = proposer.propose(params, context, progress, past, wanted.count, one)
     tokens = jnp.where(some[:, None], tokens, drafted.tokens[:, 1:])
     tokens = jnp.concatenate([drafted.tokens[:, :1], tokens], axis=1)
     after = EngineState(context.cache, before.progress, before.past)
@@ -122,7 +122,7 @@ class DraftModelRunner:
         ours = {id(x) for x in jax.tree.leaves(lm.params)}
         own = [x for x in jax.tree.leaves(draft.lm.params) if id(x) not in ours]
         cache = device_bytes(
-            pool_config.config, list(pool_config.policies), count, max_len, pool_config.mesh
+            pool_config.model_config, list(pool_config.policies), count, max_len, pool_config.mesh
         )
         self.own_weights = tree_bytes(own)
         self.nbytes = cache + self.own_weights
@@ -130,7 +130,7 @@ class DraftModelRunner:
 
     def allocate(self) -> int:
         """Make the cache; bytes of all that the draft has."""
-        texts = Texts(self._pool_config, (0, 0, None))
+        texts = CachedSequences(self._pool_config, (0, 0, None))
         self._runner = ModelRunner(self._lm, self._pool_config, texts, self._count, 1, True)
         self.max_rewind, found = self._runner.max_rewind, self._runner.allocated
         return self.own_weights + found["pool_bytes"] + found["row_bytes"]
@@ -152,8 +152,8 @@ class DraftModelRunner:
         numbers: Any = count, known, begun, self._runner.tables(drafted.rows)
         wanted = ProposeInputs(*numbers)
         most, own = drafted.tokens.shape[1] - 1, self._lm.config.vocab_size
-        drafter = Second(most, None, self._lm.architecture, own, self._vocab)
-        found = self._runner.run(propose, drafter, self._runner.params, past, drafted, wanted)
+        proposer = DraftModelProposer(most, None, self._lm.architecture, own, self._vocab)
+        found = self._runner.run(propose, proposer, self._runner.params, past, drafted, wanted)
         return replace(drafted, tokens=found[0], count=found[1])
 
     def compile(self) -> int:
@@ -188,7 +188,7 @@ def draft_runner_of(
 
 def _pool_config(
     lm: LanguageModel, draft: DraftModel, count: int, max_len: int, chunk: int
-) -> Terms:
+) -> PoolConfig:
     policies = [_in_pages(each) for each in per_layer(draft.cache, lm.config)]
     if any((layout := paged(each.layout)) and layout.pages is not None for each in policies):
         raise ValueError(
@@ -197,10 +197,12 @@ def _pool_config(
         )
     policies = with_slack(policies, max(chunk, MAX_DRAFT_TOKENS + 1) - 1)
 
-    def pool_config(pages: int) -> Terms:
-        return terms_for(lm, policies, pages, None, max_len, chunk, True, 1)
+    def pool_config(pages: int) -> PoolConfig:
+        return make_pool_config(lm, policies, pages, None, max_len, chunk, True, 1)
 
-    return pool_config(count * max(kind.page_group.layout.columns for kind in pool_config(1).kinds))
+    return pool_config(
+        count * max(kind.page_group.layout.columns for kind in pool_config(1).groups)
+    )
 
 
 def _in_pages(policy: Any) -> Any:

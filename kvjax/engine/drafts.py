@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.drafts.acceptance import Acceptance, Price, price_of
-from kvjax.generation.drafts.asked import Draft, DraftModel, PromptLookup, draft_of, relative_size
+from kvjax.generation.drafts.acceptance import Acceptance, DraftCost, draft_cost
+from kvjax.generation.drafts.draft_model import (
+    Draft,
+    DraftModel,
+    PromptLookup,
+    relative_size,
+    resolve_draft,
+)
 from kvjax.generation.loaded_model import LanguageModel
 
-Load = Callable[[Price], Price]
+Load = Callable[[DraftCost], DraftCost]
 """What a draft's price is beside the rows that decode now."""
 MAX_DRAFT_TOKENS = 7
 """Tokens of a draft that a program checks, at most."""
@@ -23,7 +29,7 @@ class DraftPlan:
     matter."""
 
     draft: Draft
-    price: Price | None
+    price: DraftCost | None
 
 
 class DraftState:
@@ -40,7 +46,7 @@ class DraftState:
 
     def push(self, tokens: Sequence[int]) -> None:
         """The text goes on."""
-        self._fared = self._fared.rested(len(tokens))
+        self._fared = self._fared.without_draft(len(tokens))
         if self._lookups is not None:
             self._lookups.push(tokens)
 
@@ -53,10 +59,10 @@ class DraftState:
         most = max(min(most, self._most), 0)
         if self._lookups is not None and known:
             most = len(self._lookups.found(most))
-        if self._fared.rest > 0 or not most:
+        if self._fared.cooldown > 0 or not most:
             return math.inf
         found: Any = np.array([most])
-        return float(self._fared.takes(found, load(self._price))[0])
+        return float(self._fared.relative_time(found, load(self._price))[0])
 
     def idle(self, most: int, load: Load) -> bool:
         """Whether nothing is drafted for now, of at most so many tokens, whatever they may be: for
@@ -73,17 +79,17 @@ class DraftState:
 
     def _worth(self, most: int, load: Load) -> int:
         """How many tokens of as many as could be drafted are worth it."""
-        if self._fared.rest > 0 or not most:
+        if self._fared.cooldown > 0 or not most:
             return 0
         price, found = self._price and load(self._price), np.array([most])
         given: Any = found, price, found > 0
-        return int(self._fared.wanted(*given)[0])
+        return int(self._fared.draft_lengths(*given)[0])
 
     def checked(self, count: int, accepted: int) -> None:
         """Of so many drafted tokens so many were right; the text has them already."""
         sent, right, active = np.array([count]), np.array([accepted]), np.array([True])
         each: Any = sent, right, self._most, self._price, active
-        self._fared = self._fared.after(*each)
+        self._fared = self._fared.updated(*each)
 
 
 class PromptLookupState:
@@ -141,7 +147,7 @@ class DraftPlanner:
             # Not asked for: where it can't be, the request goes without.
             draft = self.own if along and beams == 1 else None
         else:
-            draft = draft_of(self.lm, given)
+            draft = resolve_draft(self.lm, given)
         if draft is None:
             return None
         if isinstance(draft, DraftModel) and draft is not self.own:
@@ -154,4 +160,4 @@ class DraftPlanner:
         if not draft.adaptive:
             return DraftPlan(draft, None)
         share = relative_size(self.lm, draft.lm) if isinstance(draft, DraftModel) else 0.0
-        return DraftPlan(draft, price_of(self.platform, self.together, MAX_DRAFT_TOKENS, share))
+        return DraftPlan(draft, draft_cost(self.platform, self.together, MAX_DRAFT_TOKENS, share))

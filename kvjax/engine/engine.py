@@ -22,14 +22,14 @@ from kvjax.engine.speculative import SpeculativeDecoder
 from kvjax.engine.stats import Counters, EngineStats, counted
 from kvjax.generation.aot.compiling import Compiled
 from kvjax.generation.best_of import best_rows
-from kvjax.generation.drafts.asked import DraftChoice, draft_of
+from kvjax.generation.drafts.draft_model import DraftChoice, resolve_draft
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
 from kvjax.generation.results import Timer
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
-from kvjax.prefixes.terms import in_bytes
-from kvjax.prefixes.texts import Texts
+from kvjax.prefixes.pool_config import in_bytes
+from kvjax.prefixes.sequences import CachedSequences
 
 
 class Engine:
@@ -105,7 +105,7 @@ class Engine:
         rounds = as_int("decode_rounds", decode_rounds, 1)
         exact = as_bool("exact", exact)
         prefix_cache = as_bool("prefix_cache", prefix_cache)
-        own = draft_of(lm, draft)
+        own = resolve_draft(lm, draft)
         second = draft_runner_of(lm, own, count, max_sequence_length(lm, limits), prefill_chunk)
         self.pool_config = engine_pool_config(
             lm,
@@ -123,7 +123,7 @@ class Engine:
         least = prefill_chunk + count
         tokens = least if step_tokens is None else as_int("step_tokens", step_tokens, least)
         host = in_bytes("host_memory", host_memory)
-        self._prefixes = Texts(self.pool_config, (host, 0, None))
+        self._prefixes = CachedSequences(self.pool_config, (host, 0, None))
         self._runner = ModelRunner(lm, self.pool_config, self._prefixes, count, rounds, exact)
         self._cache_manager = CacheManager(self._runner, host, prefix_cache)
         self._counters = Counters()

@@ -19,9 +19,9 @@ from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.guides.masks import mask_words
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.programs import Progress
-from kvjax.prefixes.checkpoints import own
-from kvjax.prefixes.terms import Terms
-from kvjax.prefixes.texts import Texts
+from kvjax.prefixes.checkpoints import row_arrays
+from kvjax.prefixes.pool_config import PoolConfig
+from kvjax.prefixes.sequences import CachedSequences
 from kvjax.sampling.filters import ALL_ALLOWED
 from kvjax.sampling.history import make_history
 
@@ -48,8 +48,8 @@ class ModelRunner:
     def __init__(
         self,
         lm: LanguageModel,
-        pool_config: Terms,
-        texts: Texts,
+        pool_config: PoolConfig,
+        texts: CachedSequences,
         count: int,
         rounds: int,
         exact: bool,
@@ -80,7 +80,7 @@ class ModelRunner:
         numbers: Any = zeros, zeros, zeros == 0, zeros > 0
         rows = commit(placement.put((Progress(*numbers), past)))
         self._held = EngineState(replace(cache, pools=()), *rows)
-        texts.pool.take_up(cache.layers)
+        texts.pool.adopt(cache.layers)
         self.page_tables, self.sampling_state = (
             PageTables(texts, count),
             SamplingState(count, placement),
@@ -216,14 +216,14 @@ class ModelRunner:
         pages = self.page_tables.partly(row, tokens)
         some = [
             (kind, page)
-            for kind, page in zip(self.pool_config.kinds, pages, strict=True)
+            for kind, page in zip(self.pool_config.groups, pages, strict=True)
             if kind.page_group.split is not None
         ]
         return programs.take(
             self._with_pages(),
             np.int32(row),
             [ints(page) for _, page in some],
-            splits=tuple(kind.entries for kind, _ in some),
+            splits=tuple(kind.layers for kind, _ in some),
         )
 
     def put(self, row: int, rows: Any, stands: Any) -> None:
@@ -233,17 +233,17 @@ class ModelRunner:
     def put_state(self, row: int, state: Sequence[Any], fresh: Sequence[int]) -> None:
         """Let a row begin with what a text had beside full pages; ``fresh``: of each kind of
         layers, its page that is not full, or -1."""
-        like = [own(layer) for layer in self._held.cache.layers], self._held.cache.written
+        like = [row_arrays(layer) for layer in self._held.cache.layers], self._held.cache.written
         leaves, form = jax.tree.flatten(like)
         rows = jax.tree.unflatten(form, [np.asarray(x) for x in state[: len(leaves)]])
         at = len(leaves)
-        for number, kind in enumerate(self.pool_config.kinds):
+        for number, kind in enumerate(self.pool_config.groups):
             if kind.page_group.split is None:
                 continue
-            count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in kind.entries]))
+            count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in kind.layers]))
             if fresh[number] >= 0:
                 part = [np.asarray(x) for x in state[at : at + count]]
-                self.prefixes.pool.fill(number, [fresh[number]], [part])
+                self.prefixes.pool.write(number, [fresh[number]], [part])
             at += count
         self.put(row, rows, self._nowhere())
 
@@ -255,10 +255,10 @@ class ModelRunner:
     ) -> None:
         """Let rows go on from others, and have other newest tokens; ``pages``: of each pair, and of
         each kind, what is copied: see ``branch_inputs``."""
-        kinds = self.pool_config.kinds
+        kinds = self.pool_config.groups
         copied = [[each[number] for each in pages] for number in range(len(kinds))]
         branches = branch_inputs(self.count, pairs, copied, newest)
-        self.run(branch, branches, kinds=tuple(kind.entries for kind in kinds))
+        self.run(branch, branches, kinds=tuple(kind.layers for kind in kinds))
 
     def mark(self, row: int, tokens: Sequence[int]) -> None:
         """Let these be the tokens that a row's filters go by."""
@@ -277,8 +277,8 @@ class ModelRunner:
         self.mark(0, [])
         self.branch([], [], [])
         self.put(0, rows, stands)
-        for number in range(len(self.pool_config.kinds)):
-            self.prefixes.pool.warm(number)
+        for number in range(len(self.pool_config.groups)):
+            self.prefixes.pool.warm_up(number)
         jax.block_until_ready(self._with_pages())
         return len(self.widths) + len(self.sizes)
 
@@ -300,7 +300,7 @@ class ModelRunner:
     def run(self, program: Any, *args: Any, **settings: Any) -> Any:
         """Send a program that uses up what the device has, and gives it back first."""
         self._held, report = program(self._with_pages(), *args, **settings)
-        self.prefixes.pool.take_up(self._held.cache.layers)
+        self.prefixes.pool.adopt(self._held.cache.layers)
         return report
 
     def _with_pages(self) -> EngineState:

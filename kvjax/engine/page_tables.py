@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.prefixes.nodes import Node
-from kvjax.prefixes.texts import Texts
+from kvjax.prefixes.radix import Node
+from kvjax.prefixes.sequences import CachedSequences
 
 
 class PageTables:
@@ -17,8 +17,8 @@ class PageTables:
     left behind all that the program reads.
     """
 
-    def __init__(self, texts: Texts, rows: int) -> None:
-        self._prefixes, self._kinds = texts, texts.terms.kinds
+    def __init__(self, prefixes: CachedSequences, rows: int) -> None:
+        self._prefixes, self._kinds = prefixes, prefixes.pool_config.groups
         self.tables = [
             np.full((rows, kind.page_group.layout.columns), -1, np.int32) for kind in self._kinds
         ]
@@ -31,14 +31,14 @@ class PageTables:
         those that are not full; these, of each kind, -1 for none."""
         fresh = []
         for number, kind in enumerate(self._kinds):
-            layout, counts = kind.page_group.layout, self._prefixes.pool.counts[number]
-            table, (full, part) = self.tables[number], kind.needed(tokens)
+            layout, counts = kind.page_group.layout, self._prefixes.pool.allocators[number]
+            table, (full, part) = self.tables[number], kind.pages_for(tokens)
             for page in full:
-                found = self._prefixes.page(path, number, page).number
-                counts.hold(found)
+                found = self._prefixes.entry(path, number, page).page
+                counts.retain(found)
                 table[row, kind.column(page)] = found
             if part is not None:
-                table[row, kind.column(part)] = counts.take()
+                table[row, kind.column(part)] = counts.allocate()
             fresh.append(-1 if part is None else int(table[row, kind.column(part)]))
             units = int(kind.page_group.units(tokens))
             self._first[number, row] = int(layout.gone_before(units))
@@ -51,7 +51,7 @@ class PageTables:
         found = []
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
-            counts, table = self._prefixes.pool.counts[number], self.tables[number]
+            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
             leaving = Counter(
                 int(table[row, kind.column(page)])
                 for row in rows
@@ -67,7 +67,7 @@ class PageTables:
         """Let a row have the pages of so many tokens, which are free."""
         for number, kind in enumerate(self._kinds):
             end, gone = self._reach(number, tokens)
-            counts, table = self._prefixes.pool.counts[number], self.tables[number]
+            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
             for page in self._left(number, row, gone):
                 column = kind.column(page)
                 if table[row, column] >= 0:
@@ -76,7 +76,7 @@ class PageTables:
             for page in range(int(self._end[number, row]), end):
                 column = kind.column(page)
                 assert table[row, column] < 0
-                table[row, column] = counts.take()
+                table[row, column] = counts.allocate()
             self._first[number, row] = max(self._first[number, row], gone)
             self._end[number, row] = max(self._end[number, row], end)
 
@@ -87,7 +87,7 @@ class PageTables:
 
     def release(self, row: int) -> None:
         """Let a row have none."""
-        for counts, table in zip(self._prefixes.pool.counts, self.tables, strict=True):
+        for counts, table in zip(self._prefixes.pool.allocators, self.tables, strict=True):
             for page in table[row][table[row] >= 0].tolist():
                 counts.release(page)
             table[row] = -1
@@ -98,16 +98,16 @@ class PageTables:
         kind the page that is not full, and a free one that is to be the same, -1 for none."""
         found = []
         for number, kind in enumerate(self._kinds):
-            counts, table = self._prefixes.pool.counts[number], self.tables[number]
-            table[row], part = table[source], kind.needed(tokens)[1]
+            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
+            table[row], part = table[source], kind.pages_for(tokens)[1]
             pages = -1, -1
             if part is not None:
                 column = kind.column(part)
-                pages = int(table[source, column]), counts.take()
+                pages = int(table[source, column]), counts.allocate()
                 table[row, column] = pages[1]
             for page in table[row][table[row] >= 0].tolist():
                 if page != pages[1]:
-                    counts.hold(page)
+                    counts.retain(page)
             found.append(pages)
         for ends in (self._first, self._end):
             ends[:, row] = ends[:, source]
@@ -117,7 +117,7 @@ class PageTables:
         """The page of each kind that is not full where a row has so many tokens, 0 for none."""
         found = []
         for kind, table in zip(self._kinds, self.tables, strict=True):
-            page = kind.needed(tokens)[1]
+            page = kind.pages_for(tokens)[1]
             found.append(0 if page is None else int(table[row, kind.column(page)]))
         return found
 
@@ -126,11 +126,11 @@ class PageTables:
         tokens, as a table; None of other kinds."""
         found: list[np.ndarray | None] = []
         for number, kind in enumerate(self._kinds):
-            if not kind.moves:
+            if not kind.windowed:
                 found.append(None)
                 continue
             table = np.full_like(self.tables[number][row], -1)
-            for page in kind.needed(tokens)[0]:
+            for page in kind.pages_for(tokens)[0]:
                 column = kind.column(page)
                 table[column] = self.tables[number][row, column]
             found.append(table)
@@ -149,7 +149,7 @@ class PageTables:
         found = []
         for number, (kind, some) in enumerate(zip(self._kinds, columns, strict=True)):
             layout, units = kind.page_group.layout, int(kind.page_group.units(tokens))
-            pages = [self._prefixes.pool.counts[number].take() for _ in some]
+            pages = [self._prefixes.pool.allocators[number].allocate() for _ in some]
             self.tables[number][row, list(some)] = pages
             self._first[number, row] = int(layout.gone_before(units))
             self._end[number, row] = int(layout.filled(units))
@@ -159,7 +159,7 @@ class PageTables:
     def counted(self) -> dict[str, Any]:
         """Of each pool how many pages there are, are free, and are had by rows; by the names of
         ``EngineStats``."""
-        counts = self._prefixes.pool.counts
+        counts = self._prefixes.pool.allocators
         return {
             "pages": tuple(len(each.refs) for each in counts),
             "free": tuple(len(each.free) for each in counts),

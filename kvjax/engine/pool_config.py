@@ -12,7 +12,7 @@ from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, per_layer
-from kvjax.prefixes.terms import Terms, terms_for
+from kvjax.prefixes.pool_config import PoolConfig, make_pool_config
 
 DEFAULT_ROWS = 8
 """Where limits name none."""
@@ -32,7 +32,7 @@ def engine_pool_config(
     checkpoint_every: int,
     beside: int,
     rotary_len: int | None = None,
-) -> Terms:
+) -> PoolConfig:
     """The terms of an engine, by its arguments; see ``Engine``. ``beside``: bytes of the device
     that a draft takes.
 
@@ -44,8 +44,8 @@ def engine_pool_config(
         per_layer(policy, lm.config), max(chunk, rounds, 1 + MAX_DRAFT_TOKENS) - 1
     )
 
-    def terms(pages: int | None, memory: int | str | None) -> Terms:
-        return terms_for(
+    def terms(pages: int | None, memory: int | str | None) -> PoolConfig:
+        return make_pool_config(
             lm,
             policies,
             pages,
@@ -63,7 +63,7 @@ def engine_pool_config(
         return terms(pages, memory)
     least = terms(1, None)
     if limits.cache_memory_ratio is None:
-        needed = terms(rows * max(kind.page_group.layout.columns for kind in least.kinds), None)
+        needed = terms(rows * max(kind.page_group.layout.columns for kind in least.groups), None)
         limits = replace(limits, cache_memory_ratio=DEFAULT_RATIO)
         try:
             allowed = _allowed(lm, limits, rows, least.max_len, beside)
@@ -73,7 +73,7 @@ def engine_pool_config(
         if allowed is None or taken <= allowed:
             return needed
     allowed = _allowed(lm, limits, rows, least.max_len, beside)
-    own = rows * least.state_bytes
+    own = rows * least.checkpoint_bytes
     if allowed is None or allowed <= own:
         raise ValueError(
             f"cache_memory_ratio={limits.cache_memory_ratio} leaves {allowed} bytes, and {rows} "

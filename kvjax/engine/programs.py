@@ -23,7 +23,7 @@ from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
 from kvjax.paging.allocator import FixedPageTables
 from kvjax.placement.pages import pages_at
-from kvjax.prefixes.checkpoints import own, with_own
+from kvjax.prefixes.checkpoints import row_arrays, with_row_arrays
 from kvjax.sampling.filters import ALL_ALLOWED, Allowed, Logits
 from kvjax.sampling.history import TokenHistory
 from kvjax.sampling.params import SamplingArrays
@@ -244,7 +244,7 @@ def take(held: EngineState, row: Array, parts: list[Array], *, splits: Any) -> A
     def mine(tree: Any) -> Any:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), tree)
 
-    rows = [mine(own(layer.near())) for layer in cache.layers], mine(cache.written)
+    rows = [mine(row_arrays(layer.near())) for layer in cache.layers], mine(cache.written)
     found = []
     for page, entries in zip(parts, splits, strict=True):
         for layer in (cache.layers[n] for n in entries):
@@ -264,7 +264,7 @@ def put(held: EngineState, row: Array, rows: Any, stands: Any) -> tuple[EngineSt
 
     owns, written = rows
     layers = tuple(
-        with_own(layer, into(own(layer), mine))
+        with_row_arrays(layer, into(row_arrays(layer), mine))
         for layer, mine in zip(cache.layers, owns, strict=True)
     )
     cache = replace(cache, layers=layers, written=into(cache.written, written))

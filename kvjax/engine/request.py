@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict
 
 from kvjax.core.validation import as_int, as_python, short_repr
 from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
-from kvjax.generation.beams.searching import Search, rows_asked
-from kvjax.generation.drafts.asked import DraftModel, PromptLookup
+from kvjax.generation.beams.config import SearchConfig, resolve_search
+from kvjax.generation.drafts.draft_model import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.inputs import (
     parse_eos_token_ids,
@@ -19,9 +19,9 @@ from kvjax.generation.inputs import (
 )
 from kvjax.generation.options import GenerationOptions
 from kvjax.policies.model_config import positions_needed
-from kvjax.prefixes.keys import named
-from kvjax.prefixes.kinds import Kind
-from kvjax.prefixes.terms import Terms
+from kvjax.prefixes.pool import CacheGroup
+from kvjax.prefixes.pool_config import PoolConfig
+from kvjax.prefixes.radix import checked_name
 from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
 from kvjax.sampling.scores import MAX_LOGPROBS
 
@@ -90,7 +90,7 @@ class Request:
     by_text: bool
     guide: Guide | None
     drafting: DraftPlan | None
-    search: Search | None
+    search: SearchConfig | None
     least: int
 
     @property
@@ -101,7 +101,7 @@ class Request:
 
 def asked(
     proposers: DraftPlanner,
-    pool_config: Terms,
+    pool_config: PoolConfig,
     rows: int,
     prompt: str | Sequence[int],
     *,
@@ -198,7 +198,7 @@ def asked(
     if (search := search_of(options, filters, len(eos), rows)) is not None:
         # Its rows go on to wherever they are led.
         sampling = prepare_sampling(seeds=[seed])[1]
-    for number, kind in enumerate(pool_config.kinds):
+    for number, kind in enumerate(pool_config.groups):
         pages = most_pages(kind, len(tokens), need, num_beams)
         if pages > (pool := kind.page_group.layout.pool or 0):
             raise ValueError(
@@ -215,7 +215,7 @@ def asked(
         sampling=sampling,
         scores=parse_logprobs(lm.config, logprobs),
         prompt_scores=parse_logprobs(lm.config, prompt_logprobs, name="prompt_logprobs"),
-        tenant=named("tenant", tenant),
+        tenant=checked_name("tenant", tenant),
         priority=priority,
         deadline=deadline,
         by_text=filters.needs_seen or filters.needs_tokens or by_model,
@@ -226,14 +226,16 @@ def asked(
     )
 
 
-def search_of(options: GenerationOptions, filters: Filters, ends: int, rows: int) -> Search | None:
+def search_of(
+    options: GenerationOptions, filters: Filters, ends: int, rows: int
+) -> SearchConfig | None:
     """The search of a request, None for one of a single text; ``ends``: tokens that end a text;
     ``rows``: of the engine.
 
     Raises:
       ValueError: naming what does not go together, or is more than there can be.
     """
-    beams, search = rows_asked(options)
+    beams, search = resolve_search(options)
     if search is None:
         if beams > 1:
             raise ValueError(
@@ -265,8 +267,8 @@ def search_of(options: GenerationOptions, filters: Filters, ends: int, rows: int
     return search
 
 
-def most_pages(kind: Kind, prompt: int, tokens: int, beams: int) -> int:
+def most_pages(kind: CacheGroup, prompt: int, tokens: int, beams: int) -> int:
     """Pages that the beams of a text have at once, at most, on their way to so many tokens: those
     that its prompt fills are the same."""
-    shared = 0 if kind.moves else len(kind.needed(prompt)[0])
-    return shared + beams * (kind.most(tokens) - shared)
+    shared = 0 if kind.windowed else len(kind.pages_for(prompt)[0])
+    return shared + beams * (kind.max_pages(tokens) - shared)

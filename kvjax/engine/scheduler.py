@@ -12,7 +12,7 @@ from kvjax.engine.results import InFlightStep
 from kvjax.engine.sequence import RunningSequence
 from kvjax.engine.speculative import Draft, SpeculativeDecoder
 from kvjax.engine.stats import Counters
-from kvjax.prefixes.nodes import Key
+from kvjax.prefixes.radix import Namespace
 
 
 def rank(handle: Handle) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class Scheduler:
         if handle is None or len(free) < handle.rows:
             return None
         (row, *others), rows = free[: handle.rows], 1 if self._runner.exact else None
-        key = Key(handle.request.tenant, self._cache_manager.weights, rows)
+        key = Namespace(handle.request.tenant, self._cache_manager.weights, rows)
         seq = RunningSequence(handle, row, key, others=tuple(others))
         begin: Callable[[RunningSequence, Sequence[RunningSequence]], bool] = (
             self._cache_manager.begin if handle.swapped is None else self._cache_manager.swap_in
@@ -187,7 +187,9 @@ class Scheduler:
         pairs = [(rows[parents[n]], rows[n]) for n in beams.going if parents[n] != n]
         for _, row in pairs:
             pages.release(row)
-        parts = [kind.needed(seq.filled)[1] is not None for kind in self._runner.pool_config.kinds]
+        parts = [
+            kind.pages_for(seq.filled)[1] is not None for kind in self._runner.pool_config.groups
+        ]
         if not self._made_room(seq, lambda: [len(pairs) * part for part in parts]):
             return False
         copied = [pages.branch(*pair, seq.filled) for pair in pairs]

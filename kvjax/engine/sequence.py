@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvjax.engine.drafts import Load
 from kvjax.engine.handle import Handle
-from kvjax.prefixes.nodes import Key
+from kvjax.prefixes.radix import Namespace
 
 
 @dataclass
@@ -22,7 +22,7 @@ class RunningSequence:
 
     handle: Handle
     row: int
-    key: Key
+    key: Namespace
     stops: set[int] = field(default_factory=set)
     filled: int = 0
     count: int = 0

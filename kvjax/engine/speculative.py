@@ -28,7 +28,7 @@ from kvjax.engine.programs import (
     written_to,
 )
 from kvjax.engine.sequence import RunningSequence
-from kvjax.generation.drafts.acceptance import Price, beside_others
+from kvjax.generation.drafts.acceptance import DraftCost, cost_alone
 from kvjax.generation.model import Model
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores
 
@@ -100,13 +100,13 @@ class SpeculativeDecoder:
             return lambda price: price
         size = next((n for n in self._runner.sizes if n >= rows), self._runner.count)
 
-        def beside(price: Price) -> Price:
+        def beside(price: DraftCost) -> DraftCost:
             alone = self.together == 1
-            return beside_others(price, self._runner.platform, rows, size) if alone else price
+            return cost_alone(price, self._runner.platform, rows, size) if alone else price
 
         each = [seq.takes(self.most, beside) for seq in seqs]
         check = 0.0 if sum(each) < len(each) else math.inf
-        return lambda price: replace(beside(price), check=check)
+        return lambda price: replace(beside(price), verify=check)
 
     def send(self, drafts: Sequence[Draft]) -> tuple[ProgramOutput, list[int]]:
         """Send drafts of rows, at most ``together``, whose pages are the rows' already; and where

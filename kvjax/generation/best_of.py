@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.generation.beams.programs import kept, rows_kept
+from kvjax.generation.beams.programs import keep_rows, rows_to_keep
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.request import GenerationRequest, PromptChunk
 from kvjax.generation.results import GenerationResult, Piece, pad_result
@@ -67,11 +67,11 @@ def _best(every: GenerationResult, request: GenerationRequest, padding: int) -> 
     """The best rows of each prompt, the best one first; of equal ones the first."""
     search, samples = request.search, request.samples
     assert search is not None
-    rows, means = best_rows(every.logprobs, samples, search.kept)
+    rows, means = best_rows(every.logprobs, samples, search.num_return)
     which = rows.ravel().tolist()
     cache: Any = every.cache
     if cache is not None:
-        cache = kept(cache, *rows_kept(rows, np.zeros_like(rows), request))
+        cache = keep_rows(cache, *rows_to_keep(rows, np.zeros_like(rows), request))
 
     def of(values: Any) -> Any:
         return None if values is None else [values[row] for row in which]

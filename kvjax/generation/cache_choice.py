@@ -19,7 +19,7 @@ from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import positions_needed, same_rotary
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
-from kvjax.prefixes.kinds import Kind
+from kvjax.prefixes.pool import CacheGroup
 from kvjax.prefixes.tree import Tenant
 
 
@@ -129,8 +129,8 @@ def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
     if not options.use_cache:
         raise ValueError("a prefix_cache was given together with use_cache=False")
     fixed = {
-        "max_len": (None, tree.terms.max_len),
-        "prefill_chunk": (PREFILL_CHUNK, tree.terms.prefill_chunk),
+        "max_len": (None, tree.pool_config.max_len),
+        "prefill_chunk": (PREFILL_CHUNK, tree.pool_config.prefill_chunk),
     }
     for name, known in fixed.items():
         if getattr(options, name) not in known:
@@ -138,7 +138,7 @@ def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
                 f"{name} is {getattr(options, name)}, but the prefix tree's is {known[1]}: the "
                 "texts that it has were computed so"
             )
-    if options.cache != "static" and options.cache != list(tree.terms.policies):
+    if options.cache != "static" and options.cache != list(tree.pool_config.policies):
         raise ValueError("the prefix tree has a policy of its own: leave cache= out")
     return found
 
@@ -177,7 +177,7 @@ def _pages(policy: CachePolicy, size: int, texts: tuple[int, ...], limit: int, s
     assert page_group is not None
     needs = []
     for tokens in texts:
-        full = len(Kind(page_group).needed(tokens)[0])
+        full = len(CacheGroup(page_group).pages_for(tokens)[0])
         most = -(-positions_needed(tokens, limit) // size)
         needs.append(full + samples * (most - full))
     return max(needs)

@@ -229,7 +229,7 @@ def run_generation(
         start_generation(lm, request, watched=False, chunks=chunks),
         request.prefix_cache,
     )
-    with nullcontext() if prefixes is None else prefixes.tree.turns.taken():
+    with nullcontext() if prefixes is None else prefixes.tree.lease_lock.acquire():
         for _ in found:
             pass
     return found.result

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import normalize_bool_field
-from kvjax.generation.drafts.asked import DraftChoice
+from kvjax.generation.drafts.draft_model import DraftChoice
 from kvjax.generation.guides.masks import GuideChoice
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL_CHUNK

@@ -11,7 +11,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import explicit_mesh
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import INT32_MAX, MAX_DIMENSION, as_int, as_optional_int, as_python
-from kvjax.generation.beams.searching import Search, rows_asked
+from kvjax.generation.beams.config import SearchConfig, resolve_search
 from kvjax.generation.cache_choice import (
     encoder_inputs,
     limit_memory,
@@ -21,7 +21,7 @@ from kvjax.generation.cache_choice import (
     size_pools,
 )
 from kvjax.generation.capacity import capacity_bucket, choose_capacity, grown_capacity
-from kvjax.generation.drafts.asked import Draft, check_length, draft_of
+from kvjax.generation.drafts.draft_model import Draft, check_draft_positions, resolve_draft
 from kvjax.generation.encoder import source_bytes
 from kvjax.generation.guides.masks import CopyableGuide, parse_guides
 from kvjax.generation.inputs import (
@@ -103,7 +103,7 @@ class GenerationRequest:
     draft: Draft | None = None
     cache_tokens: list[list[int]] | None = None
     guides: tuple[CopyableGuide | None, ...] | None = None
-    search: Search | None = None
+    search: SearchConfig | None = None
     min_new_tokens: int = 0
     rotary_len: int | None = None
     home: Mesh | None = None
@@ -164,7 +164,7 @@ def prepare_request(
             f"min_new_tokens is {min_new_tokens}, but max_new_tokens is only {new_tokens}"
         )
     cache, policy = parse_cache(options)
-    draft = draft_of(lm, options.draft)
+    draft = resolve_draft(lm, options.draft)
     if draft is not None and not options.use_cache:
         raise ValueError("a draft needs a cache: leave out draft= or use_cache=False")
     spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
@@ -183,7 +183,7 @@ def prepare_request(
     else:
         rows = [[lm.start_token]] * len(encoder_tokens)
     count = len(rows)
-    samples, search = rows_asked(options)
+    samples, search = resolve_search(options)
     random = search is None or search.beams is None
     seeds = parse_seeds(options.seed if random else 0, count * samples)
     empty = 0 if spread is None else -count % spread.rows
@@ -203,14 +203,17 @@ def prepare_request(
     prefix_cache = parse_prefix_cache(options)
     if prefix_cache is not None:
         tree = prefix_cache.tree
-        policy, options = tree.terms.policies, replace(options, max_len=tree.terms.max_len)
-        chunk = tree.terms.prefill_chunk
+        policy, options = (
+            tree.pool_config.policies,
+            replace(options, max_len=tree.pool_config.max_len),
+        )
+        chunk = tree.pool_config.prefill_chunk
     positions = positions_needed(longest, new_tokens)
     rotary_len = parse_rotary_len(lm.config, options, positions)
     capacity = choose_capacity(
         lm.config, longest, new_tokens, options.max_len, cache, rounded=rotary_len is not None
     )
-    check_length(draft, positions)
+    check_draft_positions(draft, positions)
     if policy is not None and samples > 1 and prefix_cache is None:
         lengths = [len(ids) for ids in rows]
         policy = size_pools(lm.config, policy, lengths, new_tokens, samples, rows=len(rows))

@@ -17,8 +17,8 @@ from kvjax.generation import programs
 from kvjax.generation.capacity import grown_capacity, max_capacity
 from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.drafts.acceptance import Acceptance
-from kvjax.generation.drafts.held import Drafts
-from kvjax.generation.drafts.proposals import Drafter
+from kvjax.generation.drafts.propose import Proposer
+from kvjax.generation.drafts.speculative import SpeculativeDecoder
 from kvjax.generation.encoder import SOURCE, has_encoded
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress
@@ -61,7 +61,7 @@ class Session:
         self.prefix_hits = np.zeros(self._rows, np.int32)
         self._prefilled = self.prefix_hits
         self._lease: Lease | None = None
-        self._drafts: Drafts | None = None
+        self._drafts: SpeculativeDecoder | None = None
 
     @property
     def lm(self) -> LanguageModel:
@@ -90,7 +90,7 @@ class Session:
         self._limit = self.put(np.int32(request.max_new_tokens))
         if request.draft is not None and self.cache is not None:
             platform = self.cache.layers[0].policy.placement.platform()
-            self._drafts = Drafts(self._lm, request, request.draft, platform)
+            self._drafts = SpeculativeDecoder(self._lm, request, request.draft, platform)
 
     def put(self, tree: Any) -> Any:
         """Numbers, and arrays with one or more for each row, where the context is, and as committed
@@ -107,7 +107,7 @@ class Session:
         self.context, self.logits = programs.prefill(*self._prefill_args(chunk))
         self._prefilled = self._prefilled + chunk.lengths
         if self._lease is not None and self.cache is not None:
-            self.context = Cached(self._lease.reached(self.cache, self._prefilled))
+            self.context = Cached(self._lease.after_chunk(self.cache, self._prefilled))
 
     def begin(self) -> DecodeOutput:
         """Choose the first token of each row, from the logits after its prompt."""
@@ -131,8 +131,8 @@ class Session:
                 self._set_cache(self.cache, [])
         self.settings = self.put(request.sampling)
         if self._drafts is not None:
-            self._drafts.read()
-            self._drafts.fared = self.put(self._drafts.fared)
+            self._drafts.prefill()
+            self._drafts.acceptance = self.put(self._drafts.acceptance)
             self.cache_bytes.update(self._drafts.nbytes)
         past = make_history(
             request.row_sequences,
@@ -146,20 +146,20 @@ class Session:
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
         """Choose ``steps`` more tokens per row, at most ``programs.MAX_STEPS``. Rows in ``halt``,
         bool[batch], end now."""
-        call, drafter = self._decode_args(steps, halt), self.drafter
-        if drafter is None or self._drafts is None:
+        call, proposer = self._decode_args(steps, halt), self.proposer
+        if proposer is None or self._drafts is None:
             found = programs.decode(*call)
         else:
-            found = self._drafts.decode(drafter, call)
+            found = self._drafts.decode(proposer, call)
         self.context, self._progress, self._past, out, scores = found
-        drafted = None if self._drafts is None else self._drafts.fared
+        drafted = None if self._drafts is None else self._drafts.acceptance
         return DecodeOutput(out, self._progress, scores, drafted)
 
     @property
-    def drafter(self) -> Drafter | None:
+    def proposer(self) -> Proposer | None:
         """What proposes drafts, as the cache is now."""
         drafts, cache = self._drafts, self.cache
-        return None if drafts is None or cache is None else drafts.drafter(cache, drafts.held)
+        return None if drafts is None or cache is None else drafts.proposer(cache, drafts.context)
 
     def reach(self, tokens: int) -> int:
         """Of a text of so many tokens, those that distances between them stay below."""
@@ -193,7 +193,7 @@ class Session:
         """Give back what was lent; of its rows' ``texts`` is kept what others may begin with."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
-            lease.settle(self.cache, texts)
+            lease.finish(self.cache, texts)
 
     def check(self) -> None:
         """Raise what ``kvjax.check`` raises of the cache."""
@@ -207,11 +207,11 @@ class Session:
 
     def lower_steps(self) -> dict[str, Lowered]:
         """The same of ``decode``, by name."""
-        call, drafter = self._decode_args(np.int32(0), np.zeros(self._rows, bool)), self.drafter
-        if drafter is None or self._drafts is None:
+        call, proposer = self._decode_args(np.int32(0), np.zeros(self._rows, bool)), self.proposer
+        if proposer is None or self._drafts is None:
             return {"decode": programs.decode.lower(*call)}
-        self._drafts.fared = self.put(self._drafts.fared)
-        return {"decode": self._drafts.lowered(drafter, call)}
+        self._drafts.acceptance = self.put(self._drafts.acceptance)
+        return {"decode": self._drafts.lowered(proposer, call)}
 
     def zeros_like(self, shapes: Any) -> Any:
         """Arrays of rows as a program gives them, of such shapes, without their numbers."""
@@ -219,7 +219,7 @@ class Session:
 
     def lower_draft_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
         """A draft's reading of these chunks, where it reads any."""
-        return [] if self._drafts is None else self._drafts.lowered_reading(chunks)
+        return [] if self._drafts is None else self._drafts.lowered_prefill(chunks)
 
     def _prefill_args(self, chunk: PromptChunk) -> tuple[Any, ...]:
         lm, given = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
@@ -257,7 +257,7 @@ class Session:
                 tenant=name,
             )
             self.prefix_hits = self._prefilled = lease.hits
-            self._set_cache(lease.take(), [])
+            self._set_cache(lease.take_cache(), [])
         elif request.policy is not None:
             cache = allocate(
                 self._lm.config,

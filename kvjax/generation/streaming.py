@@ -225,8 +225,8 @@ class Stream(PieceIterator):
         cache = self._session.cache
         if not self._request.stop or cache is None or cache.max_rewind is None:
             return MAX_STEPS
-        drafter = self._session.drafter
-        left = cache.max_rewind - (0 if drafter is None else drafter.length)
+        proposer = self._session.proposer
+        left = cache.max_rewind - (0 if proposer is None else proposer.length)
         return max(1, left + 1 - max(row.pending for row in self._rows))
 
     def _cut(self, flying: Sequence[DecodeOutput]) -> None:

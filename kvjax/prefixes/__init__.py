@@ -1,6 +1,5 @@
 """Beginnings of texts that requests share: pages that are kept, found again, and lent."""
 
-from kvjax.prefixes.stats import PrefixStats
-from kvjax.prefixes.tree import PrefixTree
+from kvjax.prefixes.tree import PrefixStats, PrefixTree
 
 __all__ = ["PrefixStats", "PrefixTree"]

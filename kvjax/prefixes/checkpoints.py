@@ -18,10 +18,10 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.pages import pages_at
-from kvjax.prefixes.kinds import Kind
+from kvjax.prefixes.pool import CacheGroup
 
 
-class State(NamedTuple):
+class Checkpoint(NamedTuple):
     """What a row had beside its full pages where its text had so many ``tokens``: ``arrays``, and
     of each kind of layers with a window its table, int32[columns], of pages that were retained."""
 
@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taken:
+class PendingCheckpoints:
     """What was taken of a cache's rows, on its way to the host.
 
     ``which``, ``tokens``: bool[batch], of which rows, and int[batch], how many tokens they had.
@@ -46,24 +46,24 @@ class Taken:
     rows: Any
     parts: list[Any]
 
-    def fetched(self) -> list[tuple[int, State]]:
+    def fetched(self) -> list[tuple[int, Checkpoint]]:
         """Of each row that it was taken of, on the host."""
         tables, *rest = fetch((self.tables, self.rows, self.parts))
         found = []
         for row in np.flatnonzero(self.which).tolist():
             arrays = [np.array(x[row]) for x in jax.tree.leaves(rest)]
             some = [None if x is None else x[row] for x in tables]
-            found.append((row, State(int(self.tokens[row]), arrays, some)))
+            found.append((row, Checkpoint(int(self.tokens[row]), arrays, some)))
         return found
 
 
-def own(held: LayerCache) -> Any:
+def row_arrays(held: LayerCache) -> Any:
     """A layer's arrays that have rows."""
     body = None if held.policy.page_group else (held.keys, held.values)
     return body, held.tail, held.low
 
 
-def with_own(held: LayerCache, arrays: Any) -> LayerCache:
+def with_row_arrays(held: LayerCache, arrays: Any) -> LayerCache:
     """A layer with these instead, placed."""
     body, tail, low = arrays
     placement = held.policy.placement
@@ -73,9 +73,9 @@ def with_own(held: LayerCache, arrays: Any) -> LayerCache:
     return replace(held, tail=placement.put_tokens(tail), low=placement.put(low))
 
 
-def taken(
-    cache: KVCache, kinds: Sequence[Kind], which: np.ndarray, tokens: np.ndarray
-) -> tuple[KVCache, Taken]:
+def take_checkpoints(
+    cache: KVCache, groups: Sequence[CacheGroup], which: np.ndarray, tokens: np.ndarray
+) -> tuple[KVCache, PendingCheckpoints]:
     """What rows of a cache have where their texts have so many tokens, without waiting for it; and
     the cache, in which pages that windows will leave are retained.
 
@@ -84,69 +84,73 @@ def taken(
       tokens: int[batch].
     """
     partly = []
-    for kind in kinds:
-        pages = [kind.needed(int(n))[1] for n in tokens]
-        columns = [0 if page is None else kind.column(page) for page in pages]
+    for group in groups:
+        pages = [group.pages_for(int(n))[1] for n in tokens]
+        columns = [0 if page is None else group.column(page) for page in pages]
         partly.append(np.array(columns, np.int32))
-    static = tuple((kind.entries, kind.moves, kind.page_group.split is not None) for kind in kinds)
-    pools, *rest = _taken(cache, which, partly, kinds=static)
-    found = Taken(which, tokens.copy(), *rest)
+    static = tuple(
+        (group.layers, group.windowed, group.page_group.split is not None) for group in groups
+    )
+    pools, *rest = _take(cache, which, partly, groups=static)
+    found = PendingCheckpoints(which, tokens.copy(), *rest)
     for x in jax.tree.leaves((found.tables, found.rows, found.parts)):
         x.copy_to_host_async()
     return replace(cache, pools=pools), found
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
-def _taken(cache: KVCache, which: Array, partly: list[Array], *, kinds: Any) -> Any:
+def _take(cache: KVCache, which: Array, partly: list[Array], *, groups: Any) -> Any:
     pools: list[PageAllocator] = []
     tables: list[Array | None] = []
     parts: list[Any] = []
-    for pool, columns, (entries, moves, splits) in zip(cache.pools, partly, kinds, strict=True):
+    for pool, columns, (entries, windowed, splits) in zip(cache.pools, partly, groups, strict=True):
         table = jnp.where(which[:, None], pool.table, -1)
-        pools.append(pool.retain(table.ravel()) if moves else pool)
-        tables.append(table if moves else None)
+        pools.append(pool.retain(table.ravel()) if windowed else pool)
+        tables.append(table if windowed else None)
         page = jnp.take_along_axis(pool.table, columns[:, None], axis=1)[:, 0]
         for entry in entries if splits else ():
             held = cache.layers[entry]
             body, placement = (held.keys, held.values), held.policy.placement
             parts.append(pages_at(body, held.orders, placement, page))
-    rows = [jax.tree.map(jnp.copy, own(held.near())) for held in cache.layers]
+    rows = [jax.tree.map(jnp.copy, row_arrays(held.near())) for held in cache.layers]
     return tuple(pools), tables, (rows, cache.written), parts
 
 
-def state_bytes(shapes: KVCache, kinds: Sequence[Kind]) -> int:
+def checkpoint_bytes(cache_shapes: KVCache, groups: Sequence[CacheGroup]) -> int:
     """What a row's state takes, by the cache's shapes."""
-    rows = tree_bytes([own(held) for held in shapes.layers]) + tree_bytes(shapes.written)
-    parts = sum(kind.page_bytes for kind in kinds if kind.page_group.split is not None)
-    return rows // shapes.batch + parts
+    rows = tree_bytes([row_arrays(held) for held in cache_shapes.layers]) + tree_bytes(
+        cache_shapes.written
+    )
+    parts = sum(group.page_bytes for group in groups if group.page_group.split is not None)
+    return rows // cache_shapes.batch + parts
 
 
-def put_back(
-    cache: KVCache, kinds: Sequence[Kind], states: Sequence[list[np.ndarray] | None]
+def restore_checkpoints(
+    cache: KVCache, groups: Sequence[CacheGroup], states: Sequence[list[np.ndarray] | None]
 ) -> tuple[KVCache, list[list[list[np.ndarray] | None]]]:
     """A cache of empty rows, with the arrays of some rows' states; and of each kind, for each of
     these, what stands in the page that is not full.
 
     ``cache``: as shapes, which its pages stay.
     """
-    like = [own(held) for held in cache.layers], cache.written
-    shapes, form = jax.tree.flatten(like)
+    like = [row_arrays(held) for held in cache.layers], cache.written
+    cache_shapes, form = jax.tree.flatten(like)
     rows = []
-    for number, x in enumerate(shapes):
+    for number, x in enumerate(cache_shapes):
         array = np.zeros(x.shape, x.dtype)
         for row, state in enumerate(states):
             if state is not None:
                 array[row] = state[number]
         rows.append(array)
     owns, written = jax.tree.unflatten(form, rows)
-    layers = tuple(with_own(*each) for each in zip(cache.layers, owns, strict=True))
+    layers = tuple(with_row_arrays(*each) for each in zip(cache.layers, owns, strict=True))
     cache = replace(cache, layers=layers, written=layers[0].policy.placement.put(written))
     parts: list[list[list[np.ndarray] | None]] = []
-    at = len(shapes)
-    for kind in kinds:
+    at = len(cache_shapes)
+    for group in groups:
         count = 0
-        if kind.page_group.split is not None:
-            bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in kind.entries]
+        if group.page_group.split is not None:
+            bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in group.layers]
             count = len(jax.tree.leaves(bodies))
         parts.append([None if state is None else state[at : at + count] for state in states])
         at += count

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,12 +12,59 @@ from kvjax.cache.layer import Body, LayerCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
-from kvjax.paging.allocator import PageAllocator
+from kvjax.paging.allocator import PageAllocator, PageGroup
 from kvjax.placement.pages import pages_at, with_pages_at
-from kvjax.prefixes.kinds import Kind
 
 
-class Counts:
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that go by the same tables: ``entries`` of ``KVCache.layers``, and what ``page_bytes``
+    a page of all of them takes. Positions and pages are counted through a text, by whole numbers.
+    """
+
+    page_group: PageGroup
+    layers: tuple[int, ...] = ()
+    page_bytes: int = 0
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        split = self.page_group.split
+        return self.page_group.layout.page_size * (1 if split is None else split.block)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window leaves pages behind."""
+        return not self.page_group.layout.straight
+
+    def pages_for(self, tokens: int) -> tuple[tuple[int, ...], int | None]:
+        """The full pages that a text of so many tokens has, and that which is not full, or None."""
+        return _needed(self.page_group, tokens)
+
+    def column(self, page: int) -> int:
+        """Where a row's table has a page."""
+        return _column(self.page_group, page)
+
+    def max_pages(self, tokens: int) -> int:
+        """Pages that a row has at once, at most, on its way to so many tokens."""
+        layout = self.page_group.layout
+        return min(-(-tokens // self.page_tokens), layout.columns)
+
+
+@functools.lru_cache(maxsize=65536)
+def _needed(page_group: PageGroup, tokens: int) -> tuple[tuple[int, ...], int | None]:
+    layout, units = page_group.layout, int(page_group.units(tokens))
+    first, full = int(layout.gone_before(units)), units // layout.page_size
+    pages = (q for q in range(full) if q >= first or q < layout.sink_pages)
+    return tuple(pages), full if units % layout.page_size else None
+
+
+@functools.lru_cache(maxsize=65536)
+def _column(page_group: PageGroup, page: int) -> int:
+    return int(page_group.layout.column_of(page))
+
+
+class HostAllocator:
     """Who has which pages of a pool, as ``PageAllocator`` counts them, on the host."""
 
     def __init__(self, pages: int) -> None:
@@ -40,7 +88,7 @@ class Counts:
         if not self.refs[page]:
             self.free.append(page)
 
-    def lent(self, table: np.ndarray) -> PageAllocator:
+    def to_device(self, table: np.ndarray) -> PageAllocator:
         """The allocator of rows that begin with a table's pages, which they are counted for
         already."""
         stack = np.zeros(len(self.refs), np.int32)
@@ -48,29 +96,29 @@ class Counts:
         left = np.array([len(self.free)], np.int32)
         return PageAllocator(table, self.refs.copy(), stack, left)  # type: ignore[arg-type]
 
-    def take_back(self, pool: Any) -> None:
+    def update_from(self, pool: Any) -> None:
         """What such rows left, as NumPy's arrays."""
         self.refs = np.array(pool.refs)
         self.free = np.asarray(pool.stack)[: int(pool.left[0])].tolist()
 
 
-class Pool:
+class PagePool:
     """Arrays of pages, a kind of layers after the other, and their counts.
 
     ``layers``: of the cache, with its first arrays or their shapes; those of its rows are let go.
     """
 
-    def __init__(self, kinds: Sequence[Kind], layers: Sequence[LayerCache]) -> None:
-        self.kinds = kinds
+    def __init__(self, groups: Sequence[CacheGroup], layers: Sequence[LayerCache]) -> None:
+        self.groups = groups
         self._forms = [(held.orders, held.policy.placement) for held in layers]
         self.bodies: list[Body | None] = [None] * len(layers)
-        self.counts = [Counts(kind.page_group.layout.pool or 0) for kind in kinds]
-        self.take_up(layers)
+        self.allocators = [HostAllocator(group.page_group.layout.pool or 0) for group in groups]
+        self.adopt(layers)
 
-    def take_up(self, layers: Sequence[LayerCache]) -> None:
+    def adopt(self, layers: Sequence[LayerCache]) -> None:
         """Have the pages of some layers."""
-        for kind in self.kinds:
-            for entry in kind.entries:
+        for group in self.groups:
+            for entry in group.layers:
                 self.bodies[entry] = layers[entry].keys, layers[entry].values
 
     @property
@@ -84,17 +132,17 @@ class Pool:
         """Of all pages, used or not."""
         return tree_bytes(self.bodies)
 
-    def contents(self, kind: int, pages: Sequence[int]) -> list[list[np.ndarray]]:
+    def read(self, group: int, pages: Sequence[int]) -> list[list[np.ndarray]]:
         """What stands in some pages: of each, arrays [...] of all layers, on the host."""
-        return self.reading(kind, pages)()
+        return self.start_read(group, pages)()
 
-    def reading(self, kind: int, pages: Sequence[int]) -> Callable[[], list[list[np.ndarray]]]:
+    def start_read(self, group: int, pages: Sequence[int]) -> Callable[[], list[list[np.ndarray]]]:
         """``contents``, when they are asked for: on their way from now on, whatever happens to the
         pages."""
-        forms, bodies = self._of(kind)
+        specs, bodies = self._of(group)
         coming = []
         for some in _pieces(pages):
-            leaves = jax.tree.leaves(_read(bodies, _padded(some), forms=forms))
+            leaves = jax.tree.leaves(_read(bodies, _padded(some), specs=specs))
             for x in leaves:
                 x.copy_to_host_async()
             coming.append((len(some), leaves))
@@ -108,31 +156,31 @@ class Pool:
 
         return landed
 
-    def warm(self, kind: int) -> None:
+    def warm_up(self, group: int) -> None:
         """Compile what reads and fills pages of a kind, whatever their number."""
         size = 1
         while size <= _PIECE:
-            contents = self.contents(kind, [0] * size)
-            self.fill(kind, [-1] * size, contents)
+            contents = self.read(group, [0] * size)
+            self.write(group, [-1] * size, contents)
             size *= 2
 
     def fill(
-        self, kind: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]
+        self, group: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]
     ) -> None:
         """Write into pages what ``contents`` gave."""
         for some, new in zip(_pieces(pages), _pieces(contents), strict=True):
-            forms, bodies = self._of(kind)
+            specs, bodies = self._of(group)
             into = _padded(some)
             empty = [np.zeros_like(x) for x in new[0]]
             every = [*new, *[empty] * (len(into) - len(some))]
             leaves = [np.stack(x) for x in zip(*every, strict=True)]
             tree = jax.tree.unflatten(jax.tree.structure(bodies), leaves)
-            found = _write(bodies, into, tree, forms)
-            for entry, body in zip(self.kinds[kind].entries, found, strict=True):
+            found = _write(bodies, into, tree, specs)
+            for entry, body in zip(self.groups[group].layers, found, strict=True):
                 self.bodies[entry] = body
 
-    def _of(self, kind: int) -> tuple[Any, Any]:
-        entries = self.kinds[kind].entries
+    def _of(self, group: int) -> tuple[Any, Any]:
+        entries = self.groups[group].layers
         return tuple(self._forms[n] for n in entries), [self.bodies[n] for n in entries]
 
 
@@ -152,16 +200,16 @@ def _padded(pages: Sequence[int]) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames="forms")
-def _read(bodies: Any, pages: Array, *, forms: Any) -> Any:
+def _read(bodies: Any, pages: Array, *, specs: Any) -> Any:
     return [
         pages_at(body, orders, placement, pages)
-        for body, (orders, placement) in zip(bodies, forms, strict=True)
+        for body, (orders, placement) in zip(bodies, specs, strict=True)
     ]
 
 
 @functools.partial(jax.jit, static_argnames="forms", donate_argnames="bodies")
-def _write(bodies: Any, pages: Array, contents: Any, forms: Any) -> Any:
+def _write(bodies: Any, pages: Array, contents: Any, specs: Any) -> Any:
     return [
         with_pages_at(body, orders, placement, pages, new)
-        for body, new, (orders, placement) in zip(bodies, contents, forms, strict=True)
+        for body, new, (orders, placement) in zip(bodies, contents, specs, strict=True)
     ]

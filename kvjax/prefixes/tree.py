@@ -1,27 +1,90 @@
 """The tree of prefixes: texts that were computed once, found again by requests that begin alike."""
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import jax
 
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.operations.saving import fingerprint
 from kvjax.policies.presets import PolicyChoice
-from kvjax.prefixes.keys import Versions, named
-from kvjax.prefixes.lease import Lease
-from kvjax.prefixes.nodes import Key
-from kvjax.prefixes.saved import KIND, from_folder, terms_of, to_folder
-from kvjax.prefixes.stats import PrefixStats
-from kvjax.prefixes.terms import in_bytes, terms_for
-from kvjax.prefixes.texts import Texts
-from kvjax.prefixes.tiers import without_the_gone
-from kvjax.prefixes.turns import Turns
+from kvjax.prefixes.lease import Lease, LeaseLock
+from kvjax.prefixes.pool_config import in_bytes, make_pool_config
+from kvjax.prefixes.radix import Namespace, checked_name
+from kvjax.prefixes.saving import KIND, from_folder, settings_of, to_folder
+from kvjax.prefixes.sequences import CachedSequences
+from kvjax.prefixes.tiers import retry_lost_entries
 
 
-class Served(Protocol):
+@dataclass(frozen=True)
+class PrefixStats:
+    """What a tree has done, and has.
+
+    ``rows``: prompts that were asked for; ``hits``: those of which it had something;
+    ``prompt_tokens``, ``saved_tokens``: of them all, and those that were not computed again.
+    ``texts``: ends of texts that it keeps. ``bytes``: of what it keeps, by tier: ``"device"``,
+    ``"host"``, ``"disk"``. ``free``, ``used``, ``cached``: pages of each pool that nobody has, that
+    rows alone have, and that the tree keeps. ``dropped``: pages and states that it let go.
+    """
+
+    rows: int
+    hits: int
+    prompt_tokens: int
+    saved_tokens: int
+    sequences: int
+    bytes: dict[str, int]
+    free: tuple[int, ...]
+    used: tuple[int, ...]
+    cached: tuple[int, ...]
+    dropped: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompts' tokens, the share that was not computed again."""
+        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class WeightVersions:
+    """Which arrays each value of a tree's ``weights`` stands for, as long as these are there."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[weakref.ref[Any]]] = {}
+
+    def check(self, weights: Hashable, params: Any) -> None:
+        """Let a value stand for a model's parameters.
+
+        Raises:
+          ValueError: if it stands for others.
+        """
+        leaves = jax.tree.leaves(params)
+        known = self._known.setdefault(weights, [weakref.ref(x) for x in leaves])
+        if len(known) != len(leaves) or any(
+            ref() is not x for ref, x in zip(known, leaves, strict=True)
+        ):
+            raise ValueError(
+                f"the model's weights are other arrays than those that weights={weights!r} of the "
+                "prefix tree stood for: set tree.weights to another value when they change"
+            )
+
+    def gone(self, weights: Hashable) -> list[Hashable]:
+        """The values, but for the one that is in use, of whose arrays some are not there any more,
+        so that no model can be told to have them; they are forgotten."""
+        gone = [
+            each
+            for each, refs in self._known.items()
+            if each != weights and any(ref() is None for ref in refs)
+        ]
+        for each in gone:
+            del self._known[each]
+        return gone
+
+
+class ModelLike(Protocol):
     """What a tree asks of a model."""
 
     @property
@@ -75,7 +138,7 @@ class PrefixTree:
     @allow_host_to_device
     def __init__(
         self,
-        lm: Served,
+        lm: ModelLike,
         policy: PolicyChoice = "paged",
         *,
         pages: int | None = None,
@@ -91,16 +154,23 @@ class PrefixTree:
         weights: Hashable = 0,
     ) -> None:
         self.weights = weights
-        self._versions = Versions()
-        self.terms = terms_for(
-            lm, policy, pages, memory, max_len, prefill_chunk, exact_prefix, checkpoint_every,
+        self._versions = WeightVersions()
+        self.pool_config = make_pool_config(
+            lm,
+            policy,
+            pages,
+            memory,
+            max_len,
+            prefill_chunk,
+            exact_prefix,
+            checkpoint_every,
             rotary_len,
-        )  # fmt: skip
+        )
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
-        self.texts = Texts(self.terms, (host, disk, folder))
-        self.texts.clear()
+        self.sequences = CachedSequences(self.pool_config, (host, disk, folder))
+        self.sequences.clear()
         self._rows = self._hits = self._asked = self._saved = 0
-        self.turns = Turns()
+        self.lease_lock = LeaseLock()
 
     @property
     def weights(self) -> Hashable:
@@ -109,7 +179,7 @@ class PrefixTree:
 
     @weights.setter
     def weights(self, name: Hashable) -> None:
-        self._named = named("weights", name)
+        self._named = checked_name("weights", name)
 
     def clear(self) -> None:
         """Forget all texts.
@@ -117,19 +187,21 @@ class PrefixTree:
         Raises:
           ValueError: if an earlier request has the pages.
         """
-        with self.turns.taken(), self.texts.lock:
-            self.texts.clear()
+        with self.lease_lock.acquire(), self.sequences.lock:
+            self.sequences.clear()
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of ``generate``: with them a request is, without a tree, what it is with this one."""
         return {
-            "cache": list(self.terms.policies), "max_len": self.terms.max_len,
-            "rotary_len": self.terms.rotary_len, "prefill_chunk": self.terms.prefill_chunk,
-        }  # fmt: skip
+            "cache": list(self.pool_config.policies),
+            "max_len": self.pool_config.max_len,
+            "rotary_len": self.pool_config.rotary_len,
+            "prefill_chunk": self.pool_config.prefill_chunk,
+        }
 
     @allow_host_to_device
-    def save(self, path: str | Path, lm: Served, *, wait: bool = True) -> PendingSave:
+    def save(self, path: str | Path, lm: ModelLike, *, wait: bool = True) -> PendingSave:
         """Write what it keeps of these ``weights`` into a folder, for ``load``; as
         ``kvjax.save_cache`` does.
 
@@ -137,9 +209,9 @@ class PrefixTree:
           ValueError: if an earlier request has the pages.
           CheckpointError: if something else stands there.
         """
-        with self.turns.taken():  # nobody else changes them meanwhile
+        with self.lease_lock.acquire():  # nobody else changes them meanwhile
             self._check_model(lm)
-            arrays, told = without_the_gone(lambda: to_folder(self.texts, self.weights))
+            arrays, told = retry_lost_entries(lambda: to_folder(self.sequences, self.weights))
         saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
         if wait:
             saving.wait()
@@ -150,7 +222,7 @@ class PrefixTree:
     def load(
         cls,
         path: str | Path,
-        lm: Served,
+        lm: ModelLike,
         *,
         host_memory: int | str = "1GiB",
         folder: str | Path | None = None,
@@ -170,13 +242,17 @@ class PrefixTree:
                 f"{path}: texts of the model {told.get('model')}, and this one is {asked}"
             )
         with report_format_errors(path):
-            settings = terms_of(told)
+            settings = settings_of(told)
         found = cls(
-            lm, list(settings.pop("policies")), host_memory=host_memory, folder=folder,
-            disk_memory=disk_memory, **settings,
-        )  # fmt: skip
+            lm,
+            list(settings.pop("policies")),
+            host_memory=host_memory,
+            folder=folder,
+            disk_memory=disk_memory,
+            **settings,
+        )
         with report_format_errors(path):
-            from_folder(found.texts, arrays, told)
+            from_folder(found.sequences, arrays, told)
         found._check_model(lm)
         return found
 
@@ -186,26 +262,39 @@ class PrefixTree:
         Raises:
           ValueError: if they are named by no text or whole number, nor a tuple of such.
         """
-        return Tenant(self, named("tenant", tenant))
+        return Tenant(self, checked_name("tenant", tenant))
 
     def stats(self) -> PrefixStats:
         """What it has done, and has."""
-        texts = self.texts
-        with texts.lock:
-            ends, taken, cached = texts.count()
-            free = [len(counts.free) for counts in texts.pool.counts]
-            held = [int((counts.refs > 0).sum()) for counts in texts.pool.counts]
+        sequences = self.sequences
+        with sequences.lock:
+            ends, nbytes, cached = sequences.usage()
+            free = [len(allocator.free) for allocator in sequences.pool.allocators]
+            held = [int((allocator.refs > 0).sum()) for allocator in sequences.pool.allocators]
             used = [n - kept for n, kept in zip(held, cached, strict=True)]
             return PrefixStats(
-                self._rows, self._hits, self._asked, self._saved, ends, taken,
-                tuple(free), tuple(used), tuple(cached), texts.tiers.dropped,
-            )  # fmt: skip
+                self._rows,
+                self._hits,
+                self._asked,
+                self._saved,
+                ends,
+                nbytes,
+                tuple(free),
+                tuple(used),
+                tuple(cached),
+                sequences.tiers.dropped,
+            )
 
     @allow_host_to_device
     def lend(
-        self, lm: Served, prompts: Sequence[list[int]], *, new: int, samples: int = 1,
+        self,
+        lm: ModelLike,
+        prompts: Sequence[list[int]],
+        *,
+        new: int,
+        samples: int = 1,
         tenant: Hashable = None,
-    ) -> Lease:  # fmt: skip
+    ) -> Lease:
         """The pages for a request, with what is known of its prompts.
 
         Args:
@@ -219,23 +308,23 @@ class PrefixTree:
           ValueError: if the model is another one, or its weights are others than those that
             ``weights`` stood for; if an earlier request has the pages still, or there are too few.
         """
-        with self.turns.taken(), self.texts.lock:
-            if self.texts.pool.lost:
-                self.texts.clear()
+        with self.lease_lock.acquire(), self.sequences.lock:
+            if self.sequences.pool.lost:
+                self.sequences.clear()
             self._check_model(lm)
             for gone in self._versions.gone(self.weights):
-                self.texts.forget_weights(gone)
-            rows = len(prompts) if self.terms.exact_prefix else None
-            key = Key(tenant, self.weights, rows)
-            lease = self.turns.lease = Lease(self.texts, key, prompts, new, samples)
+                self.sequences.forget_weights(gone)
+            rows = len(prompts) if self.pool_config.exact_prefix else None
+            key = Namespace(tenant, self.weights, rows)
+            lease = self.lease_lock.lease = Lease(self.sequences, key, prompts, new, samples)
             self._rows += len(prompts)
             self._hits += int((lease.hits > 0).sum())
             self._asked += sum(map(len, prompts))
             self._saved += int(lease.hits.sum())
             return lease
 
-    def _check_model(self, lm: Served) -> None:
-        if lm.config != self.terms.config or lm.mesh != self.terms.mesh:
+    def _check_model(self, lm: ModelLike) -> None:
+        if lm.config != self.pool_config.model_config or lm.mesh != self.pool_config.mesh:
             raise ValueError("the prefix tree was made for another model, or for other devices")
         self._versions.check(self.weights, lm.params)
 

@@ -57,7 +57,9 @@ def _longest(terms: Any) -> int:
     """Tokens of the longest text that an engine has positions and pages for."""
 
     def fits(tokens: int) -> bool:
-        return all(kind.most(tokens) <= (kind.page_group.layout.pool or 0) for kind in terms.kinds)
+        return all(
+            kind.max_pages(tokens) <= (kind.page_group.layout.pool or 0) for kind in terms.groups
+        )
 
     least, most = 0, terms.max_len
     while least < most:

@@ -13,8 +13,8 @@ from kvjax.core.validation import as_int
 from kvjax.generation import programs
 from kvjax.generation.aot.for_device import compile_for_device
 from kvjax.generation.aot.shapes import chunk_widths, request_capacities
-from kvjax.generation.beams.guided import search_of
-from kvjax.generation.beams.programs import rows_kept
+from kvjax.generation.beams.programs import rows_to_keep
+from kvjax.generation.beams.session import search_of
 from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.encoder import check_encoded
 from kvjax.generation.loaded_model import LanguageModel
@@ -185,7 +185,7 @@ class _Ready:
             self.programs += 1
         if self._searches:
             first = np.arange(len(self._request.prompts))[:, None] * self._request.samples
-            search.keep(*rows_kept(first, np.zeros_like(first), self._request))
+            search.keep(*rows_to_keep(first, np.zeros_like(first), self._request))
             return
         # What stands around the programs: a stop string that is taken back.
         session.rewind(np.zeros(len(self._request.prompts), np.int32))

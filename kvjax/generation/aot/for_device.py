@@ -27,8 +27,7 @@ from kvjax.generation.aot.step_programs import (
     search_programs,
 )
 from kvjax.generation.context import Cached
-from kvjax.generation.drafts.held import Drafts
-from kvjax.generation.drafts.speculation import speculate
+from kvjax.generation.drafts.speculative import SpeculativeDecoder, speculate
 from kvjax.generation.guides.masks import mask_words
 from kvjax.generation.options import GenerationOptions
 from kvjax.generation.programs import Progress
@@ -193,10 +192,10 @@ class _Programs:
         if drafts is None:
             call = functools.partial(unwrap(programs.decode), *static, scores=scores)
             return self._compiled(call, (1, 3), given, found)
-        drafter, its, held, fared = drafts
+        proposer, its, held, fared = drafts
 
         def checked(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
-            return unwrap(speculate)(drafter, its, held, fared, *static, *rest, scores=scores)
+            return unwrap(speculate)(proposer, its, held, fared, *static, *rest, scores=scores)
 
         return self._compiled(checked, (1, 4, 6), (its, held, fared, *given), (held, fared, *found))
 
@@ -205,10 +204,10 @@ class _Programs:
         request, model = self._request, self._model
         if request.draft is None:
             return None
-        drafts = Drafts(model, request, request.draft, self._platform)
-        held = jax.eval_shape(drafts.empty)
-        drafter = drafts.drafter(self._context.cache, held)
-        if drafter is None:
+        drafts = SpeculativeDecoder(model, request, request.draft, self._platform)
+        held = jax.eval_shape(drafts.new_context)
+        proposer = drafts.proposer(self._context.cache, held)
+        if proposer is None:
             return None
         if held is not None:
             self._homes.append((held, Cached(array_shardings(held.cache, self._device))))
@@ -217,7 +216,7 @@ class _Programs:
         if mesh is not None and its is not None:
             everywhere = _sharded(drafts.architecture)(mesh)
         self._homes.append((its, everywhere))
-        return drafter, its, held, jax.eval_shape(lambda: drafts.fared)
+        return proposer, its, held, jax.eval_shape(lambda: drafts.acceptance)
 
     def of_search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
         """Of a beam search, each when it is asked for."""

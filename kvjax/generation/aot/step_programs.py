@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.generation.beams import programs as beam_programs
-from kvjax.generation.beams.steps import Numbers, begun
+from kvjax.generation.beams.step import SearchParams, initial_state
 from kvjax.generation.drafts import guided as guided_drafts
 from kvjax.generation.guides import session as guided_session
 from kvjax.generation.programs import MAX_STEPS
@@ -70,14 +70,14 @@ def drafted_guided_programs(
 ) -> dict[str, Callable[[], Any]]:
     """What compiles the three programs of a step, by name. ``words``: of a row's bits; ``drafts``:
     what proposes, its parameters, its cache, and how it fares."""
-    drafter, its, held, fared = drafts
-    rows, places = progress.token.shape[0], 1 + drafter.length
+    proposer, its, held, fared = drafts
+    rows, places = progress.token.shape[0], 1 + proposer.length
 
     def of(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     number, halt = jax.ShapeDtypeStruct((), jnp.int32), of(jnp.bool_)
-    drafted, out = (of(jnp.int32, drafter.length), of(jnp.int32)), of(jnp.int32, places)
+    drafted, out = (of(jnp.int32, proposer.length), of(jnp.int32)), of(jnp.int32, places)
     logits, allowed = of(jnp.float32, places, vocab), of(jnp.uint32, places, words)
     told = None
     if request.logprobs is not None:
@@ -85,7 +85,7 @@ def drafted_guided_programs(
 
     def propose() -> Any:
         def call(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
-            return unwrap(guided_drafts.propose)(drafter, its, held, fared, request.filters, *rest)
+            return unwrap(guided_drafts.propose)(proposer, its, held, fared, request.filters, *rest)
 
         given = its, held, fared, progress, past, halt, request.sampling, number, number
         return compiled(call, (1,), given, (drafted, held))
@@ -98,7 +98,7 @@ def drafted_guided_programs(
     def check() -> Any:
         def call(context: Any, held: Any, fared: Any, logits: Any, drafted: Any, *rest: Any) -> Any:
             given = context, held, fared, logits, drafted, request.filters, *rest
-            (*texts,), found = unwrap(guided_drafts.check)(drafter, *given, request.logprobs)
+            (*texts,), found = unwrap(guided_drafts.verify)(proposer, *given, request.logprobs)
             return *texts, *found
 
         given = (
@@ -136,10 +136,12 @@ def search_programs(
     beams, rows, prompts = search.beams, logits.shape[0], len(request.prompts)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
     limit: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    numbers = Numbers(number, limit, number)
+    numbers = SearchParams(number, limit, number)
     asked: Any = jax.ShapeDtypeStruct((prompts,), jnp.bool_)
     since: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    state = jax.eval_shape(functools.partial(begun, beams=beams, scores=scores), asked, since)
+    state = jax.eval_shape(
+        functools.partial(initial_state, beams=beams, scores=scores), asked, since
+    )
 
     allowed = jax.ShapeDtypeStruct((rows, words), jnp.uint32)
 

@@ -11,8 +11,14 @@ from jax import lax
 
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, PerRow
-from kvjax.generation.beams.searching import Beams
-from kvjax.generation.beams.steps import Chosen, Numbers, Searched, begun, extended
+from kvjax.generation.beams.config import BeamConfig
+from kvjax.generation.beams.step import (
+    BeamChoice,
+    SearchParams,
+    SearchState,
+    advance,
+    initial_state,
+)
 from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.model import Model
 from kvjax.generation.programs import MAX_STEPS, gather_vocab
@@ -34,14 +40,23 @@ its prompt's, and its scores."""
     jax.jit, static_argnames=("filters", "beams", "scores", "spread"), donate_argnames="past"
 )
 def begin(
-    logits: Logits, filters: Filters, beams: Beams, settings: SamplingArrays, numbers: Numbers,
-    limit: Array, past: TokenHistory | None, asked: Array, since: PerRow, scores: int | None,
-    spread: MeshSharding | None, allowed: Any = None,
-) -> tuple[Searched, TokenHistory | None, Columns]:  # fmt: skip
+    logits: Logits,
+    filters: Filters,
+    beams: BeamConfig,
+    settings: SamplingArrays,
+    numbers: SearchParams,
+    limit: Array,
+    past: TokenHistory | None,
+    asked: Array,
+    since: PerRow,
+    scores: int | None,
+    spread: MeshSharding | None,
+    allowed: Any = None,
+) -> tuple[SearchState, TokenHistory | None, Columns]:
     """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
     of the prompts, those that are any; ``since``: tokens that rows have; ``allowed``: see
     ``sample``."""
-    before = begun(asked, since, beams, scores)
+    before = initial_state(asked, since, beams, scores)
     after, past, chosen = _chosen(
         before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
     )
@@ -51,24 +66,25 @@ def begin(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "filters", "beams", "scores"),
+    jax.jit,
+    static_argnames=("model", "filters", "beams", "scores"),
     donate_argnames=("context", "past"),
-)  # fmt: skip
+)
 def search(
     model: Model,
     filters: Filters,
-    beams: Beams,
+    beams: BeamConfig,
     params: Any,
     context: Context,
-    before: Searched,
+    before: SearchState,
     past: TokenHistory | None,
     settings: SamplingArrays,
-    numbers: Numbers,
+    numbers: SearchParams,
     limit: Array,
     steps: Array,
     scores: int | None = None,
-) -> tuple[Context, Searched, TokenHistory | None, Columns]:
-    """Choose ``steps`` more tokens of each beam, at most ``MAX_STEPS``, or stop when all prompts
+) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
+    """Go on until ``steps`` more tokens of each beam are chosen, at most ``CHUNK``, or all prompts
     are done. A step feeds each beam's newest token, chooses, and has rows go on from others."""
     spread = None if context.cache is None else context.cache.spread
     shape = before.token.size, MAX_STEPS
@@ -87,8 +103,9 @@ def search(
         )
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            out, new,
-        )  # fmt: skip
+            out,
+            new,
+        )
         return step + 1, context, search, past, out
 
     carry = jnp.int32(0), context, before, past, out
@@ -98,7 +115,9 @@ def search(
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
-def feed(model: Model, params: Any, context: Context, before: Searched) -> tuple[Context, Logits]:
+def feed(
+    model: Model, params: Any, context: Context, before: SearchState
+) -> tuple[Context, Logits]:
     """Feed the newest token of the beams that go on; the logits behind it."""
     return _fed(model, params, context, before)
 
@@ -109,16 +128,16 @@ def feed(model: Model, params: Any, context: Context, before: Searched) -> tuple
 def choose(
     logits: Logits,
     filters: Filters,
-    beams: Beams,
+    beams: BeamConfig,
     context: Context,
-    before: Searched,
+    before: SearchState,
     past: TokenHistory | None,
     settings: SamplingArrays,
-    numbers: Numbers,
+    numbers: SearchParams,
     limit: Array,
     allowed: Any,
     scores: int | None = None,
-) -> tuple[Context, Searched, TokenHistory | None, Columns]:
+) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """The next token of the beams that go on, among those allowed, and rows that go on from
     others: behind ``feed``, a step of ``search``."""
     spread = None if context.cache is None else context.cache.spread
@@ -129,7 +148,9 @@ def choose(
     return context, *_placed((after, past, columns), spread)
 
 
-def _fed(model: Model, params: Any, context: Context, search: Searched) -> tuple[Context, Logits]:
+def _fed(
+    model: Model, params: Any, context: Context, search: SearchState
+) -> tuple[Context, Logits]:
     """``feed``."""
     width = search.token.shape[1] // search.done.shape[1]
     done = jnp.repeat(search.done, width, axis=1)
@@ -139,10 +160,18 @@ def _fed(model: Model, params: Any, context: Context, search: Searched) -> tuple
 
 
 def _step(
-    context: Context, before: Searched, past: TokenHistory | None, logits: Logits, filters: Filters,
-    beams: Beams, settings: SamplingArrays, numbers: Numbers, limit: Array, scores: int | None,
+    context: Context,
+    before: SearchState,
+    past: TokenHistory | None,
+    logits: Logits,
+    filters: Filters,
+    beams: BeamConfig,
+    settings: SamplingArrays,
+    numbers: SearchParams,
+    limit: Array,
+    scores: int | None,
     allowed: Any = None,
-) -> tuple[Context, Searched, TokenHistory | None, Columns]:  # fmt: skip
+) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """Choose, and have rows go on from others; columns of [rows]."""
     after, past, chosen = _chosen(
         before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
@@ -152,30 +181,38 @@ def _step(
 
 
 def _chosen(
-    before: Searched, past: TokenHistory | None, logits: Logits, filters: Filters, beams: Beams,
-    settings: SamplingArrays, numbers: Numbers, limit: Array, scores: int | None, allowed: Any,
-) -> tuple[Searched, TokenHistory | None, Chosen]:  # fmt: skip
+    before: SearchState,
+    past: TokenHistory | None,
+    logits: Logits,
+    filters: Filters,
+    beams: BeamConfig,
+    settings: SamplingArrays,
+    numbers: SearchParams,
+    limit: Array,
+    scores: int | None,
+    allowed: Any,
+) -> tuple[SearchState, TokenHistory | None, BeamChoice]:
     """The next tokens of all beams, and their rows' pasts with them."""
     batch = len(before.token)
 
     def apart(x: Array) -> Array:
-        return x.reshape(batch, beams.beams, *x.shape[1:])
+        return x.reshape(batch, beams.num_beams, *x.shape[1:])
 
     own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     seen = None if past is None else past.seen
     known = own if past is None else past.apply_hook(own, filters.hook)
-    count = jnp.repeat(before.count, beams.width, axis=1).ravel()
+    count = jnp.repeat(before.count, beams.group_size, axis=1).ravel()
     known = filter_logits(known, filters, settings, count=count, past=past, allowed=allowed)
     fine = jnp.all(jnp.isfinite(own), axis=-1) & jnp.all(known < jnp.inf, axis=-1)
-    real = (before.score > -jnp.inf) & ~jnp.repeat(before.done, beams.width, axis=1)
+    real = (before.score > -jnp.inf) & ~jnp.repeat(before.done, beams.group_size, axis=1)
     broken = before.broken | jnp.any(real & ~apart(fine), axis=1)
-    after, chosen = extended(
+    after, chosen = advance(
         before, apart(known), apart(own), apart(settings.eos)[:, 0], numbers, limit, beams, scores
     )
     if past is not None:
         mine: TokenHistory = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
         token, vocab = after.token.ravel(), logits.shape[1]
-        taken = ~jnp.repeat(before.done, beams.width, axis=1).ravel()
+        taken = ~jnp.repeat(before.done, beams.group_size, axis=1).ravel()
         if mine.seen is not None:
             at = jnp.where(taken, token, vocab)
             seen = set_at(mine.seen, at, True)
@@ -197,7 +234,7 @@ def _of_rows(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
-def _branched(context: Context, search: Searched, parent: Array) -> Context:
+def _branched(context: Context, search: SearchState, parent: Array) -> Context:
     """The context, each row's that which it goes on from."""
     if isinstance(context, Uncached):
         return jax.tree.map(lambda x: _of_beams(x, parent), context)
@@ -215,7 +252,7 @@ def _placed(tree: Any, spread: MeshSharding | None) -> Any:
     )
 
 
-def rows_kept(rows: np.ndarray, back: np.ndarray, request: GenerationRequest) -> tuple[Any, Any]:
+def rows_to_keep(rows: np.ndarray, back: np.ndarray, request: GenerationRequest) -> tuple[Any, Any]:
     """Of rows that the prompts of a mesh keep, int[prompts, n], and tokens that they forget, those
     of the prompts that were asked for, and behind them as many empty ones as fill the mesh up."""
     asked = request.rows // request.samples
@@ -228,7 +265,7 @@ def rows_kept(rows: np.ndarray, back: np.ndarray, request: GenerationRequest) ->
     )
 
 
-def kept(cache: KVCache, rows: Any, back: Any) -> KVCache:
+def keep_rows(cache: KVCache, rows: Any, back: Any) -> KVCache:
     """Some rows of a cache, int32[n], without their newest ``back`` tokens. What pools have stays
     where it is; the cache given is used up."""
     shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
@@ -246,5 +283,5 @@ def _kept(shared: Any, cache: KVCache, rows: Array, back: Array) -> KVCache:
     return rewind(cache, back)
 
 
-forgettable = jax.jit(rewindable)
+max_rewind = jax.jit(rewindable)
 """How many of its newest tokens each row can forget."""

@@ -10,11 +10,16 @@ import numpy as np
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
-from kvjax.generation.beams.guided import guides_along, search_of
-from kvjax.generation.beams.history import History, in_common
-from kvjax.generation.beams.programs import rows_kept
-from kvjax.generation.beams.results import Best, ancestors, best, live_texts
-from kvjax.generation.beams.session import Report
+from kvjax.generation.beams.programs import rows_to_keep
+from kvjax.generation.beams.results import (
+    BestSequences,
+    History,
+    best_sequences,
+    common_prefixes,
+    live_sequences,
+    source_beams,
+)
+from kvjax.generation.beams.session import Report, final_guides, search_of
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import MAX_STEPS
@@ -48,7 +53,7 @@ class BeamStream(PieceIterator):
         self._search = search_of(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        self._kept, self._beams = search.kept, search.beams
+        self._kept, self._beams = search.num_return, search.beams
         self._prompts = request.rows // request.samples
         asked = request.prompts[: self._prompts]
         guides = (request.guides or [None] * request.rows)[:: request.samples]
@@ -115,14 +120,14 @@ class BeamStream(PieceIterator):
 
     def _push_common(self) -> None:
         """What all texts of a prompt that can yet be given back begin with."""
-        live, _ = live_texts(self._history, self._state.count, self._beams)
+        live, _ = live_sequences(self._history, self._state.count, self._beams)
         ended = self._state.ended
         past, _ = self._history.paths(ended.length - 1, ended.beam)
         rows, beams = np.nonzero(ended.length > 0)
         past[rows, beams, ended.length[rows, beams] - 1] = ended.token[rows, beams]
         tokens = np.concatenate([live, past], axis=1)
         there = np.concatenate([self._state.score, ended.score], axis=1) > -np.inf
-        for number, common in enumerate(in_common(tokens, there)[: self._prompts]):
+        for number, common in enumerate(common_prefixes(tokens, there)[: self._prompts]):
             for row in self._rows[number * self._kept : (number + 1) * self._kept]:
                 for token in common[len(row.tokens) :]:
                     row.push(token)
@@ -130,32 +135,36 @@ class BeamStream(PieceIterator):
     def _found(self) -> GenerationResult:
         """The best texts, and what goes with them."""
         request, prompts = self._request, self._prompts
-        found = best(self._history, self._state.ended, self._kept, request.logprobs)
+        found = best_sequences(self._history, self._state.ended, self._kept, request.logprobs)
         for row, tokens in zip(
             self._rows, chain.from_iterable(found.tokens[:prompts]), strict=True
         ):
             for token in tokens[len(row.tokens) :]:
                 row.push(token)
             row.finish("eos" if tokens and tokens[-1] in request.eos_token_ids else "length")
-        self._scores = [*chain.from_iterable(found.told[:prompts])]
+        self._scores = [*chain.from_iterable(found.token_scores[:prompts])]
         cache, unfed = self._cache(found)
         words: Any = [row.text for row in self._rows] if self._has_text else None
         result = GenerationResult(
-            words, [row.tokens for row in self._rows], self._stats(), cache, unfed,
+            words,
+            [row.tokens for row in self._rows],
+            self._stats(),
+            cache,
+            unfed,
             None if request.logprobs is None else self._scores,
-            guides=guides_along(self._session.lm, request, [row.tokens for row in self._rows]),
+            guides=final_guides(self._session.lm, request, [row.tokens for row in self._rows]),
             sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
-        )  # fmt: skip
-        if request.padded:
+        )
+        if request.pad_result:
             result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
-    def _cache(self, found: Best) -> tuple[Any, list[list[int]]]:
+    def _cache(self, found: BestSequences) -> tuple[Any, list[list[int]]]:
         """The cache with a row for each text, and what each lacks in it. Rows are those of beams
         that went on to the end, taken back to what a text has in common with one."""
         request, session = self._request, self._session
-        live, count = live_texts(self._history, self._state.count, self._beams)
-        beam, held, back = ancestors(live, count, found.known, found.before)
+        live, count = live_sequences(self._history, self._state.count, self._beams)
+        beam, held, back = source_beams(live, count, found.known, found.before)
         lacking = zip(self._rows, held.ravel(), strict=False)
         unfed = [row.tokens[n:] for row, n in lacking]
         if request.prefix_cache is not None:
@@ -164,7 +173,7 @@ class BeamStream(PieceIterator):
             return None, unfed
         cache: Any = session.cache
         rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
-        if cache is None or not self._search.keep(*rows_kept(rows, back, request)):
+        if cache is None or not self._search.keep(*rows_to_keep(rows, back, request)):
             return None, unfed
         return session.cache, unfed
 

@@ -18,7 +18,7 @@ _KEPT = 0.9
 """What the rounds before count in the next."""
 _REST, _LONGEST_REST = 16, 512
 """Tokens that are decoded one by one before drafts are tried again: doubled each time."""
-USUAL = 7
+DEFAULT_LENGTH = 7
 """Tokens that are drafted at a time, at most, where no number is given."""
 _TOKEN = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
 """What a token more adds to a pass over one, by platform: on a CPU as measured, on others what
@@ -26,32 +26,32 @@ its products take of the time in which weights are read. See docs/notes/speculat
 
 
 @dataclass(frozen=True)
-class Price:
+class DraftCost:
     """In passes over one token a row: ``check``: what a pass over a draft takes more; ``token``:
     what a drafted token takes."""
 
-    check: float
+    verify: float
     token: float
 
 
-def price_of(platform: str, rows: int, length: int, token: float) -> Price:
+def draft_cost(platform: str, rows: int, length: int, token: float) -> DraftCost:
     """Of drafts of so many tokens, for so many rows; ``token``: the draft's size, as a share of the
     model's."""
     each = _TOKEN.get(platform, _TOKEN["gpu"])
-    return Price((1 + each * rows * (length + 1)) / (1 + each * rows) - 1, token)
+    return DraftCost((1 + each * rows * (length + 1)) / (1 + each * rows) - 1, token)
 
 
-def beside_others(price: Price, platform: str, rows: int, size: int) -> Price:
+def cost_alone(cost: DraftCost, platform: str, rows: int, size: int) -> DraftCost:
     """Of a draft of one row, checked alone, where else it would take part in a pass of so many
     rows, in a program for ``size`` rows."""
     each = _TOKEN.get(platform, _TOKEN["gpu"])
     share = (1 + each * size) / (1 + each) / rows
-    return Price((1 + price.check) / share - 1, price.token / share)
+    return DraftCost((1 + cost.verify) / share - 1, cost.token / share)
 
 
-def usual_length(platform: str, rows: int) -> int:
+def default_length(platform: str, rows: int) -> int:
     """Tokens that are drafted at a time: fewer where a pass over them takes much longer."""
-    return 3 if platform == "cpu" and rows > 2 else USUAL
+    return 3 if platform == "cpu" and rows > 2 else DEFAULT_LENGTH
 
 
 @pytree_dataclass
@@ -61,10 +61,10 @@ class Acceptance:
     draft; ``wait``: int32, those of the next rest. In all: ``proposed`` and ``accepted``,
     int32[batch], and ``passes`` of the model, int32."""
 
-    right: Array
-    judged: Array
-    rest: Array
-    wait: Array
+    recent_accepted: Array
+    recent_checked: Array
+    cooldown: Array
+    next_cooldown: Array
     proposed: PerRow
     accepted: PerRow
     passes: Array
@@ -75,73 +75,79 @@ class Acceptance:
         zeros: Any = np.zeros(batch, np.int32)
         known: Any = np.full(batch, _AT_FIRST, np.float32)
         zero: Any = np.int32(0)
-        rest: Any = np.int32(_REST)
-        right: Any = known * np.float32(_HOPE)
-        return cls(right, known, zero, rest, zeros, zeros, zero)
+        cooldown: Any = np.int32(_REST)
+        recent_accepted: Any = known * np.float32(_HOPE)
+        return cls(recent_accepted, known, zero, cooldown, zeros, zeros, zero)
 
-    def wanted(self, found: PerRow, price: Price | None, active: RowMask) -> PerRow:
+    def draft_lengths(self, found: PerRow, cost: DraftCost | None, active: RowMask) -> PerRow:
         """How many tokens of each row are to be drafted, of as many as could be ``found``: none
         where it would take longer than without. Without a price, all."""
-        lib = xp(self.right, found)
+        lib = xp(self.recent_accepted, found)
         found = lib.where(active, found, 0)
-        if price is None:
+        if cost is None:
             return found
-        count, gain = self._best(found, price)
-        cost = price.check * lib.sum(active, dtype=np.float32)
-        return lib.where((self.rest <= 0) & (lib.sum(gain) > cost), count, 0)
+        count, gain = self._best_lengths(found, cost)
+        overhead = cost.verify * lib.sum(active, dtype=np.float32)
+        return lib.where((self.cooldown <= 0) & (lib.sum(gain) > overhead), count, 0)
 
-    def after(
-        self, count: PerRow, accepted: PerRow, length: int, price: Price | None, active: RowMask
+    def updated(
+        self, count: PerRow, accepted: PerRow, length: int, cost: DraftCost | None, active: RowMask
     ) -> "Acceptance":
         """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
         Where drafts are worth nothing, they rest."""
-        lib = xp(self.right, count)
+        lib = xp(self.recent_accepted, count)
         kept = lib.where(count > 0, np.float32(_KEPT), np.float32(1))
         wrong = accepted < count
         # Behind the first that was wrong none is looked at.
         new = replace(
             self,
-            right=kept * self.right + accepted.astype(np.float32),
-            judged=kept * self.judged + (accepted + wrong.astype(np.int32)).astype(np.float32),
-            proposed=self.proposed + count, accepted=self.accepted + accepted,
+            recent_accepted=kept * self.recent_accepted + accepted.astype(np.float32),
+            recent_checked=kept * self.recent_checked
+            + (accepted + wrong.astype(np.int32)).astype(np.float32),
+            proposed=self.proposed + count,
+            accepted=self.accepted + accepted,
             passes=self.passes + 1,
-        )  # fmt: skip
-        if price is None:
+        )
+        if cost is None:
             return new
-        gain = new._best(lib.where(active, length, 0), price)[1]
-        poor = lib.sum(gain) <= price.check * lib.sum(active, dtype=np.float32)
-        wait = lib.where(lib.any((count > 0) & (accepted == count)), _REST, self.wait)
+        gain = new._best_lengths(lib.where(active, length, 0), cost)[1]
+        poor = lib.sum(gain) <= cost.verify * lib.sum(active, dtype=np.float32)
+        next_cooldown = lib.where(
+            lib.any((count > 0) & (accepted == count)), _REST, self.next_cooldown
+        )
         return replace(
             new,
-            right=lib.where(poor, _HOPE * _AGAIN, new.right),
-            judged=lib.where(poor, _AGAIN, new.judged),
-            rest=lib.where(poor, wait, 0),
-            wait=lib.where(poor, lib.minimum(2 * wait, _LONGEST_REST), wait),
+            recent_accepted=lib.where(poor, _HOPE * _AGAIN, new.recent_accepted),
+            recent_checked=lib.where(poor, _AGAIN, new.recent_checked),
+            cooldown=lib.where(poor, next_cooldown, 0),
+            next_cooldown=lib.where(
+                poor, lib.minimum(2 * next_cooldown, _LONGEST_REST), next_cooldown
+            ),
         )
 
-    def rested(self, passes: int = 1) -> "Acceptance":
+    def without_draft(self, passes: int = 1) -> "Acceptance":
         """Behind so many passes over one token a row."""
-        rest = xp(self.rest).maximum(self.rest - passes, 0)
-        return replace(self, rest=rest, passes=self.passes + passes)
+        cooldown = xp(self.cooldown).maximum(self.cooldown - passes, 0)
+        return replace(self, cooldown=cooldown, passes=self.passes + passes)
 
-    def takes(self, most: PerRow, price: Price) -> Array:
+    def relative_time(self, most: PerRow, cost: DraftCost) -> Array:
         """What a token of each row takes where at most so many are drafted, of what it takes
         without: below 1 drafts are worth it."""
-        count, gain = self._best(most, price)
-        drafting = price.token * count.astype(np.float32)
-        return (1 + price.check + drafting) / (1 + gain + drafting)
+        count, gain = self._best_lengths(most, cost)
+        drafting = cost.token * count.astype(np.float32)
+        return (1 + cost.verify + drafting) / (1 + gain + drafting)
 
-    def _best(self, most: PerRow, price: Price) -> tuple[PerRow, Array]:
+    def _best_lengths(self, most: PerRow, cost: DraftCost) -> tuple[PerRow, Array]:
         """How many tokens of each row, at most so many, are worth drafting, and what they save, in
         passes: each is accepted where all before it are."""
-        lib = xp(self.right, most)
-        share = lib.clip(self.right / self.judged, 0.0, 0.99)
+        lib = xp(self.recent_accepted, most)
+        share = lib.clip(self.recent_accepted / self.recent_checked, 0.0, 0.99)
         # As long as the next is likelier accepted than it costs.
-        dear = max(price.token, 1e-6)
+        dear = max(cost.token, 1e-6)
         count = lib.floor(np.float32(math.log(dear)) / lib.log(lib.maximum(share, 1e-6))).astype(
             np.int32
         )
         count = lib.minimum(lib.maximum(count, 1), most)
         each = count.astype(np.float32)
         expected = share * (1 - share**each) / (1 - share)
-        return count, expected - price.token * each
+        return count, expected - cost.token * each

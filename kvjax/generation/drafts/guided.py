@@ -17,11 +17,10 @@ from jaxtyping import Int
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.context import Cached
-from kvjax.generation.drafts import speculation
-from kvjax.generation.drafts.acceptance import USUAL, Acceptance
-from kvjax.generation.drafts.checking import EveryLogits, checked
-from kvjax.generation.drafts.held import Drafts
-from kvjax.generation.drafts.proposals import Drafted, Drafter
+from kvjax.generation.drafts import speculative
+from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
+from kvjax.generation.drafts.propose import DraftTokens, Proposer
+from kvjax.generation.drafts.speculative import EveryLogits, SpeculativeDecoder
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
@@ -43,68 +42,98 @@ class DraftedGuidedSession(GuidedSession):
         """The tokens that ``decode`` may take of a row."""
         draft = self._request.draft
         assert draft is not None
-        return 1 + (draft.length or USUAL)
+        return 1 + (draft.length or DEFAULT_LENGTH)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
         """Choose up to so many tokens more, of all rows but those to end now (bool[batch])."""
-        drafter, drafts = self.drafter, self._drafts
-        if drafter is None or drafts is None:
+        proposer, drafts = self.proposer, self._drafts
+        if proposer is None or drafts is None:
             return super().decode(steps, halt)
         lm, context = self._lm, self.context
         assert isinstance(context, Cached)
-        drafted, drafts.held = propose(*self._proposing(drafter, drafts, steps, halt))
+        drafted, drafts.context = propose(*self._proposing(proposer, drafts, steps, halt))
         ended = self._caught_up(halt)
         tokens, count = fetch(drafted)
         if not count.any():
-            drafts.fared = rested(drafts.fared)
-            return super().decode(steps, halt)._replace(drafted=drafts.fared)
+            drafts.acceptance = without_draft(drafts.acceptance)
+            return super().decode(steps, halt)._replace(drafted=drafts.acceptance)
         self.context, logits = feed(
             lm.architecture, lm.params, context, self._progress, drafted, halt
         )
         allowed = self._masks.draft_masks(tokens, count, ended)
-        (self.context, drafts.held, drafts.fared), found = check(
-            *self._checking(drafter, drafts, logits, drafted, halt, allowed)
+        (self.context, drafts.context, drafts.acceptance), found = verify(
+            *self._checking(proposer, drafts, logits, drafted, halt, allowed)
         )
         self._progress, self._past, self._out, scores = found
-        return DecodeOutput(found[2], self._progress, scores, drafts.fared)
+        return DecodeOutput(found[2], self._progress, scores, drafts.acceptance)
 
     def lower_steps(self) -> dict[str, Lowered]:
         """Those of a step without a draft, and the three of one with it, to be compiled."""
-        found, drafter, drafts = super().lower_steps(), self.drafter, self._drafts
-        if drafter is None or drafts is None:
+        found, proposer, drafts = super().lower_steps(), self.proposer, self._drafts
+        if proposer is None or drafts is None:
             return found
         lm, halt, context = self._lm, np.zeros(self._rows, bool), self.context
         assert isinstance(context, Cached)
-        drafts.fared = rested(self.put(drafts.fared))
-        if drafts.held is None:
-            drafts.held = drafts.empty()
-        proposed = propose.lower(*self._proposing(drafter, drafts, np.int32(0), halt))
+        drafts.acceptance = without_draft(self.put(drafts.acceptance))
+        if drafts.context is None:
+            drafts.context = drafts.new_context()
+        proposed = propose.lower(*self._proposing(proposer, drafts, np.int32(0), halt))
         drafted = self.zeros_like(proposed.out_info[0])
-        fed = feed.lower(lm.architecture, lm.params, context, self._progress, drafted, halt)
+        feed_drafts = feed.lower(lm.architecture, lm.params, context, self._progress, drafted, halt)
         tokens, count = fetch(drafted)
         allowed = self._masks.draft_masks(tokens, count, halt)
         call = self._checking(
-            drafter, drafts, self.zeros_like(fed.out_info[1]), drafted, halt, allowed
+            proposer, drafts, self.zeros_like(feed_drafts.out_info[1]), drafted, halt, allowed
         )
-        return found | {"propose": proposed, "feed drafts": fed, "check": check.lower(*call)}
+        return found | {
+            "propose": proposed,
+            "feed drafts": feed_drafts,
+            "check": verify.lower(*call),
+        }
 
     def _proposing(
-        self, drafter: Drafter, drafts: Drafts, steps: Any, halt: Any
+        self, proposer: Proposer, drafts: SpeculativeDecoder, steps: Any, halt: Any
     ) -> tuple[Any, ...]:
         return (
-            drafter, drafts.params, drafts.held, drafts.fared, self._request.filters,
-            self._progress, self._past, halt, self.settings, self._limit, steps,
-        )  # fmt: skip
+            proposer,
+            drafts.params,
+            drafts.context,
+            drafts.acceptance,
+            self._request.filters,
+            self._progress,
+            self._past,
+            halt,
+            self.settings,
+            self._limit,
+            steps,
+        )
 
     def _checking(
-        self, drafter: Drafter, drafts: Drafts, logits: Any, drafted: Drafted, halt: Any,
+        self,
+        proposer: Proposer,
+        drafts: SpeculativeDecoder,
+        logits: Any,
+        drafted: DraftTokens,
+        halt: Any,
         allowed: np.ndarray,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         request = self._request
         return (
-            drafter, self.context, drafts.held, drafts.fared, logits, drafted, request.filters,
-            self.settings, self._limit, self._progress, self._past, halt, allowed, request.logprobs,
-        )  # fmt: skip
+            proposer,
+            self.context,
+            drafts.context,
+            drafts.acceptance,
+            logits,
+            drafted,
+            request.filters,
+            self.settings,
+            self._limit,
+            self._progress,
+            self._past,
+            halt,
+            allowed,
+            request.logprobs,
+        )
 
 
 def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
@@ -115,12 +144,12 @@ def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
     return kind(lm, request)
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "filters"), donate_argnames="held")
+@functools.partial(jax.jit, static_argnames=("proposer", "filters"), donate_argnames="held")
 def propose(
-    drafter: Drafter,
+    proposer: Proposer,
     draft_params: Any,
     held: Any,
-    fared: Acceptance,
+    acceptance: Acceptance,
     filters: Filters,
     progress: Progress,
     past: TokenHistory,
@@ -128,7 +157,7 @@ def propose(
     settings: SamplingArrays,
     limit: Array,
     steps: Any,
-) -> tuple[Drafted, Any]:
+) -> tuple[DraftTokens, Any]:
     """Draft of the rows that go on, so that they come to ``steps`` tokens more at most; and the
     draft's own text behind that."""
     progress = replace(progress, done=progress.done | halt)
@@ -137,32 +166,33 @@ def propose(
         return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
 
     left = jnp.minimum(steps, limit - progress.count) - 1
-    found = drafter.found(past, jnp.clip(left, 0, drafter.length))
-    wanted = fared.wanted(found, drafter.price, ~progress.done)
-    return drafter.propose(draft_params, held, progress, past, wanted, choose)
+    found = proposer.available(past, jnp.clip(left, 0, proposer.length))
+    wanted = acceptance.draft_lengths(found, proposer.cost, ~progress.done)
+    return proposer.propose(draft_params, held, progress, past, wanted, choose)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def feed(
-    model: Model, params: Any, context: Cached, progress: Progress, drafted: Drafted, halt: Any
+    model: Model, params: Any, context: Cached, progress: Progress, drafted: DraftTokens, halt: Any
 ) -> tuple[Cached, EveryLogits]:
     """Feed the newest tokens of the rows that go on, and their drafts; the logits behind all."""
     now: RowMask = ~(progress.done | halt)
-    logits, context = speculation.fed(model, params, context, progress, drafted, now)
+    logits, context = speculative.feed_drafts(model, params, context, progress, drafted, now)
     return context, gather_vocab(logits, context)  # type: ignore[arg-type]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("drafter", "filters", "scores"),
+    jax.jit,
+    static_argnames=("proposer", "filters", "scores"),
     donate_argnames=("context", "held", "past"),
-)  # fmt: skip
-def check(
-    drafter: Drafter,
+)
+def verify(
+    proposer: Proposer,
     context: Cached,
     held: Any,
-    fared: Acceptance,
+    acceptance: Acceptance,
     logits: EveryLogits,
-    drafted: Drafted,
+    drafted: DraftTokens,
     filters: Filters,
     settings: SamplingArrays,
     limit: Array,
@@ -178,22 +208,22 @@ def check(
     def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: Any = None) -> Any:
         return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
-        )  # fmt: skip
+        )
 
     before: Any = replace(progress, done=progress.done | halt)
     known: Any = past.length
     now, shape = ~before.done, logits.shape[:2]
     out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
-    after, past, (tokens, found) = checked(
+    after, past, (tokens, found) = speculative.verify(
         drafted, logits, context, before, past, now, out, before.count, choose, allowed
     )
-    texts = speculation.settled(
-        drafter, context, held, fared, drafted, before, after, known, now
-    )  # fmt: skip
+    texts = speculative.rewind_rejected(
+        proposer, context, held, acceptance, drafted, before, after, known, now
+    )
     return texts, (after, past, tokens, found)
 
 
 @jax.jit
-def rested(fared: Acceptance) -> Acceptance:
+def without_draft(acceptance: Acceptance) -> Acceptance:
     """Behind a step without a draft."""
-    return fared.rested()
+    return acceptance.without_draft()

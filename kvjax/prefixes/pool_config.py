@@ -14,12 +14,12 @@ from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.model_config import decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
-from kvjax.prefixes.checkpoints import own, state_bytes
-from kvjax.prefixes.kinds import Kind
+from kvjax.prefixes.checkpoints import checkpoint_bytes, row_arrays
+from kvjax.prefixes.pool import CacheGroup
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class PoolConfig:
     """What texts of one tree have in common; ``policies``: of all layers, with their pages.
 
     ``config``, ``mesh``: of the model. The others are those of ``PrefixTree``.
@@ -28,7 +28,7 @@ class Terms:
       ValueError: if a layer keeps a whole text outside of pages, or rows are divided among devices.
     """
 
-    config: Any
+    model_config: Any
     mesh: Any
     policies: tuple[Any, ...]
     max_len: int
@@ -38,18 +38,18 @@ class Terms:
     rotary_len: int | None = None
 
     def __post_init__(self) -> None:
-        spread = self.shapes(1).spread
+        spread = self.cache_shapes(1).spread
         if spread is not None and spread.rows > 1:
             raise ValueError(
                 "rows are divided among devices, each with a pool of its own: a prefix tree goes "
                 "with a mesh of tensor alone"
             )
-        assert self.kinds
+        assert self.groups
 
     @functools.cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def groups(self) -> tuple[CacheGroup, ...]:
         """The kinds of layers in pages."""
-        cache, found = self.shapes(1), []
+        cache, found = self.cache_shapes(1), []
         for number, held in enumerate(cache.layers):
             if held.policy.page_group is None and held.policy.layout.window is None:
                 raise ValueError(
@@ -62,59 +62,71 @@ class Terms:
             )
             bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in entries]
             found.append(
-                Kind(page_group, entries, tree_bytes(bodies) // (page_group.layout.pool or 1))
+                CacheGroup(page_group, entries, tree_bytes(bodies) // (page_group.layout.pool or 1))
             )
         return tuple(found)
 
     @functools.cached_property
-    def unit(self) -> int:
+    def node_tokens(self) -> int:
         """Tokens of a node: whole pages of every kind."""
-        return math.lcm(*(kind.page for kind in self.kinds))
+        return math.lcm(*(group.page_tokens for group in self.groups))
 
     @functools.cached_property
-    def grid(self) -> int:
+    def hit_multiple(self) -> int:
         """Of what hits are a multiple."""
-        return math.lcm(self.unit, self.prefill_chunk) if self.exact_prefix else self.unit
+        if not self.exact_prefix:
+            return self.node_tokens
+        return math.lcm(self.node_tokens, self.prefill_chunk)
 
     @functools.cached_property
-    def stateful(self) -> bool:
+    def needs_checkpoints(self) -> bool:
         """Whether rows have more than full pages, without which they can't go on."""
-        rows = tree_bytes([own(held) for held in self.shapes(1).layers])
-        return bool(rows) or any(kind.moves for kind in self.kinds)
+        rows = tree_bytes([row_arrays(held) for held in self.cache_shapes(1).layers])
+        return bool(rows) or any(group.windowed for group in self.groups)
 
     @functools.cached_property
-    def state_bytes(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """What that takes, of a row."""
-        return state_bytes(self.shapes(1), self.kinds)
+        return checkpoint_bytes(self.cache_shapes(1), self.groups)
 
-    def stops(self, hit: int, known: int, tokens: int) -> set[int]:
+    def checkpoint_positions(self, hit: int, known: int, tokens: int) -> set[int]:
         """Where the state of a prompt is to be taken, which goes on behind a hit and of which other
         texts have what is known: at the ends of chunks where it ends, where the same prompt can be
         gone on from, where others leave it, and every so many pages."""
-        if not self.stateful:
+        if not self.needs_checkpoints:
             return set()
-        chunk, every = self.prefill_chunk, self.checkpoint_every * self.unit
-        whole = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.unit == 0]
+        chunk, every = self.prefill_chunk, self.checkpoint_every * self.node_tokens
+        whole = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.node_tokens == 0]
         found = {n for n in whole if n // every > (n - chunk) // every}
         inside, left = ([n for n in whole if n <= most] for most in (tokens - 1, known))
         return found | {*whole[-1:], *inside[-1:], *left[-1:]}
 
-    def shapes(self, rows: int) -> KVCache:
+    def cache_shapes(self, rows: int) -> KVCache:
         """The cache of so many rows, as shapes."""
         known: dict[int, KVCache] = self.__dict__.setdefault("_shapes", {})
         if rows not in known:
             known[rows] = abstract_cache(
-                self.config, list(self.policies), batch=rows, max_len=self.max_len, mesh=self.mesh,
+                self.model_config,
+                list(self.policies),
+                batch=rows,
+                max_len=self.max_len,
+                mesh=self.mesh,
                 rotary_len=self.rotary_len,
-            )  # fmt: skip
+            )
         return known[rows]
 
 
-def terms_for(
-    lm: Any, policy: PolicyChoice, pages: int | None, memory: int | str | None,
-    max_len: int | None, prefill_chunk: int, exact_prefix: bool, checkpoint_every: int,
+def make_pool_config(
+    lm: Any,
+    policy: PolicyChoice,
+    pages: int | None,
+    memory: int | str | None,
+    max_len: int | None,
+    prefill_chunk: int,
+    exact_prefix: bool,
+    checkpoint_every: int,
     rotary_len: int | None = None,
-) -> Terms:  # fmt: skip
+) -> PoolConfig:
     """The terms of a tree, by its arguments; see ``PrefixTree``.
 
     Raises:
@@ -139,14 +151,18 @@ def terms_for(
         raise ValueError(f"max_len is {most}, but the model has {limit} positions")
     exact_prefix = as_bool("exact_prefix", exact_prefix)
     policies = _in_pages(policy, lm.config)
-    found = Terms(
-        lm.config, lm.mesh, _with_pages(policies, 1), most,
-        as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX), exact_prefix,
+    found = PoolConfig(
+        lm.config,
+        lm.mesh,
+        _with_pages(policies, 1),
+        most,
+        as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX),
+        exact_prefix,
         as_int("checkpoint_every", checkpoint_every, 1),
         as_optional_int("rotary_len", rotary_len, 1),
-    )  # fmt: skip
+    )
     # Longer texts would be turned by other frequencies.
-    found = replace(found, max_len=min(most, found.shapes(1).max_len))
+    found = replace(found, max_len=min(most, found.cache_shapes(1).max_len))
     room = None if memory is None else in_bytes("memory", memory)
     return replace(found, policies=_pages_for(found, policies, pages, room))
 
@@ -176,7 +192,7 @@ def _in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
 
 
 def _pages_for(
-    terms: Terms, policies: Sequence[Any], pages: int | None, memory: int | None
+    config: PoolConfig, policies: Sequence[Any], pages: int | None, memory: int | None
 ) -> tuple[Any, ...]:
     """With pools of so many pages, or of as many as so many bytes hold.
 
@@ -196,7 +212,7 @@ def _pages_for(
     if (pages is None) == (memory is None):
         raise ValueError("give pages=, or memory= in bytes")
     if memory is not None:
-        page = sum(kind.page_bytes for kind in terms.kinds)
+        page = sum(group.page_bytes for group in config.groups)
         pages = memory // page
         if not pages:
             raise ValueError(f"memory is {memory} bytes, and a page of all layers takes {page}")

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.generation.context import Cached
-from kvjax.generation.drafts.acceptance import Price
+from kvjax.generation.drafts.acceptance import DraftCost
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, gather_vocab
 from kvjax.sampling.filters import Logits
@@ -20,20 +20,20 @@ from kvjax.sampling.history import TokenHistory
 Choose = Callable[[Progress, TokenHistory, Logits, PerRow], tuple[Progress, TokenHistory]]
 """How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;
 a row is done after so many new tokens, int32[batch]."""
-Drafted = tuple[Int[Array, "batch length"], PerRow]
+DraftTokens = tuple[Int[Array, "batch length"], PerRow]
 """Tokens, and how many of each row's are real."""
 
 
 @dataclass(frozen=True)
-class Lookup:
+class LookupProposer:
     """``PromptLookup``, as it is compiled: ``length`` tokens at most."""
 
     length: int
-    price: Price | None
+    cost: DraftCost | None
     shortest: int
     longest: int
 
-    def found(self, past: TokenHistory, most: PerRow) -> PerRow:
+    def available(self, past: TokenHistory, most: PerRow) -> PerRow:
         """How many tokens of each row could be drafted, and at most so many."""
         return jnp.where(self._matched(past)[0] >= self.shortest, most, 0)
 
@@ -45,7 +45,7 @@ class Lookup:
         past: TokenHistory,
         wanted: PerRow,
         choose: Choose,
-    ) -> tuple[Drafted, None]:
+    ) -> tuple[DraftTokens, None]:
         """So many tokens of each row. Where the text repeats what has not ended, it does so on."""
         assert past.tokens is not None and past.length is not None
         _, after = self._matched(past)
@@ -53,7 +53,7 @@ class Lookup:
         at = after[:, None] + arange_row(self.length) % period
         return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
 
-    def settled(self, held: None, known: PerRow) -> None:
+    def rewind_rejected(self, held: None, known: PerRow) -> None:
         """There is nothing to take back."""
         return held
 
@@ -78,24 +78,29 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Second:
+class DraftModelProposer:
     """``DraftModel``, as it is compiled: ``length`` tokens at most; ``own``: tokens of its
     vocabulary, which may have a few more or fewer than the ``vocab`` of the model."""
 
     length: int
-    price: Price | None
+    cost: DraftCost | None
     model: Model
     own: int
     vocab: int
 
-    def found(self, past: TokenHistory, most: PerRow) -> PerRow:
+    def available(self, past: TokenHistory, most: PerRow) -> PerRow:
         """It can always go on."""
         return most
 
     def propose(
-        self, params: Any, held: Cached, progress: Progress, past: TokenHistory, wanted: PerRow,
+        self,
+        params: Any,
+        held: Cached,
+        progress: Progress,
+        past: TokenHistory,
+        wanted: PerRow,
         choose: Choose,
-    ) -> tuple[Drafted, Cached]:  # fmt: skip
+    ) -> tuple[DraftTokens, Cached]:
         """So many tokens of each row, which its cache then holds, but for the newest of them."""
         logits, held = self._caught_up(params, held, past, wanted)
         batch, begin = len(wanted), progress.count
@@ -120,7 +125,7 @@ class Second:
         _, held, progress, _, tokens = lax.while_loop(go_on, one, carry)
         return (tokens, progress.count - begin), held
 
-    def settled(self, held: Cached, known: PerRow) -> Cached:
+    def rewind_rejected(self, held: Cached, known: PerRow) -> Cached:
         """Without what it holds beyond the ``known`` tokens of each row."""
         return held.rewind(jnp.maximum(held.cache.length - known, 0))
 
@@ -156,5 +161,5 @@ class Second:
         return gather_vocab(jnp.pad(logits, more, constant_values=least), held), held
 
 
-Drafter = Lookup | Second
+Proposer = LookupProposer | DraftModelProposer
 """Static, for the compiler."""

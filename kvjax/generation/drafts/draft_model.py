@@ -13,7 +13,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
 
-MOST_DRAFTED = 31
+MAX_LENGTH = 31
 """Tokens that can be drafted at a time."""
 
 
@@ -66,7 +66,7 @@ DraftChoice = Draft | LanguageModel | str
 """``"lookup"`` for ``PromptLookup()``; a model for ``DraftModel`` of it."""
 
 
-def draft_of(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
+def resolve_draft(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
     """A draft for a model.
 
     Raises:
@@ -100,7 +100,7 @@ def relative_size(lm: Any, draft: LanguageModel) -> float:
     return float(its / max(ours, 1))
 
 
-def check_length(draft: Draft | None, need: int) -> None:
+def check_draft_positions(draft: Draft | None, need: int) -> None:
     """Raise ``ValueError`` where a draft's model has not the positions of a text."""
     if isinstance(draft, DraftModel):
         limit = position_limit(draft.lm.config)
@@ -159,5 +159,5 @@ def _same_words(ours: Any, its: Any) -> bool:
 
 def _check(draft: Any) -> None:
     normalize_bool_field(draft, "adaptive")
-    if draft.length is not None and as_int("length", draft.length, 1) > MOST_DRAFTED:
-        raise ValueError(f"length is {draft.length}, and at most {MOST_DRAFTED} tokens are drafted")
+    if draft.length is not None and as_int("length", draft.length, 1) > MAX_LENGTH:
+        raise ValueError(f"length is {draft.length}, and at most {MAX_LENGTH} tokens are drafted")

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.checks import validated
 from kvjax.cache.creation import allocate
@@ -16,14 +17,20 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.core.validation import as_int
+from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
 from kvjax.generation.capacity import choose_capacity
 from kvjax.generation.context import Cached
-from kvjax.generation.inputs import Prompts
+from kvjax.generation.inputs import (
+    Prompts,
+    check_token_ids,
+    parse_eos_token_ids,
+    parse_logit_bias,
+    tokenize_prompts,
+)
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.options import explicit_signature
+from kvjax.generation.options import SamplingKeywords, explicit_signature
 from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MOST
 from kvjax.operations.rows import repeat, reset
@@ -33,14 +40,90 @@ from kvjax.policies.model_config import (
     layer_windows,
     model_dtype,
     position_limit,
+    positions_needed,
     resolve_rotary_len,
+    same_rotary,
     scanned,
 )
 from kvjax.policies.presets import PolicyChoice, budget_of
-from kvjax.rollouts.asked import RolloutSettings, drawing_of, prompt_arrays
 from kvjax.rollouts.results import Rollout
 from kvjax.sampling.history import TokenHistory
-from kvjax.sampling.params import Filters, SamplingArrays
+from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+
+
+class RolloutSettings(SamplingKeywords, total=False):
+    """How tokens are drawn, and what else is compiled in."""
+
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
+    logit_bias: Any
+    min_new_tokens: int
+    eos_token_ids: Any
+    logits_hook: Any
+
+
+def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
+    """Prompts as int32[batch, prompt] and int32[batch].
+
+    Raises:
+      ValueError: if they are none.
+    """
+    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
+        rows = tokenize_prompts(lm, prompts, [])
+        width = longest = max(map(len, rows))
+        if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
+            width = max(16, 1 << (longest - 1).bit_length())
+            most = (position_limit(lm.config) or UNLIMITED) - positions_needed(0, new)
+            width = max(longest, min(width, most))
+        tokens = np.zeros((len(rows), width), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        return tokens, np.array([len(ids) for ids in rows], np.int32)
+    tokens, lengths = prompts
+    if np.shape(lengths) != np.shape(tokens)[:1]:
+        raise ValueError(
+            f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
+            f"and {list(np.shape(lengths))}"
+        )
+    for name, each in (("tokens", tokens), ("lengths", lengths)):
+        if not jnp.issubdtype(jnp.result_type(each), jnp.integer):
+            raise ValueError(f"{name} of prompts are whole numbers, got {jnp.result_type(each)}")
+    if not any(map(is_traced, (tokens, lengths))):
+        known = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        for row, (ids, real) in enumerate(known):
+            if not 1 <= real <= len(ids):
+                raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
+            check_token_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def drawing_of(
+    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
+) -> tuple[Filters, SamplingArrays]:
+    """How tokens are drawn, with a seed that may be traced."""
+    given: dict[str, Any] = {"temperature": 1.0, **settings}
+    least = as_int("min_new_tokens", given.pop("min_new_tokens", 0), 0)
+    if least > new:
+        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
+    ends = parse_eos_token_ids(lm, given.pop("eos_token_ids", None))
+    bias = parse_logit_bias(lm.config, given.pop("logit_bias", None))
+    filters, found = prepare_sampling(
+        seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
+    )
+    filters = replace(filters, mesh=lm.mesh is not None)
+    if not is_traced(seed) and not isinstance(seed, jax.Array):
+        seed = np.uint32(_below(seed))
+    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
+    return filters, replace(found, seeds=jnp.stack([jnp.asarray(found.seeds[:, 0]), high], axis=1))
+
+
+def _below(seed: Any) -> int:
+    """A seed, or a ``ValueError``."""
+    if as_int("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed is {seed}, and must be below 2**32")
+    return int(seed)
 
 
 @explicit_signature(RolloutSettings)
@@ -129,10 +212,18 @@ class _Made:
         policy = tuple(policy) if isinstance(policy, list) else policy
         # Of every rollout, several times.
         vars(self)["_key"] = (
-            layer_heads(config), str(model_dtype(config)), layer_windows(config),
-            layer_sources(config), position_limit(config), scanned(config),
-            resolve_rotary_len(config, self.capacity), policy, self.batch, self.capacity, self.mesh,
-        )  # fmt: skip
+            layer_heads(config),
+            str(model_dtype(config)),
+            layer_windows(config),
+            layer_sources(config),
+            position_limit(config),
+            scanned(config),
+            resolve_rotary_len(config, self.capacity),
+            policy,
+            self.batch,
+            self.capacity,
+            self.mesh,
+        )
 
     def __hash__(self) -> int:
         return hash(vars(self)["_key"])
@@ -143,9 +234,13 @@ class _Made:
     def __call__(self) -> KVCache:
         """The empty cache."""
         return allocate(
-            self.config, self.policy, batch=self.batch, max_len=self.capacity,
-            initial_len=self.capacity, mesh=self.mesh,
-        )  # fmt: skip
+            self.config,
+            self.policy,
+            batch=self.batch,
+            max_len=self.capacity,
+            room=self.capacity,
+            mesh=self.mesh,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("made", "n"))
@@ -167,9 +262,17 @@ def _abstract(made: _Made, n: int) -> KVCache:
     keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken
 )
 def _rolled(
-    model: Model, filters: Filters, made: _Made, n: int, new: int, params: Any, tokens: Tokens,
-    lengths: PerRow, drawing: SamplingArrays, buffer: KVCache,
-) -> Rollout:  # fmt: skip
+    model: Model,
+    filters: Filters,
+    made: _Made,
+    n: int,
+    new: int,
+    params: Any,
+    tokens: Tokens,
+    lengths: PerRow,
+    drawing: SamplingArrays,
+    buffer: KVCache,
+) -> Rollout:
     """The program of a rollout."""
     cache = reset(buffer) if n == 1 else made()
     logits, cache = model.apply(params, tokens, cache, lengths=lengths, last_only=True)
@@ -188,14 +291,26 @@ def _rolled(
         gather_vocab(logits[:, 0], context), filters, drawing, limit, past, 0
     )
     progress = replace(
-        progress, count=jnp.where(wrong, 0, progress.count), done=progress.done | wrong,
+        progress,
+        count=jnp.where(wrong, 0, progress.count),
+        done=progress.done | wrong,
         broken=progress.broken | wrong,
-    )  # fmt: skip
+    )
     start = progress.token[:, None]
     context, progress, _, out, scores = decode_loop(
-        model, filters, params, context, progress, past, drawing, limit, limit - 1, 0,
-        max(new - 1, 1), go_on_broken=True,
-    )  # fmt: skip
+        model,
+        filters,
+        params,
+        context,
+        progress,
+        past,
+        drawing,
+        limit,
+        limit - 1,
+        0,
+        max(new - 1, 1),
+        go_on_broken=True,
+    )
     assert first is not None and scores is not None and context.cache is not None
     chosen, logprobs, drawn = (
         jnp.concatenate([x, y], axis=1)[:, :new]
@@ -206,9 +321,15 @@ def _rolled(
     text = text.at[jnp.arange(rows, dtype=jnp.int32)[:, None], where].set(chosen, mode="drop")
     ended = jnp.any(progress.token[:, None] == drawing.eos, axis=-1) & (progress.count > 0)
     return Rollout(
-        text, lengths, progress.count, jnp.where(real, logprobs, 0), jnp.where(real, drawn, 0),
-        ended, progress.broken, context.cache,
-    )  # fmt: skip
+        text,
+        lengths,
+        progress.count,
+        jnp.where(real, logprobs, 0),
+        jnp.where(real, drawn, 0),
+        ended,
+        progress.broken,
+        context.cache,
+    )
 
 
 def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> TokenHistory | None:

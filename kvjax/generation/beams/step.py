@@ -17,12 +17,12 @@ from jax import lax
 
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array
-from kvjax.generation.beams.searching import Beams
+from kvjax.generation.beams.config import BeamConfig
 from kvjax.sampling.scores import Scores
 
 
 @pytree_dataclass
-class Numbers:
+class SearchParams:
     """Of a search, traced: see ``Search``."""
 
     length_penalty: Array
@@ -31,7 +31,7 @@ class Numbers:
 
 
 @pytree_dataclass
-class Ended:
+class Hypotheses:
     """The best texts of a prompt that have ended, [batch, beams] each, those of a group in falling
     order: ``score``, minus infinity where there is none; ``length``, its tokens; ``token``, the
     last one; ``beam``, the one that it went on from; ``told``, the last token's scores."""
@@ -40,11 +40,11 @@ class Ended:
     length: Array
     token: Array
     beam: Array
-    told: Scores | None
+    token_scores: Scores | None
 
 
 @pytree_dataclass
-class Searched:
+class SearchState:
     """Where a search stands: ``token`` and ``score``, [batch, beams], the newest token of each beam
     and the sum of its tokens' log-probabilities, minus infinity for a beam that there is not;
     ``count``, ``done``: [batch, groups], tokens so far, and groups that are at their end;
@@ -56,35 +56,41 @@ class Searched:
     count: Array
     done: Array
     broken: Array
-    ended: Ended
+    ended: Hypotheses
     since: Array
 
 
-class Chosen(NamedTuple):
+class BeamChoice(NamedTuple):
     """Of a step, [batch, beams] each: the beam that each goes on from, and its token's scores."""
 
     parent: Array
-    told: Scores | None
+    token_scores: Scores | None
 
 
-def begun(asked: Array, since: Array, beams: Beams, scores: int | None) -> Searched:
+def initial_state(asked: Array, since: Array, beams: BeamConfig, scores: int | None) -> SearchState:
     """A search that has not chosen anything: a beam of each group is there. ``asked``:
     bool[batch], the prompts that are any; ``scores``: as of ``programs.decode``."""
-    shape = len(asked), beams.beams
+    shape = len(asked), beams.num_beams
     zeros, none = jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-    first = jnp.arange(beams.beams, dtype=jnp.int32) % beams.width == 0
-    count = jnp.zeros((len(asked), beams.groups), jnp.int32)
+    first = jnp.arange(beams.num_beams, dtype=jnp.int32) % beams.group_size == 0
+    count = jnp.zeros((len(asked), beams.num_groups), jnp.int32)
     done = jnp.broadcast_to(~asked[:, None], count.shape)
     told = None if scores is None else Scores.zeros(shape, scores)
-    ended = Ended(none, zeros, zeros, zeros, told)
+    ended = Hypotheses(none, zeros, zeros, zeros, told)
     score = jnp.where(first[None], 0.0, none)
-    return Searched(zeros, score, count, done, asked & False, ended, since.reshape(shape))
+    return SearchState(zeros, score, count, done, asked & False, ended, since.reshape(shape))
 
 
-def extended(
-    before: Searched, known: Array, own: Array, eos: Array, numbers: Numbers, limit: Array,
-    beams: Beams, scores: int | None,
-) -> tuple[Searched, Chosen]:  # fmt: skip
+def advance(
+    before: SearchState,
+    known: Array,
+    own: Array,
+    eos: Array,
+    numbers: SearchParams,
+    limit: Array,
+    beams: BeamConfig,
+    scores: int | None,
+) -> tuple[SearchState, BeamChoice]:
     """A token more of every beam of the groups that are not done.
 
     Args:
@@ -96,9 +102,9 @@ def extended(
     batch, _, vocab = known.shape
     raw = None if scores is None else (own, *(lax.top_k(own, scores) if scores else ()))
     counts, found = jnp.zeros((batch, vocab), jnp.float32), []
-    for group in range(beams.groups):
-        first = group * beams.width
-        here = slice(first, first + beams.width)
+    for group in range(beams.num_groups):
+        first = group * beams.group_size
+        here = slice(first, first + beams.group_size)
         mine = known[:, here]
         if group:
             mine = mine - numbers.diversity_penalty * counts[:, None]
@@ -107,7 +113,7 @@ def extended(
         step: Any = functools.partial(_group, numbers=numbers, limit=limit, first=first)
         of_groups = before.count[:, group], before.done[:, group]
         found.append(jax.vmap(step)(mine, *each, *of_groups, eos))
-        if beams.groups > 1:
+        if beams.num_groups > 1:
             token, score = found[-1][:2]
             real = (score > -jnp.inf) & ~before.done[:, group, None]
             at = jnp.where(real, token, vocab)
@@ -116,7 +122,7 @@ def extended(
             )
     *rows, count, done = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
     token, score, ended, chosen = jax.tree.map(
-        lambda x: x.reshape(batch, beams.beams, *x.shape[3:]), tuple(rows)
+        lambda x: x.reshape(batch, beams.num_beams, *x.shape[3:]), tuple(rows)
     )
     broken = before.broken | (jnp.all(score == -jnp.inf, 1) & jnp.all(ended.score == -jnp.inf, 1))
     broken &= jnp.any(~before.done, axis=1)
@@ -125,9 +131,19 @@ def extended(
 
 
 def _group(
-    known: Array, token: Array, score: Array, ended: Ended, raw: Any, count: Array, done: Array,
-    eos: Array, *, numbers: Numbers, limit: Array, first: int,
-) -> Any:  # fmt: skip
+    known: Array,
+    token: Array,
+    score: Array,
+    ended: Hypotheses,
+    raw: Any,
+    count: Array,
+    done: Array,
+    eos: Array,
+    *,
+    numbers: SearchParams,
+    limit: Array,
+    first: int,
+) -> Any:
     """``extended`` of one group, whose beams are numbered from ``first`` on: token and score of
     each beam, what has ended, what was chosen, count, and whether it is done."""
     width, length = len(score), count + 1
@@ -140,10 +156,13 @@ def _group(
     value = best.score / length.astype(jnp.float32) ** numbers.length_penalty
     stays = (best.ends | last) & ~done & (best.score > -jnp.inf)
     told = _told(raw, best.beam, best.token)
-    new = Ended(
-        jnp.where(stays, value, -jnp.inf), jnp.full(width, length, jnp.int32), best.token,
-        best.beam + first, told,
-    )  # fmt: skip
+    new = Hypotheses(
+        jnp.where(stays, value, -jnp.inf),
+        jnp.full(width, length, jnp.int32),
+        best.token,
+        best.beam + first,
+        told,
+    )
     every = jax.tree.map(lambda *x: jnp.concatenate(x), ended, new)
     _, at = lax.top_k(every.score, width)
     ended = jax.tree.map(lambda x: x[at], every)
@@ -154,14 +173,18 @@ def _group(
     hoped = jnp.max(going.score) / to.astype(jnp.float32) ** numbers.length_penalty
     worst = jnp.where(full, jnp.min(ended.score), -jnp.inf)
     over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))
-    chosen = Chosen(
+    chosen = BeamChoice(
         jnp.where(done, jnp.arange(width, dtype=jnp.int32), parent) + first,
         _told(raw, going.beam[child], going.token[child]),
     )
     return (
-        jnp.where(done, token, going.token[child]), jnp.where(done, score, going.score[child]),
-        ended, chosen, jnp.where(done, count, length), done | over,
-    )  # fmt: skip
+        jnp.where(done, token, going.token[child]),
+        jnp.where(done, score, going.score[child]),
+        ended,
+        chosen,
+        jnp.where(done, count, length),
+        done | over,
+    )
 
 
 def _told(raw: Any, beam: Array, token: Array) -> Scores | None:
@@ -177,7 +200,7 @@ def _told(raw: Any, beam: Array, token: Array) -> Scores | None:
     return Scores(chosen, jnp.zeros_like(chosen), ids.astype(jnp.int32), known)
 
 
-class _Texts(NamedTuple):
+class _Candidates(NamedTuple):
     """Continuations, [n] each."""
 
     score: Array
@@ -186,7 +209,7 @@ class _Texts(NamedTuple):
     ends: Array
 
 
-def _continuations(known: Array, score: Array, eos: Array) -> tuple[_Texts, _Texts]:
+def _continuations(known: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
     """Of a group's beams the best that go on, as many as beams and falling, and all that end."""
     width, vocab = known.shape
     total = known + score[:, None]
@@ -194,17 +217,17 @@ def _continuations(known: Array, score: Array, eos: Array) -> tuple[_Texts, _Tex
     each = best.shape[1]
     best, at = lax.top_k(best.ravel(), width)
     at = at.astype(jnp.int32)
-    going = _Texts(best, token.ravel()[at], at // each, jnp.zeros(width, bool))
+    going = _Candidates(best, token.ravel()[at], at // each, jnp.zeros(width, bool))
     order = jnp.arange(len(eos), dtype=jnp.int32)
     again = jnp.any((eos[:, None] == eos[None]) & (order[None] < order[:, None]), axis=1)
     ids = jnp.minimum(eos, vocab - 1)
     end = jnp.where((again | (eos >= vocab))[None], -jnp.inf, total[:, ids])
     beam = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[:, None], end.shape)
     ends = end, jnp.broadcast_to(ids[None], end.shape), beam, jnp.ones(end.shape, bool)
-    return going, _Texts(*(x.ravel() for x in ends))
+    return going, _Candidates(*(x.ravel() for x in ends))
 
 
-def _in_rows(going: _Texts) -> tuple[Array, Array]:
+def _in_rows(going: _Candidates) -> tuple[Array, Array]:
     """Which continuation each row has, int32[width], and which row it goes on from: its own, where
     anything goes on from it."""
     rows = jnp.arange(len(going.score), dtype=jnp.int32)

@@ -13,33 +13,33 @@ _EARLY: dict[Any, int] = {False: 0, True: 1, "never": 2}
 
 
 @dataclass(frozen=True)
-class Beams:
+class BeamConfig:
     """How wide a search is: beams of a prompt, and the groups that they are in; compiled in."""
 
-    beams: int
-    groups: int = 1
+    num_beams: int
+    num_groups: int = 1
 
     @property
-    def width(self) -> int:
+    def group_size(self) -> int:
         """Beams of a group."""
-        return self.beams // self.groups
+        return self.num_beams // self.num_groups
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchConfig:
     """More rows of a prompt than are given back: ``kept`` of them. ``beams``: of a beam search,
     None for the best of samples; its numbers: exponent of the length, how it ends (0, 1, 2: not
     before no better text is likely, with as many texts as beams, not before no better one can
     come), and the penalty of what other groups have chosen."""
 
-    kept: int
-    beams: Beams | None = None
+    num_return: int
+    beams: BeamConfig | None = None
     length_penalty: float = 1.0
     early_stopping: int = 0
     diversity_penalty: float = 0.0
 
 
-def rows_asked(options: GenerationOptions) -> tuple[int, Search | None]:
+def resolve_search(options: GenerationOptions) -> tuple[int, SearchConfig | None]:
     """How many rows of each prompt there are, and of a search what it is.
 
     Raises:
@@ -63,10 +63,10 @@ def rows_asked(options: GenerationOptions) -> tuple[int, Search | None]:
     samples = as_int("best_of", options.best_of, 1, MOST_ROWS)
     if samples < n:
         raise ValueError(f"best_of is {samples}, and n is {n}: no more than all can be the best")
-    return samples, Search(n)
+    return samples, SearchConfig(n)
 
 
-def _search(options: GenerationOptions, n: int, beams: int) -> Search:
+def _search(options: GenerationOptions, n: int, beams: int) -> SearchConfig:
     groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     if n > beams:
         raise ValueError(f"n is {n}, and num_beams is {beams}: a search finds as many texts")
@@ -102,7 +102,7 @@ def _search(options: GenerationOptions, n: int, beams: int) -> Search:
             f"diversity_penalty is {diversity} of {groups} num_beam_groups: it must be above 0 "
             "where there are several, which would else be all the same, and 0 where there is one"
         )
-    return Search(n, Beams(beams, groups), penalty, _EARLY[early], diversity)
+    return SearchConfig(n, BeamConfig(beams, groups), penalty, _EARLY[early], diversity)
 
 
 def _number(name: str, value: Any, most: int) -> float:
