@@ -96,8 +96,8 @@ FAULTS = (
     ),
     Fault(
         "a ring says it can rewind one token more", "layouts/ring.py",
-        "kept = jnp.where(written > self.slots, written - spare, 0)",
-        "kept = jnp.where(written > self.slots, written - spare - 1, 0)", ("cache", "layouts"),
+        "kept = jnp.where(written > self.slots, written - slack, 0)",
+        "kept = jnp.where(written > self.slots, written - slack - 1, 0)", ("cache", "layouts"),
     ),
     Fault(
         "sinks are looked at from one position further", "attention/attending.py",
@@ -136,8 +136,8 @@ FAULTS = (
     ),
     Fault(
         "a device of the mesh has its neighbour's slots", "layouts/split.py",
-        "return LayoutSlice(layout, slots, share.index * slots)",
-        "return LayoutSlice(layout, slots, (share.count - 1 - share.index) * slots)", ("mesh",),
+        "return LayoutSlice(layout, slots, shard.index * slots)",
+        "return LayoutSlice(layout, slots, (shard.count - 1 - shard.index) * slots)", ("mesh",),
     ),
     Fault(
         "the decode loop does not donate its cache", "generation/programs.py",
@@ -193,8 +193,8 @@ FAULTS = (
     ),
     Fault(
         "a window gives a page back too early", "layouts/paged.py",
-        "return xp(written).maximum(written - self._seen, 0) // self.page_size",
-        "return -(-xp(written).maximum(written - self._seen, 0) // self.page_size)",
+        "return xp(written).maximum(written - self._kept, 0) // self.page_size",
+        "return -(-xp(written).maximum(written - self._kept, 0) // self.page_size)",
         ("pages", "recompute"),
     ),
     Fault(

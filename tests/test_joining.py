@@ -14,33 +14,25 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.codecs import Codec
 from kvjax.codecs.codec import plain_mix, plain_scores
-from kvjax.layouts import Region, Run
+from kvjax.layouts import Layout, Run
 from tests import matrix, test_copies, test_mesh, test_recompute
 from tests.covering import covering, pairs_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves:
-    """The second half of a text stands before the first: slot ``(p + half) % slots``."""
+class Halves(Layout):
+    """The second half of a row is stored before the first: slot ``(p + half) % slots``."""
 
     max_len: int | None = None
-    chunk = window = grows_to = None
-    sinks, open_ended = 0, False
 
-    def resolve(self, max_len, window, room=None, back=16):
-        return Halves(max_len if self.max_len is None else self.max_len)
-
-    slots = limit = reach = property(lambda self: self.max_len)
+    slots = property(lambda self: self.max_len)
     half = property(lambda self: self.max_len // 2)
 
-    def grown(self, to):
-        raise ValueError("halves do not grow")
+    def resolve(self, max_len, window, initial_len=None, min_rewind=16):
+        return Halves(max_len if self.max_len is None else self.max_len)
 
     def rounded(self, parts):
         return Halves(self.slots + -self.slots % parts)
-
-    def joined(self, other):
-        return max(self, other, key=lambda layout: layout.max_len)
 
     def in_blocks(self, block, recent):
         return Halves(max((self.slots - 1) // block - recent, 1))
@@ -55,21 +47,6 @@ class Halves:
 
     def slot_of(self, positions):
         return (positions + self.half) % self.max_len
-
-    def regions(self):
-        return (Region(0, self.max_len),)
-
-    def occupied(self, length):
-        return jnp.where(jnp.max(length) > 0, self.max_len, 0)
-
-    def bounds(self, length, start, size):
-        return jnp.int32(0), jnp.max(length) - 1
-
-    def hiding(self, length, positions, missing):
-        return length, jnp.any(missing, axis=1)
-
-    def rewindable(self, length, written):
-        return length
 
 
 @dataclasses.dataclass(frozen=True)

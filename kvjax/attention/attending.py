@@ -197,7 +197,7 @@ def _traced(
         own = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias)
         kv_heads, share = (
             view.layer_cache.kv_heads // spread.heads,
-            view.layer_cache.policy.placement.share(),
+            view.layer_cache.policy.placement.shard(),
         )
         return way(AttentionInputs(kinds[0], kinds[-1], kv_heads, view.unstacked(), own, share))
 

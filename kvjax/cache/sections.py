@@ -61,7 +61,7 @@ class LayerView:
 
 
 def regions_of(
-    layout: Layout, of: Callable[[Layout, Shard], LayoutSlice], together: bool, share: Shard | None
+    layout: Layout, of: Callable[[Layout, Shard], LayoutSlice], together: bool, shard: Shard | None
 ) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
     """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
     if together:
@@ -76,39 +76,39 @@ def regions_of(
             )
             for each, end in ends
         ]
-    if share is None:
+    if shard is None:
         return [(region, layout) for region in layout.regions()]
-    return of(layout, share).regions()
+    return of(layout, shard).regions()
 
 
 def placed(
-    of: Callable[[Shard | None], Any], share: Shard | None, length: PerRow, written: PerRow
+    of: Callable[[Shard | None], Any], shard: Shard | None, length: PerRow, written: PerRow
 ) -> dict[str, Any]:
     """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
     is a cursor as well."""
 
     def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if share is None else Shard(expand_over_slots(index[0]), share.count)
+        own = None if shard is None else Shard(expand_over_slots(index[0]), shard.count)
         return of(own).positions(length, written, slots)
 
     cursors = (length, written)
-    if share is not None:
-        cursors = (*cursors, jnp.broadcast_to(jnp.int32(share.index), length.shape))
+    if shard is not None:
+        cursors = (*cursors, jnp.broadcast_to(jnp.int32(shard.index), length.shape))
     return {"position_of": position_of, "cursors": cursors}
 
 
 def own_tokens(split: Split, before: PerRow, length: PerRow, count: int) -> dict[str, Any]:
     """The same, and what else a section is asked, of a long call's own tokens, ``count`` of them
     from ``before`` on."""
-    share = split.share
-    each = count if share is None else -(-count // share.count)
-    first = jnp.int32(0) if share is None else share.index * each
+    shard = split.shard
+    each = count if shard is None else -(-count // shard.count)
+    first = jnp.int32(0) if shard is None else shard.index * each
 
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
         slots = expand_over_rows(slots, before)
         positions = expand_over_slots(before) + slots
         there = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
-        if share is not None:
+        if shard is not None:
             there &= (slots >= expand_over_slots(first)) & (slots < expand_over_slots(first) + each)
         return jnp.where(there, positions, -1)
 
@@ -264,13 +264,13 @@ class Section:
 
 
 def sections(
-    view: LayerView, share: Shard | None = None, *, together: bool = False
+    view: LayerView, shard: Shard | None = None, *, together: bool = False
 ) -> list[Section]:
     """A layer's sections, in the order they are walked.
 
     Args:
       view: the layer.
-      share: of its slots, and of the newest tokens, which all devices have; None for all.
+      shard: of its slots, and of the newest tokens, which all devices have; None for all.
       together: sinks with what is stored in one array with them; queries look at them apart.
     """
     held, length = view.layer_cache, view.length
@@ -279,10 +279,10 @@ def sections(
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
         of = functools.partial(regions_of, policy.stored, split_slots, together)
         return [
-            _in_pages(_region(stores, codecs, of, n, share, length, written), view)
-            for n in range(len(of(share)))
+            _in_pages(_region(stores, codecs, of, n, shard, length, written), view)
+            for n in range(len(of(shard)))
         ]
-    split, raw = replace(policy.split, share=share), policy.raw
+    split, raw = replace(policy.split, shard=shard), policy.raw
     assert raw is not None
     table = view.rotary if policy.keys.before_rotary else None
     stores, placement = (held.keys, held.values), policy.placement
@@ -294,17 +294,17 @@ def sections(
         filled=lambda near: split.body.occupied(split.flushed(near)),
         slot_of=split.slot_of, unit=split.block, split=split, table=table, placement=placement,
         orders=held.orders,
-        **placed(lambda share: replace(split, share=share), share, length, written),
+        **placed(lambda shard: replace(split, shard=shard), shard, length, written),
     )  # fmt: skip
     of = functools.partial(regions_of, split.tail, mask_slots, together)
 
     def in_tail(
         tail: Tail, number: int, length: PerRow, written: PerRow, layer: Array | None = None
     ) -> Section:
-        found = _region((tail.keys, tail.values), raw, of, number, share, length, written)
+        found = _region((tail.keys, tail.values), raw, of, number, shard, length, written)
         return replace(found, split=split, raw=True, whole=False, table=table, layer=layer)
 
-    newest = [in_tail(held.tail, n, length, written, view.layer) for n in range(len(of(share)))]
+    newest = [in_tail(held.tail, n, length, written, view.layer) for n in range(len(of(shard)))]
     if held.strip is not None:
         marks = jnp.maximum(view.marks, view.before)
         newest[-1] = in_tail(held.strip.tail, len(newest) - 1, view.before, marks)
@@ -327,18 +327,18 @@ def _region(
     codecs: tuple[Codec, Codec],
     of: Callable[[Shard | None], Sequence[tuple[Region, Any]]],
     number: int,
-    share: Shard | None,
+    shard: Shard | None,
     length: PerRow,
     written: PerRow,
 ) -> Section:
     """One of a layout's regions."""
-    region, layout = of(share)[number]
+    region, layout = of(shard)[number]
     return Section(
         *stores, codecs, region.first, region.size,
         span=lambda start, size: layout.bounds(length, start, size),
         filled=lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
         slot_of=layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
-        **placed(lambda share: of(share)[number][1], share, length, written),
+        **placed(lambda shard: of(shard)[number][1], shard, length, written),
     )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def store_tokens(
         keys = apply_rotary(keys, positions_from(length, new), rotary)
     if old.tail is not None:
         return _behind_tail(old, old.tail, keys, values, length, count, table, layer)
-    share = policy.placement.share()
-    layout = policy.stored if share is None else split_slots(policy.stored, share)
+    shard = policy.placement.shard()
+    layout = policy.stored if shard is None else split_slots(policy.stored, shard)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
     body = jax.tree.map(
@@ -58,7 +58,7 @@ def _behind_tail(
     table: Array | None, layer: Array | None,
 ) -> Arrays:  # fmt: skip
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
-    split, raw = replace(policy.split, share=policy.placement.share()), policy.raw
+    split, raw = replace(policy.split, shard=policy.placement.shard()), policy.raw
     assert raw is not None
     new, batch = keys.shape[2], count.shape[0]
     fresh = Tail(raw[0].encode(keys), raw[1].encode(values))

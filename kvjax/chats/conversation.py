@@ -60,7 +60,9 @@ class Held:
 def empty(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> Held:
     """A new one; where it grows, it begins small."""
     policy, room = limit_memory(lm, policy, None, 1, max_len), min(capacity_bucket(1), max_len)
-    return Held(allocate(lm.config, policy, batch=1, max_len=max_len, room=room, mesh=lm.mesh))
+    return Held(
+        allocate(lm.config, policy, batch=1, max_len=max_len, initial_len=room, mesh=lm.mesh)
+    )
 
 
 def most_of(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.layouts import Ring, paged
+from kvjax.layouts import paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.model_config import position_limit
@@ -106,8 +106,7 @@ def with_slack(policies: Sequence[Any], slack: int) -> list[Any]:
     found = []
     for each in policies:
         layout = paged(each.layout)
-        if layout is not None and isinstance(layout.inner, Ring):
-            more = max(layout.inner.slack or 0, slack)
-            each = replace(each, layout=replace(layout, inner=replace(layout.inner, slack=more)))
+        if layout is not None:
+            each = replace(each, layout=layout.with_slack(slack))
         found.append(each)
     return found

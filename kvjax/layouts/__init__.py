@@ -1,7 +1,8 @@
-"""Layouts: which slot of a cache holds which position. Pure integer maths."""
+"""Layouts: which slot of a cache holds which position."""
 
 from kvjax.core.validation import UNLIMITED as UNLIMITED
 from kvjax.layouts.layout import Dense, Growing, Layout, Region, Run
+from kvjax.layouts.layout import LayoutSpec as LayoutSpec
 from kvjax.layouts.paged import Paged
 from kvjax.layouts.paged import paged as paged
 from kvjax.layouts.paged import unpaged_layout as unpaged_layout

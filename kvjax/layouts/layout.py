@@ -1,8 +1,12 @@
-"""What a layout defines, and the dense layout."""
+"""The base class of layouts, and `Dense`, whose slots are the positions themselves.
 
-from abc import abstractmethod
+A layout says which slot of a row holds which position. It is integer arithmetic on positions and
+knows nothing about keys, values or devices.
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import jax.numpy as jnp
 
@@ -23,12 +27,12 @@ from kvjax.core.validation import UNLIMITED, normalize_int_field
 
 
 class Run(NamedTuple):
-    """Where tokens of a call go: token ``i`` of a row to slot ``start + i``.
+    """Consecutive slots that tokens of a call are written to: token ``i`` to slot ``start + i``.
 
-    Of this run are the tokens from ``skip`` on whose slot is at least ``low`` and below ``high``,
-    and, where they are traced, between ``bounds`` as well. ``columns``: int[batch, pages], where
-    slots count through pages of ``high`` of them, the columns of the row's table that name these;
-    else None.
+    A token is written if its index is at least ``skip`` and its slot is in ``[low, high)`` and, if
+    ``bounds`` is given, in ``[bounds[0], bounds[1])``, whose ends may be traced. ``columns``,
+    int[batch, pages], is given for paged layouts: ``high`` is then the page size, and slots count
+    through the pages that these columns of the row's table name.
     """
 
     start: PerRow
@@ -40,9 +44,9 @@ class Run(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Slots ``first`` to ``first + size - 1``, which attention walks together.
+    """Slots ``first`` to ``first + size - 1``, which attention reads together.
 
-    ``capped``: sinks, which queries look at from a capped distance.
+    ``capped``: these are sinks; their distance to a query is capped below ``Layout.reach``.
     """
 
     first: int
@@ -50,143 +54,238 @@ class Region(NamedTuple):
     capped: bool = False
 
 
-class Layout(Protocol):
-    """A layout. Frozen, hashable, and static: cursors come as arrays.
+class LayoutSpec(ABC):
+    """What `CachePolicy` accepts as its layout: a `Layout`, or settings that resolve to one.
 
-    ``slots``: places a row has. ``limit``: tokens a row's text can have, or None. ``chunk``: the
-    most tokens that one call can append, or None. ``window``, ``sinks``: what queries see of the
-    positions before theirs, None for all. ``reach``: positions that the distances between
-    queries and keys stay below. ``grows_to``: the limit that the layout may be grown to, or None
-    where it does not grow. ``open_ended``: whether ``resolve`` can do without a ``max_len``.
+    ``open_ended``: whether ``resolve`` works without a ``max_len``.
     """
 
-    @property
-    def open_ended(self) -> bool: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def chunk(self) -> int | None: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def sinks(self) -> int: ...
-    @property
-    def reach(self) -> int: ...
-    @property
-    def grows_to(self) -> int | None: ...
+    if TYPE_CHECKING:  # read-only properties, so that fields of frozen dataclasses satisfy them
+
+        @property
+        def open_ended(self) -> bool: ...
+    else:
+        open_ended = False
 
     @abstractmethod
     def resolve(
-        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+        self,
+        max_len: int | None,
+        window: int | None,
+        initial_len: int | None = None,
+        min_rewind: int = 16,
     ) -> "Layout":
-        """Fix what was left open, from the limit asked for and the layer's own window.
+        """The layout of one layer, with nothing left open.
 
-        ``room``: tokens that the text will have for now, where ``max_len`` does not say: a layout
-        that can be enlarged later begins with that. ``back``: tokens that a row should be able to
-        forget at any time, at least, unless the layout itself says how many.
+        Args:
+          max_len: tokens that a row can hold; None for no limit.
+          window: the layer's own attention window, from the model's config; None for none.
+          initial_len: tokens that a row must hold at first, if ``max_len`` is None. A layout that
+            can grow starts with it.
+          min_rewind: tokens that a row can forget at any time, at least, unless the layout itself
+            sets another number.
+
+        Raises:
+          ValueError: if something that the layout needs is missing or contradicts it.
         """
 
-    @abstractmethod
-    def grown(self, to: int) -> "Layout":
-        """The layout with room for ``to`` tokens of text; a ``ValueError`` where it can't grow."""
+    def starting_at(self, slots: int) -> Self:
+        """The same layout with ``slots`` slots from the start, if it starts small and grows."""
+        return self
 
-    @abstractmethod
-    def rounded(self, parts: int) -> "Layout":
-        """The layout with more slots, so that so many devices can have a share of them each; for
-        the arrays alone, what a text can have is not more."""
+    def with_slack(self, slack: int) -> Self:
+        """The same layout with a slack of at least ``slack``, if it overwrites old tokens."""
+        return self
 
-    @abstractmethod
-    def joined(self, other: "Layout") -> "Layout":
-        """The layout that holds what this and ``other`` hold; a ``ValueError`` where they differ in
-        more than capacity."""
 
-    @abstractmethod
-    def in_blocks(self, block: int, recent: int) -> "Layout":
-        """The layout of whole blocks of ``block`` tokens, where each stands in a slot of its own
-        once ``recent`` later ones and the newest token's have begun."""
+class Layout(LayoutSpec):
+    """Which slot of a row holds which position. Frozen, hashable and static; cursors are arrays.
+
+    A subclass defines ``slots``, ``resolve``, ``runs``, ``positions`` and ``slot_of``. The other
+    members have defaults, which are right for any layout that keeps every token of a row. Override
+    them to see less than everything (``window``, ``sinks``), to overwrite old tokens (``limit``,
+    ``slack``, ``rewindable``), to grow (``grows_to``, ``grown``), or to be faster (``occupied``,
+    ``bounds``).
+
+    ``slots``: slots per row. ``limit``: tokens that a row can hold, None for no limit; by default
+    ``slots``. ``window``: how many positions back queries see, None for all. ``sinks``: first
+    positions of a row that queries see from any distance. ``slack``: slots in excess of what
+    queries see, so that a call of ``slack + 1`` tokens overwrites nothing that its own queries
+    see. ``grows_to``: the limit that the layout may grow to, None if it can't grow.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def slots(self) -> int: ...
+        @property
+        def window(self) -> int | None: ...
+        @property
+        def sinks(self) -> int: ...
+        @property
+        def slack(self) -> int | None: ...
+        @property
+        def grows_to(self) -> int | None: ...
+    else:
+        window = slack = grows_to = None
+        sinks = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that a row can hold, None for no limit."""
+        return self.slots
+
+    @property
+    def chunk(self) -> int | None:
+        """The most tokens that one call can append, None for any number."""
+        return None if self.limit is not None or self.slack is None else self.slack + 1
+
+    @property
+    def reach(self) -> int:
+        """All distances between queries and the keys that they see are smaller than this."""
+        last = UNLIMITED if self.limit is None else self.grows_to or self.limit
+        return last if self.window is None else min(self.sinks + self.window, last)
 
     @abstractmethod
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """Where a call's ``new`` tokens go, at most one run a token."""
+        """Where the ``new`` tokens of a call are written, in rows of ``length``. Each token is in
+        exactly one run."""
 
     @abstractmethod
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        """The position that each of ``slots`` holds, a row; -1 where it is empty or stale."""
+        """The position that each of ``slots`` holds, for each row; -1 if it is empty or stale.
 
-    @abstractmethod
-    def slot_of(self, positions: Positions) -> Positions:
-        """The slot where a position stands, if it is held at all."""
+        The attention mask is computed from this alone.
 
-    @abstractmethod
-    def regions(self) -> tuple[Region, ...]:
-        """The parts that attention walks, in order; together all slots."""
-
-    @abstractmethod
-    def occupied(self, length: PerRow) -> Scalar:
-        """Slots from the first on that may hold anything, in any row."""
-
-    @abstractmethod
-    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
-        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
-
-        May be wider than the truth, never narrower; the highest is below the lowest where all
-        are empty.
+        Args:
+          length: int32[batch], tokens that each row holds.
+          written: int32[batch], the most tokens that each row has ever held. It is larger than
+            ``length`` after a rewind: slots then hold tokens that no longer count.
+          slots: int32[n].
         """
 
     @abstractmethod
+    def slot_of(self, positions: Positions) -> Positions:
+        """The slot of each position, if the row still holds it."""
+
+    def regions(self) -> tuple[Region, ...]:
+        """The slots in the order in which attention reads them; each slot once."""
+        rest = Region(self.sinks, self.slots - self.sinks)
+        return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
+
+    def occupied(self, length: PerRow) -> Scalar:
+        """Slots counted from the first that may hold a token, in any row."""
+        return jnp.int32(self.slots)
+
+    def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
+        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
+
+        Attention skips blocks by these. They may be wider than the truth, never narrower; the
+        highest is below the lowest if all slots are empty.
+        """
+        return jnp.int32(0), jnp.max(length) - 1
+
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """The ``written`` under which slots that lack their ``positions`` count as empty, and the
-        rows for which there is none: what their queries will see is among the missing."""
+        """How to mark slots as empty whose tokens a conversion could not supply.
 
-    @abstractmethod
+        Args:
+          length: int32[batch].
+          positions: the position that each slot should hold.
+          missing: the slots whose tokens are not available.
+
+        Returns:
+          The ``written`` that makes ``positions`` report those slots as empty, and the rows for
+          which there is none, because their queries see a missing token.
+        """
+        return length, jnp.any(missing, axis=1)
+
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """How many of its newest tokens each row can forget and go on exactly."""
+        """How many of its newest tokens each row can forget without any change to the others."""
+        if self.limit is not None:
+            return length
+        return jnp.maximum(length - jnp.maximum(written - (self.slack or 0), 0), 0)
+
+    def grown(self, to: int) -> "Layout":
+        """The layout for rows of ``to`` tokens.
+
+        Raises:
+          ValueError: if it can't grow to that.
+        """
+        raise ValueError(f"{self} does not grow")
+
+    def rounded(self, parts: int) -> "Layout":
+        """The layout with its slots rounded up to a multiple of ``parts``, for devices that share
+        them or for whole tiles. What a row can hold stays the same.
+
+        Raises:
+          ValueError: if it can't have more slots.
+        """
+        if self.slots % parts:
+            raise ValueError(
+                f"{self} has {self.slots} slots, which is no multiple of {parts}: give it a "
+                "capacity that is"
+            )
+        return self
+
+    def joined(self, other: "Layout") -> "Layout":
+        """The layout that holds the rows of both.
+
+        Raises:
+          ValueError: if they differ in more than their capacity.
+        """
+        if self != other:
+            raise ValueError(f"{self} and {other} are different layouts")
+        return self
+
+    def in_blocks(self, block: int, recent: int) -> "Layout":
+        """The layout of the body: each of its slots holds a block of ``block`` tokens, once the
+        row has ``recent`` later blocks and has begun another one."""
+        if self.limit is None:
+            raise ValueError(f"{self} can't hold its tokens in blocks")
+        return Dense(max((self.slots - 1) // block - recent, 1))
 
 
-def check_growth(to: int, held: int, grows_to: int | None) -> None:
-    """Raise ``ValueError`` where a text's ``held`` tokens can't become ``to``."""
+def check_growth(to: int, current: int, grows_to: int | None) -> None:
+    """Raise ``ValueError`` if a row of ``current`` tokens can't grow to ``to``."""
     if grows_to is not None and to > grows_to:
         raise ValueError(f"the cache may grow to {grows_to} tokens a row, not to {to}")
-    if to < held:
-        raise ValueError(f"the cache holds {held} tokens a row: {to} would be fewer")
+    if to < current:
+        raise ValueError(f"the cache holds {current} tokens a row: {to} would be fewer")
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Position ``p`` stands in slot ``p``. What its members are, ``Layout`` says.
+class Dense(Layout):
+    """Position ``p`` is in slot ``p``.
 
-    ``max_len``: positions, None until ``resolve``. ``grows_to``: how far ``kvjax.grow`` and
-    ``kvjax.generate`` may enlarge it, None for not at all; see ``Growing``.
+    ``max_len``: tokens that a row can hold; ``init_cache`` sets it if it is None. ``grows_to``: how
+    far ``kvjax.grow`` and ``kvjax.generate`` may enlarge it, None for not at all; see `Growing`.
     """
 
     max_len: int | None = None
     grows_to: int | None = None
-
-    chunk = window = None
-    sinks = 0
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "max_len", 1, optional=True)
         normalize_int_field(self, "grows_to", self.max_len or 1, optional=True)
 
     def resolve(
-        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+        self,
+        max_len: int | None,
+        window: int | None,
+        initial_len: int | None = None,
+        min_rewind: int = 16,
     ) -> "Dense":
-        """Fix the capacity: a ``max_len`` given to the layout itself must be the same."""
         if None not in (self.max_len, max_len) and self.max_len != max_len:
             raise ValueError(f"the layout holds {self.max_len} positions, max_len asks {max_len}")
-        given = [tokens for tokens in (self.max_len, max_len, room) if tokens is not None]
-        if not given:
-            raise ValueError("a dense cache needs max_len, the tokens a row can hold")
-        return replace(self, max_len=given[0])
+        for capacity in (self.max_len, max_len, initial_len):
+            if capacity is not None:
+                return replace(self, max_len=capacity)
+        raise ValueError("a dense cache needs max_len, the tokens a row can hold")
 
     @property
     def open_ended(self) -> bool:
-        """Whether the capacity is fixed already."""
         return self.max_len is not None
 
     @property
@@ -195,32 +294,21 @@ class Dense:
             raise ValueError("this Dense has no max_len yet: init_cache gives it one")
         return self.max_len
 
-    limit = slots
-
-    @property
-    def reach(self) -> int:
-        """Distances stay below the capacity, the largest that it may ever have."""
-        return self.slots if self.grows_to is None else self.grows_to
-
     def grown(self, to: int) -> "Dense":
         check_growth(to, self.slots, self.grows_to)
         return replace(self, max_len=to)
 
     def rounded(self, parts: int) -> "Dense":
         more = -self.slots % parts
-        return Dense(self.slots + more, None) if more else self
+        return Dense(self.slots + more) if more else self
 
     def joined(self, other: Layout) -> "Dense":
-        """The larger capacity; it grows if one of them does."""
+        """The larger capacity; it can grow if one of the two can."""
         if not isinstance(other, Dense):
             raise ValueError(f"{self} and {other} are different layouts")
-        larger, last = max(self.slots, other.slots), max(self.reach, other.reach)
+        capacity = max(self.slots, other.slots)
         grows = self.grows_to is not None or other.grows_to is not None
-        return Dense(larger, max(larger, last) if grows else None)
-
-    def in_blocks(self, block: int, recent: int) -> "Dense":
-        """A slot for every block that a full row has put out of its tail."""
-        return Dense(max((self.slots - 1) // block - recent, 1))
+        return Dense(capacity, max(capacity, self.reach, other.reach) if grows else None)
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
         return [Run(length, 0, self.slots)]
@@ -232,9 +320,6 @@ class Dense:
     def slot_of(self, positions: Positions) -> Positions:
         return positions
 
-    def regions(self) -> tuple[Region, ...]:
-        return (Region(0, self.slots),)
-
     def occupied(self, length: PerRow) -> Scalar:
         return jnp.max(length)
 
@@ -242,36 +327,33 @@ class Dense:
         low = jnp.asarray(start, jnp.int32)
         return low, jnp.minimum(low + size, jnp.max(length)) - 1
 
-    def hiding(
-        self, length: PerRow, positions: SlotPositions, missing: SlotMask
-    ) -> tuple[PerRow, RowMask]:
-        """Nothing may be missing."""
-        return length, jnp.any(missing, axis=1)
-
-    def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        return length
-
 
 @dataclass(frozen=True)
-class Growing:
-    """A ``Dense`` that begins small and is doubled between dispatches, as the text needs it.
+class Growing(LayoutSpec):
+    """A `Dense` that starts small and is doubled between dispatches, as its rows need it.
 
-    ``start``: slots at first. ``generate`` grows it by itself; in a loop of one's own
-    ``kvjax.grow`` does, before a step whose tokens would pass ``cache.max_len``: what does not
-    fit is dropped, and ``kvjax.check`` raises. Inside ``jit`` an array can't grow.
+    ``start``: slots at first. ``kvjax.generate`` grows the cache by itself. In your own loop, call
+    ``kvjax.grow`` before a step that would exceed ``cache.max_len``: tokens that do not fit are
+    dropped, and ``kvjax.check`` raises. Arrays can't grow inside ``jit``.
     """
 
     start: int = 256
 
     open_ended = True
-    """It grows for ever unless ``max_len`` says how far."""
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "start", 1)
 
     def resolve(
-        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+        self,
+        max_len: int | None,
+        window: int | None,
+        initial_len: int | None = None,
+        min_rewind: int = 16,
     ) -> Dense:
-        """The first ``Dense``; ``max_len`` is how far it may grow."""
+        """The first `Dense`, which may grow to ``max_len``."""
         limit = UNLIMITED if max_len is None else max_len
         return Dense(min(self.start, limit), grows_to=limit)
+
+    def starting_at(self, slots: int) -> "Growing":
+        return Growing(slots)

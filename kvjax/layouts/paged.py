@@ -1,4 +1,4 @@
-"""The layout whose slots stand in pages of a pool that rows share.
+"""The layout whose slots are in pages of a pool that rows share.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", arXiv:2309.06180.
@@ -22,24 +22,28 @@ from kvjax.core.typing import (
     Slots,
 )
 from kvjax.core.validation import INT32_MAX, UNLIMITED, normalize_int_field
-from kvjax.layouts.layout import Dense, Layout, Region, Run
+from kvjax.layouts.layout import Dense, Layout, LayoutSpec, Run
 
-LEAST, MOST, MULTIPLE = 16, 1024, 8
+MIN_PAGE_SIZE, MAX_PAGE_SIZE, PAGE_SIZE_MULTIPLE = 16, 1024, 8
 """Tokens of a page."""
 
 
 @dataclass(frozen=True)
-class Paged:
-    """Position ``p`` stands in page ``p // page_size`` of its row, in a place that the row's table
-    names: arrays of pages are a pool, of which rows have as many as their texts fill, and which
-    they can have in common.
+class Paged(Layout):
+    """Position ``p`` is in page ``p // page_size`` of its row, which the row's table maps to a page
+    of the pool. Rows take pages as they grow, and can share them.
 
-    ``page_size``: tokens, a multiple of 8 from 16 to 1,024, and of a block where codecs work on
-    blocks. ``inner``: what a row holds: ``Dense()``, ``Growing()``, or a ``Ring``, whose pages are
-    given back when its window has left them. ``pages``: of the pool, over all rows; by default as
-    many as the rows can need. ``pool``: how many there are; ``init_cache`` sets it.
+    ``page_size``: tokens per page, a multiple of 8 from 16 to 1,024, and of the block where codecs
+    encode blocks.
 
-    What its members are, ``Layout`` says; slots count through the columns of a row's table.
+    ``inner``: which tokens a row holds: ``Dense()``, ``Growing()``, or a ``Ring``, whose pages are
+    freed when its window has left them.
+
+    ``pages``: pages of the pool, over all rows; by default as many as the rows can need. ``pool``:
+    the resulting number, which ``init_cache`` sets.
+
+    Slots count through the columns of a row's table: column ``c`` has slots ``c * page_size`` to
+    ``(c + 1) * page_size - 1``.
     """
 
     page_size: int = 256
@@ -52,50 +56,34 @@ class Paged:
         normalize_int_field(self, "pages", 1, INT32_MAX, optional=True)
 
     def resolve(
-        self, max_len: int | None, window: int | None, room: int | None = None, back: int = 16
+        self,
+        max_len: int | None,
+        window: int | None,
+        initial_len: int | None = None,
+        min_rewind: int = 16,
     ) -> "Paged":
-        if not LEAST <= self.page_size <= MOST or self.page_size % MULTIPLE:
+        size = self.page_size
+        if not MIN_PAGE_SIZE <= size <= MAX_PAGE_SIZE or size % PAGE_SIZE_MULTIPLE:
             raise ValueError(
-                f"page_size={self.page_size}: pages have {LEAST} to {MOST} tokens, a multiple of "
-                f"{MULTIPLE}"
+                f"page_size={size}: pages have {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE} tokens, a "
+                f"multiple of {PAGE_SIZE_MULTIPLE}"
             )
-        return replace(self, inner=self.inner.resolve(max_len, window, room, back), pool=None)
+        inner = self.inner.resolve(max_len, window, initial_len, min_rewind)
+        return replace(self, inner=inner, pool=None)
+
+    def starting_at(self, slots: int) -> "Paged":
+        return replace(self, inner=self.inner.starting_at(slots))
+
+    def with_slack(self, slack: int) -> "Paged":
+        return replace(self, inner=self.inner.with_slack(slack))
 
     @property
     def open_ended(self) -> bool:
-        """Whether ``inner`` can do without a capacity."""
         return bool(self.inner.open_ended)
-
-    @property
-    def straight(self) -> bool:
-        """Whether every page has a column of its own; else columns are used again."""
-        return self.inner.limit is not None
-
-    @property
-    def _seen(self) -> int:
-        """Tokens behind the sinks that are kept, at least; more than there can be where all are."""
-        window = self.inner.window
-        return UNLIMITED if window is None else window + (self.inner.slack or 0)
-
-    @property
-    def columns(self) -> int:
-        """Pages that a row can have at once."""
-        if self.straight:
-            return -(-self.inner.slots // self.page_size)
-        # So many tokens can begin anywhere in a page.
-        return self.sink_pages + -(-(self._seen - 1) // self.page_size) + 1
-
-    @property
-    def slots(self) -> int:
-        return self.columns * self.page_size
 
     @property
     def limit(self) -> int | None:
         return self.inner.limit
-
-    @property
-    def chunk(self) -> int | None:
-        return self.inner.chunk
 
     @property
     def window(self) -> int | None:
@@ -106,23 +94,45 @@ class Paged:
         return self.inner.sinks
 
     @property
-    def reach(self) -> int:
-        return self.inner.reach
+    def slack(self) -> int | None:
+        return self.inner.slack
 
     @property
     def grows_to(self) -> int | None:
         return self.inner.grows_to
 
+    @property
+    def straight(self) -> bool:
+        """Whether page ``p`` is in column ``p``. Otherwise columns are reused in a circle."""
+        return self.limit is not None
+
+    @property
+    def _kept(self) -> int:
+        """Newest tokens that a row keeps; ``UNLIMITED`` if it keeps all."""
+        return UNLIMITED if self.window is None else self.window + (self.slack or 0)
+
+    @property
+    def columns(self) -> int:
+        """Pages that a row can have at once."""
+        if self.straight:
+            return -(-self.inner.slots // self.page_size)
+        # The kept tokens may begin anywhere in a page.
+        return self.sink_pages + -(-(self._kept - 1) // self.page_size) + 1
+
+    @property
+    def slots(self) -> int:
+        return self.columns * self.page_size
+
     def grown(self, to: int) -> "Paged":
-        """A pool that was not given its pages grows with the tables, see ``kvjax.grow``."""
+        """``kvjax.grow`` enlarges the pool along with the tables, unless ``pages`` is given."""
         return replace(self, inner=self.inner.grown(to))
 
     def rounded(self, parts: int) -> "Paged":
-        """As it is: pages are whole tiles already."""
+        """Unchanged: pages are whole tiles already."""
         return self
 
     def joined(self, other: Layout) -> "Paged":
-        """The larger capacity; the pools are joined by ``kvjax.concatenate``."""
+        """The larger capacity. ``kvjax.concatenate`` joins the pools."""
         if not isinstance(other, Paged) or other.page_size != self.page_size:
             raise ValueError(f"{self} and {other} are different layouts")
         return replace(self, inner=self.inner.joined(other.inner))
@@ -139,15 +149,15 @@ class Paged:
 
     @property
     def sink_pages(self) -> int:
-        """Pages of the sinks, which are kept for ever."""
+        """Pages of the sinks, which are never freed."""
         return -(-self.sinks // self.page_size)
 
     def column_of(self, pages: Any) -> Any:
-        """The columns of a row's table where ``pages``, of any shape, stand while it has them."""
+        """The column of each page of a row while the row has it; ``pages`` of any shape."""
         if self.straight:
             return pages
-        around = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
-        return xp(pages).where(pages < self.sink_pages, pages, around)
+        reused = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
+        return xp(pages).where(pages < self.sink_pages, pages, reused)
 
     def pages_in(self, written: PerRow) -> Any:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
@@ -162,28 +172,28 @@ class Paged:
         return jnp.where((columns < self.sink_pages) | (held < self.sink_pages), columns, held)
 
     def gone_before(self, written: Any) -> Any:
-        """The first page behind the sinks' that queries of a row may see, even when ``rewindable``
-        tokens are forgotten; 0 for all."""
-        return xp(written).maximum(written - self._seen, 0) // self.page_size
+        """The first page after the sinks' that queries of a row may still see, even after a rewind
+        by ``rewindable`` tokens."""
+        return xp(written).maximum(written - self._kept, 0) // self.page_size
 
     def is_kept(self, pages: Any, written: Any) -> Any:
-        """Whether queries may see pages, so."""
+        """Whether queries may still see ``pages``."""
         return (pages >= self.gone_before(written)) | (pages < self.sink_pages)
 
     def filled(self, tokens: Any) -> Any:
-        """Pages that so many tokens fill, the last one perhaps in part."""
+        """Pages that ``tokens`` need, including a last one that is not full."""
         return -(-tokens // self.page_size)
 
     def whole(self, slots: int) -> int:
-        """So many slots from the first on, up to the end of a page where they are more than one."""
+        """``slots`` rounded up to whole pages, unless they fit in one."""
         return slots if slots <= self.page_size else self.filled(slots) * self.page_size
 
     def spanned(self, new: int) -> int:
-        """Pages that a call of so many tokens writes in, at most."""
+        """Pages that a call of ``new`` tokens writes to, at most."""
         return 1 + -(-(new - 1) // self.page_size)
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """One run, in slots of the pages that the call may write in, one behind the other."""
+        """One run, in the slots of all pages that the call may write to."""
         first, size = length // self.page_size, self.page_size
         pages = first[:, None] + arange_row(self.spanned(new))
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
@@ -195,16 +205,12 @@ class Paged:
             held = self._page_in(slots // size, marks) * size + slots % size
         there = held < expand_over_slots(length)
         if self.window is not None:
-            there &= (held >= marks - self._seen) | (held < self.sinks)
+            there &= (held >= marks - self._kept) | (held < self.sinks)
         return jnp.where(there, held, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         column = self.column_of(positions // self.page_size)
         return column * self.page_size + positions % self.page_size
-
-    def regions(self) -> tuple[Region, ...]:
-        rest = Region(self.sinks, self.slots - self.sinks)
-        return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
 
     def occupied(self, length: PerRow) -> Scalar:
         return jnp.minimum(jnp.max(length), self.slots)
@@ -215,36 +221,35 @@ class Paged:
         straight = start, jnp.minimum(start + size, longest) - 1
         if self.straight:
             return straight
-        # Where columns have been used again, they hold anything that is left of the text.
+        # Columns that were reused may hold any of the newest positions.
         low = jnp.minimum(start, jnp.maximum(jnp.min(length) - self.slots, 0))
-        again = longest > self.slots
-        return jnp.where(again, low, start), jnp.where(again, longest - 1, straight[1])
+        reused = longest > self.slots
+        return jnp.where(reused, low, start), jnp.where(reused, longest - 1, straight[1])
 
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """As if so many tokens more had been written, and taken back, that the missing ones left
-        what is kept: up to ``slack``."""
+        """As if up to ``slack`` more tokens had been written and rewound, which pushed the missing
+        ones out of what is kept."""
         if self.window is None:
-            return length, jnp.any(missing, axis=1)
+            return super().hiding(length, positions, missing)
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
-        written = jnp.where(newest < 0, length, jnp.maximum(length, newest + self._seen + 1))
+        written = jnp.where(newest < 0, length, jnp.maximum(length, newest + self._kept + 1))
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
-        return written, in_sinks | (written > length + (self.inner.slack or 0))
+        return written, in_sinks | (written > length + (self.slack or 0))
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         if self.window is None:
             return length
-        kept = jnp.where(written - self._seen > self.sinks, written - (self.inner.slack or 0), 0)
+        kept = jnp.where(written - self._kept > self.sinks, written - (self.slack or 0), 0)
         return jnp.maximum(length - kept, 0)
 
 
-def unpaged_layout(layout: Any) -> Any:
-    """A layout of pages without them, or any other as it is."""
-    pages = paged(layout)
-    return layout if pages is None else pages.inner
+def unpaged_layout(layout: LayoutSpec) -> Any:
+    """The layout inside a paged one; any other layout as it is."""
+    return layout.inner if isinstance(layout, Paged) else layout
 
 
-def paged(layout: Any) -> Paged | None:
-    """A layout of pages, or None for any other."""
+def paged(layout: LayoutSpec) -> Paged | None:
+    """A paged layout as it is, None for any other."""
     return layout if isinstance(layout, Paged) else None

@@ -1,4 +1,4 @@
-"""How the slots of a layer are divided: a raw tail and a body of blocks, and shards of a mesh."""
+"""How a layer's slots are divided: into a raw tail and a body of blocks, and among devices."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from kvjax.layouts.ring import Ring
 
 
 class Shard(NamedTuple):
-    """The ``index``-th of ``count`` shares of the slots; the index is traced."""
+    """The ``index``-th of ``count`` equal shards of the slots. The index is traced."""
 
     index: Scalar
     count: int
@@ -22,9 +22,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayoutSlice:
-    """``slots`` slots of a layout from slot ``offset`` on, which count from 0 here. Of these, the
-    ones from ``low`` on and below ``high``, slots of the whole, belong to it; the others are no
-    business of its. Its methods answer what a ``Layout``'s do, of these."""
+    """A range of a layout's slots, with the methods of `Layout`.
+
+    It has ``slots`` slots, which count from 0 and begin at slot ``offset`` of the whole layout.
+    Only those in ``[low, high)`` of the whole layout belong to the slice; the others are empty and
+    are not written.
+    """
 
     layout: Layout
     slots: int
@@ -33,33 +36,33 @@ class LayoutSlice:
     high: Scalar | int = UNLIMITED
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        found = []
+        runs = []
         for run in self.layout.runs(length, new):
             start = run.start - self.offset
             low = jnp.maximum(run.low, self.low) - self.offset
             high = jnp.minimum(run.high, self.high) - self.offset
-            found.append(Run(start, 0, self.slots, run.skip, (low, high)))
-        return found
+            runs.append(Run(start, 0, self.slots, run.skip, (low, high)))
+        return runs
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        there = expand_over_rows(slots, length) + self.offset
-        mine = (there >= self.low) & (there < self.high) & (there < self.layout.slots)
-        return jnp.where(mine, self.layout.positions(length, written, there), -1)
+        whole = expand_over_rows(slots, length) + self.offset
+        inside = (whole >= self.low) & (whole < self.high) & (whole < self.layout.slots)
+        return jnp.where(inside, self.layout.positions(length, written, whole), -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         return self.layout.slot_of(positions) - self.offset
 
-    def regions(self) -> list[tuple[Region, "Part"]]:
-        """What attention walks here, and the part of which it is."""
-        found = []
+    def regions(self) -> list[tuple[Region, "LayoutSlice"]]:
+        """Each region of the layout, and the slice of its slots in this one."""
+        regions = []
         for region in self.layout.regions():
             low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
             high = jnp.minimum(jnp.asarray(self.high, jnp.int32), region.first + region.size)
             part = LayoutSlice(self.layout, self.slots, self.offset, low, high)
-            # What comes first in the whole does so in every share.
+            # Regions keep their order in every shard.
             size = min(self.slots, region.first + region.size)
-            found.append((Region(0, size, region.capped), part))
-        return found
+            regions.append((Region(0, size, region.capped), part))
+        return regions
 
     def occupied(self, length: PerRow) -> Scalar:
         whole = jnp.minimum(self.layout.occupied(length), self.high)
@@ -71,32 +74,32 @@ class LayoutSlice:
         return low, jnp.where((first < self.high) & (first + size > self.low), high, -1)
 
 
-def split_slots(layout: Layout, share: Shard) -> LayoutSlice:
-    """A share of the slots, as many as every other."""
-    slots = layout.slots // share.count
-    return LayoutSlice(layout, slots, share.index * slots)
+def split_slots(layout: Layout, shard: Shard) -> LayoutSlice:
+    """The slots of one shard, where each device stores its own."""
+    slots = layout.slots // shard.count
+    return LayoutSlice(layout, slots, shard.index * slots)
 
 
-def mask_slots(layout: Layout, share: Shard) -> LayoutSlice:
-    """All slots, of which only a share is looked at, for each device has all of them."""
-    each = -(-layout.slots // share.count)
-    return LayoutSlice(layout, layout.slots, 0, share.index * each, (share.index + 1) * each)
+def mask_slots(layout: Layout, shard: Shard) -> LayoutSlice:
+    """All slots, of which only one shard counts, where every device stores all."""
+    slots = -(-layout.slots // shard.count)
+    return LayoutSlice(layout, layout.slots, 0, shard.index * slots, (shard.index + 1) * slots)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rule of sight: the query at position ``p`` sees its own block and the ``recent`` blocks
-    before it raw, and everything older as its codec gives it back.
+    """The rule of sight, which divides a layer into a raw tail and a body of encoded blocks.
 
-    ``layout``: the layer's, resolved. ``block``: tokens of a block. ``recent``: blocks. ``parts``,
-    ``grain``: of what the body's slots and the tail's are a multiple: the body is divided among
-    devices, and ``share``: the one that is looked at, None for
-    the whole.
+    The query at position ``p`` sees its own block and the ``recent`` blocks before it raw, and
+    everything older through the codec. Sinks stay raw as well.
 
-    The first tokens that a ring keeps for ever stay raw as well. A block is encoded when the first
-    query that is not to see it raw comes; by then the tail has held it whole. What stands in the
-    body follows from the row's length alone, and what is there too early, after a rewind, no query
-    sees.
+    A block is encoded when the first query arrives that must not see it raw; the tail still holds
+    all of it then. Which blocks are in the body follows from the row's length alone. After a rewind
+    the body may have a block too early; no query sees it there.
+
+    ``layout``: the layer's layout, resolved. ``block``: tokens per block. ``recent``: blocks.
+    ``parts``, ``grain``: the slots of the body and of the tail are multiples of these. ``shard``:
+    the shard of the body that a device stores, None for all of it.
     """
 
     layout: Layout
@@ -104,55 +107,53 @@ class Split:
     recent: int
     parts: int = 1
     grain: int = 1
-    share: Shard | None = None
+    shard: Shard | None = None
 
     @property
     def tail(self) -> Ring:
-        """Slots of the newest tokens. One block more than queries see, so that a call of a block
-        overwrites nothing that its own queries see, and a block can be taken back."""
+        """The layout of the newest tokens. It has one block more than queries see, so that a call
+        of one block overwrites nothing that its own queries see, and one block can be rewound."""
         newest = Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
         return newest.rounded(self.grain)
 
     @property
     def body(self) -> Any:
-        """Slots of blocks."""
+        """The layout of the blocks, or a slice of it."""
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
-        return whole if self.share is None else split_slots(whole, self.share)
+        return whole if self.shard is None else split_slots(whole, self.shard)
 
     def flushed(self, tokens: Any) -> Any:
-        """Blocks that have left the tail, where the text has so many tokens."""
+        """Blocks that have left the tail of a row of ``tokens``."""
         return xp(tokens).maximum((tokens - 1) // self.block - self.recent, 0)
 
     def raw_from(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The first position that queries at ``positions`` see raw."""
+        """The first position that queries at ``positions`` see raw, sinks aside."""
         return jnp.maximum(positions // self.block - self.recent, 0) * self.block
 
     def is_raw(self, positions: Array, raw_from: Array) -> Array:
-        """Whether queries that see all from ``raw_from`` on raw see ``positions`` so."""
+        """Whether queries with this ``raw_from`` see ``positions`` raw."""
         return (positions >= raw_from) | (positions < self.tail.sinks)
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        """The position that each of the body's slots of tokens holds, a row; -1 where it is empty,
-        or holds what is no longer part of the text."""
+        """`Layout.positions` of the body, whose slots count in tokens here."""
         slots = expand_over_rows(slots, length)
         blocks = slots // self.block
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
         return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)
 
     def body_bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
-        """Lowest and highest position in so many of the body's slots; see ``Layout.bounds``."""
+        """`Layout.bounds` of blocks of the body, in tokens."""
         low, high = self.body.bounds(self.flushed(length), start, size)
         return low * self.block, (high + 1) * self.block - 1
 
     def slot_of(self, positions: Positions) -> Positions:
-        """Where the body has a position, counted in tokens, if it has it at all."""
+        """`Layout.slot_of` of the body, whose slots count in tokens here."""
         return self.body.slot_of(positions // self.block) * self.block + positions % self.block
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """How many of its newest tokens each row can forget: at least a block, for the tail still
-        has what the next query sees raw, and the block that it makes leave; but no more than the
-        slack of a ring that was given less."""
-        kept = written - self.tail.slots + self.layout.sinks  # the tail's ring has it from here on
+        """`Layout.rewindable`. At least a block: the tail still holds what the next query sees raw,
+        and the block that it will encode. Less only if the layout itself has less slack."""
+        kept = written - self.tail.slots + self.layout.sinks  # first position in the tail's ring
         blocks = -(-kept // self.block) + self.recent
         least = jnp.where(kept > 0, blocks * self.block + 1, 0)
         return jnp.minimum(jnp.maximum(length - least, 0), self.layout.rewindable(length, written))

@@ -15,7 +15,6 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.pytree import tree_bytes
-from kvjax.layouts import Growing, paged
 from kvjax.placement.device import ahead_bytes
 from kvjax.placement.mesh import MeshSharding
 from kvjax.policies.cache_policy import CachePolicy
@@ -39,7 +38,7 @@ def abstract_cache(
     """``init_cache`` as shapes, as large as it may become: what grows has grown. Figures go by
     layers, so they are one by one but where programs are compiled for it."""
     policies = per_layer(CachePolicy() if choice is None else choice, config)
-    grown = [replace(each, layout=_grown(each.layout, max_len)) for each in policies]
+    grown = [replace(each, layout=each.layout.starting_at(max_len)) for each in policies]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(
@@ -47,13 +46,6 @@ def abstract_cache(
         rotary_len=rotary_len,
     )  # fmt: skip
     return jax.eval_shape(make)
-
-
-def _grown(layout: Any, max_len: int) -> Any:
-    """A layout as large as it may become."""
-    if pages := paged(layout):
-        return replace(pages, inner=_grown(pages.inner, max_len))
-    return Growing(start=max_len) if isinstance(layout, Growing) else layout
 
 
 def cache_nbytes(

@@ -58,7 +58,7 @@ class Device:
         """How many devices share the slots of a layer."""
         return 1 if self.spread is None else self.spread.parts
 
-    def share(self) -> Shard | None:
+    def shard(self) -> Shard | None:
         """This device's shard of the slots, inside ``MeshSharding.run``; None if it has all."""
         if self.spread is None or self.parts == 1:
             return None

@@ -32,7 +32,7 @@ from kvjax.generation.loaded_model import LanguageModel, check_params_match, wit
 from kvjax.generation.model import Model, check_model
 from kvjax.generation.options import SamplingKeywords, explicit_signature
 from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
-from kvjax.layouts.paged import MOST
+from kvjax.layouts.paged import MAX_PAGE_SIZE
 from kvjax.operations.rows import repeat, reset
 from kvjax.policies.model_config import (
     layer_heads,
@@ -182,7 +182,7 @@ def rollout(
             "policy('auto') moves its layers while it runs, and a rollout is one program"
         )
     # Of a page the prompts may have any part, and be as long as they are wide or shorter.
-    texts = range(max(1, width - MOST + 1), width + 1)
+    texts = range(max(1, width - MAX_PAGE_SIZE + 1), width + 1)
     policy = size_pools(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
     made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
     if buffer is None:
@@ -238,7 +238,7 @@ class _Made:
             self.policy,
             batch=self.batch,
             max_len=self.capacity,
-            room=self.capacity,
+            initial_len=self.capacity,
             mesh=self.mesh,
         )
 

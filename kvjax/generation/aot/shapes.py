@@ -12,7 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.model import GenerationDefaults, Model
 from kvjax.generation.request import GenerationRequest
-from kvjax.layouts import Growing
+from kvjax.layouts import paged
 from kvjax.memory.sizes import as_plannable
 from kvjax.policies.presets import PolicyChoice, per_layer
 
@@ -65,7 +65,7 @@ def abstract_request_cache(
     each = list(per_layer(policy, model.config))
     if slots is not None:
         each = [
-            replace(one, layout=Growing(slots)) if isinstance(one.layout, Growing) else one
+            one if paged(one.layout) else replace(one, layout=one.layout.starting_at(slots))
             for one in each
         ]
     make = functools.partial(
