@@ -319,11 +319,11 @@ FAULTS = (
     ),
     Fault(
         "a changed word of a file is believed", "core/array_folder.py",
-        "if form == _FORM and check != _check_of(words):", "if form is None:", ("saving",),
+        "if form == _FORMAT and check != _json_checksum(content):", "if form is None:", ("saving",),
     ),
     Fault(
         "the old file goes before the new one is there", "core/array_folder.py",
-        "    words = {", "    (path / NAME).unlink(missing_ok=True); words = {", ("saving",),
+        "    content = {", "    (path / NAME).unlink(missing_ok=True); content = {", ("saving",),
     ),
     Fault(
         "a saved cache is anybody's", "operations/saving.py",

@@ -446,7 +446,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
         ((prompts, "--out", out, "--temperature", -1), "temperature must be a finite number"),
         ((prompts, "--out", out, "--max-new-tokens", 500), "the engine's max_seq_len is 128"),
         ((prompts, "--out", out, "--cache", "static"), "in pages"),
-        ((prompts, "--out", out, "--cache-memory", "much"), "'much' is no size"),
+        ((prompts, "--out", out, "--cache-memory", "much"), "'much' is not a size"),
         ((prompts, "--out", out, "--max-batch-size", 0), "max_batch_size must be an integer"),
     ):  # fmt: skip
         code, printed, err = run(*arguments[:1], *common, *arguments[1:])

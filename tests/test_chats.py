@@ -446,8 +446,8 @@ def test_files_that_are_no_chat(tiny_llama, tmp_path):
     for wrong, message in (
         ("{", "was cut or changed"),
         (json.dumps(words | {"form": 9}), "form 9, and this version reads 1"),
-        (json.dumps(words | {"turns": [{}]}), "is not what this version saves"),
-        (json.dumps(words | {"known": 3}), "is not what this version saves"),
+        (json.dumps(words | {"turns": [{}]}), "is not in this version's format"),
+        (json.dumps(words | {"known": 3}), "is not in this version's format"),
     ):
         file.write_text(wrong)
         with pytest.raises(kvjax.CheckpointError, match=message):

@@ -98,7 +98,7 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
     ):  # fmt: skip
         assert_refused(run(*go_on, *words), message)
     elsewhere = ("generate", "", *model[:2], "--load-cache", tmp_path)
-    assert_refused(run(*elsewhere), "nothing was saved there")
+    assert_refused(run(*elsewhere), "has no saved data")
     embedded = ("generate", "", "--load-cache", folder)
     assert_refused(run(*embedded), "one model are of no use to another")
 
@@ -481,7 +481,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--config", config, "--shape", "gpt2"): "give one of --model",
         ("--shape", "gpt2", "--max-len", 0): "max_len must be an integer >= 1, got 0",
         ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
-        ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': there are v5e, v6e, v5p",
+        ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': choose one of v5e, v6e, v5p",
         ("--device", "v5e", "--memory", "16GB"): "--device has a memory and a compiler of its own",
         ("--device", "v5e", "--memory-fraction", "0.5"): "without --memory, --memory-fraction",
         ("--device", "v5e", "--cache", "auto"): "with --device give what it chooses among",
@@ -490,8 +490,8 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: two policies are given",
         ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: two",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
-        ("--shape", "gpt2", "--memory", "lots"): "'lots' is no size",
-        ("--shape", "gpt2", "--memory", 80): "'80' is a size without a unit: 80GB, perhaps",
+        ("--shape", "gpt2", "--memory", "lots"): "'lots' is not a size",
+        ("--shape", "gpt2", "--memory", 80): "'80' has no unit: give 80GB",
         ("--shape", "gpt2", "--cache", "auto"): "--cache auto keeps to a memory: give --memory",
         ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
         ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",

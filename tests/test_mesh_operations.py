@@ -41,7 +41,7 @@ def test_wrong_meshes_are_refused():
     for wrong in (4, [jax.devices()[0]] * 2):
         with pytest.raises(ValueError, match=r"devices must be a list of different jax\.Device"):
             kvjax.make_mesh(tensor=2, devices=wrong)
-    with pytest.raises(ValueError, match="unknown device 'cpu': there are v5e, v6e, v5p"):
+    with pytest.raises(ValueError, match="unknown device 'cpu': choose one of v5e, v6e, v5p"):
         kvjax.make_mesh(tensor=2, devices="cpu")
     assert kvjax.make_mesh(tensor=2, devices=devices.reshape(1, 2)).size == 2
     with pytest.raises(ValueError, match="is of 16 devices: there are 8"):

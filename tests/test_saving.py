@@ -236,7 +236,7 @@ def checked(text, old, new):
 
 def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     lm, cache = small(), filled(CELLS["static"])
-    refused(tmp_path / "a", "a: nothing was saved there: it has no kvjax.json")
+    refused(tmp_path / "a", "a: has no saved data: kvjax.json is missing")
     kvjax.save_cache(tmp_path / "a", cache, model=lm)
     trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
     refused(tmp_path / "a", f"a cache of the model {fingerprint(lm)}, and this one", model=trained)
@@ -246,16 +246,19 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     name = tmp_path / "a" / "kvjax.json"
     told = name.read_text()
     for text, message in (
-        (told[:-100], "kvjax.json: was cut or changed"),
-        ("[]", "was cut or changed"),
-        (told.replace("a cache", "a tree"), "was cut or changed: its checksum is another"),
-        (told.replace('"form": 1', '"form": 9'), "form 9, and this version reads 1"),
+        (told[:-100], "kvjax.json: was truncated or modified"),
+        ("[]", "was truncated or modified"),
+        (
+            told.replace("a cache", "a tree"),
+            "was truncated or modified: its checksum does not match",
+        ),
+        (told.replace('"form": 1', '"form": 9'), "format 9, but this version reads 1"),
         (checked(told, "a cache", "a tree"), "holds a tree, and not a cache"),
-        (checked(told, '"class": "Dense"', '"class": "Thin"'), "is not what this version saves"),
+        (checked(told, '"class": "Dense"', '"class": "Thin"'), "is not in this version's format"),
         (checked(told, '"max_len": 64', '"max_len": 8'), "where .* was expected"),
-        (checked(told, '"tokens"', '"words"'), "is not what this version saves: 'tokens'"),
-        (checked(told, '"files": {', '"files": [], "others": {'), "was cut or changed"),
-        (checked(told, '"told": {', '"told": 3, "others": {'), "was cut or changed"),
+        (checked(told, '"tokens"', '"words"'), "is not in this version's format: 'tokens'"),
+        (checked(told, '"files": {', '"files": [], "others": {'), "was truncated or modified"),
+        (checked(told, '"told": {', '"told": 3, "others": {'), "was truncated or modified"),
     ):
         name.write_text(text)
         refused(tmp_path / "a", message)
@@ -264,13 +267,16 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     largest = max((tmp_path / "a").rglob("*"), key=lambda file: file.stat().st_size)
     data = largest.read_bytes()
     for changed, message in (
-        (data[: len(data) // 2], f"{largest.name}: was cut or changed: it has {len(data) // 2} by"),
-        (data[:-1] + bytes([data[-1] ^ 1]), f"{largest.name}: was changed since it was written"),
+        (
+            data[: len(data) // 2],
+            f"{largest.name}: was truncated or modified: it has {len(data) // 2} by",
+        ),
+        (data[:-1] + bytes([data[-1] ^ 1]), f"{largest.name}: was modified after it was saved"),
     ):
         largest.write_bytes(changed)
         refused(tmp_path / "a", message)
     largest.unlink()
-    refused(tmp_path / "a", f"{largest.name}: is not there")
+    refused(tmp_path / "a", f"{largest.name}: is missing")
 
 
 def test_what_is_not_saved(tmp_path):
@@ -278,7 +284,7 @@ def test_what_is_not_saved(tmp_path):
     (tmp_path / "arrays-2024").mkdir()
     (tmp_path / "arrays-2024" / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "arrays-2024" / "notes.txt"):
-        with pytest.raises(CheckpointError, match="there is something else, which is not written"):
+        with pytest.raises(CheckpointError, match="exists but was not saved by kvjax"):
             kvjax.save_cache(path, cache)
     with pytest.raises(
         ValueError, match=r"tokens has \[1, 1, 1\] for rows that hold \[31, 18, 25\]"

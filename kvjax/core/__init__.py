@@ -1,1 +1,1 @@
-"""What everything stands on: shapes, errors, pytrees, checks, devices, rotary tables."""
+"""Helpers that every other folder may use."""

@@ -13,68 +13,77 @@ from kvjax.core.target import current_target, on_cpu
 
 
 def xp(*numbers: Any) -> Any:
-    """NumPy where all are Python's or NumPy's numbers, so that nothing is compiled and no device is
-    asked; ``jax.numpy`` else. (The name is that of the array API's standard.)"""
+    """``jax.numpy`` if any argument is a JAX array, else NumPy.
+
+    Host integers are so computed without compiling anything or waiting for a device. The name is
+    the array API standard's.
+    """
     return jnp if any(isinstance(x, jax.Array) for x in numbers) else np
 
 
 def expand_over_slots(cursor: Any) -> Any:
-    """Numbers of rows beside those of each row's slots, [batch, 1]; that of one row alone as it
-    is, for kernels that have no arrays of one number."""
+    """Reshape per-row numbers [batch] to [batch, 1], to combine them with slots.
+
+    A scalar is returned unchanged: kernels compute on a single row, without such arrays.
+    """
     return cursor[:, None] if np.ndim(cursor) else cursor
 
 
-def flag_where(rows: Any, bit: int) -> Any:
-    """int32: ``bit`` where ``rows``, bool, are true, and 0 elsewhere: ``jnp.where`` of two Python
-    numbers is int64 where 64 bits are enabled."""
-    return rows.astype(jnp.int32) * bit
-
-
 def expand_over_rows(slots: Any, cursor: Any) -> Any:
-    """Numbers of slots, [n] or [batch, n], as they go with ``expand_over_slots(cursor)``."""
+    """Reshape slots [n] to [1, n] if ``cursor`` has one number per row."""
     return slots[None] if np.ndim(cursor) and np.ndim(slots) == 1 else slots
 
 
+def flag_where(rows: Any, bit: int) -> Any:
+    """int32: ``bit`` where the mask ``rows`` is True, else 0.
+
+    ``jnp.where`` of two Python numbers would be int64 if 64 bits are enabled.
+    """
+    return rows.astype(jnp.int32) * bit
+
+
 def arange_row(count: int) -> Any:
-    """int32[1, count]: the places of every row, 0 to ``count`` - 1."""
+    """int32[1, count]: 0 to ``count - 1``."""
     return jnp.arange(count, dtype=jnp.int32)[None]
 
 
 FEW = 64
-"""Rows up to which a CPU multiplies float32 weights faster as the first factor."""
+"""Up to this many rows a CPU multiplies faster with the float32 weights as the first factor."""
 
 
 def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
     """float32[..., out]: ``x @ weight.T`` without the transpose."""
     rows = x.size // x.shape[-1]
     if not on_cpu():
-        return _before_ampere(x, weight) if current_target().before_ampere else _products(x, weight)
+        return _before_ampere(x, weight) if current_target().before_ampere else _dot(x, weight)
     flat, narrow = x.reshape(rows, x.shape[-1]), x.dtype.itemsize < 4
-    if narrow and (found := jax_0_9_matmul(flat, weight)) is not None:
-        return found.reshape(*x.shape[:-1], weight.shape[0])
+    if narrow and (product := jax_0_9_matmul(flat, weight)) is not None:
+        return product.reshape(*x.shape[:-1], weight.shape[0])
     if rows > FEW:
-        return _products(x, weight)
+        return _dot(x, weight)
     if narrow and rows == 1:
-        # Of 16 bits, one row alone takes ten times as long as two: all weights are widened for it.
-        found = _products(jnp.pad(flat, [(0, 1), (0, 0)]), weight)[:1]
+        # In 16 bits XLA widens all weights for one row, which is ten times as slow as two rows.
+        product = _dot(jnp.pad(flat, [(0, 1), (0, 0)]), weight)[:1]
     elif narrow or rows == 1:
-        found = _products(flat, weight)
+        product = _dot(flat, weight)
     else:
-        # Without the barrier the compiler would exchange the factors again.
-        found = lax.optimization_barrier(_products(weight, flat)).T
-    return found.reshape(*x.shape[:-1], weight.shape[0])
+        # Without the barrier the compiler would swap the factors back.
+        product = lax.optimization_barrier(_dot(weight, flat)).T
+    return product.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _before_ampere(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
-    """``contract_last`` for GPUs that have products from cuBLAS alone. Without the barrier XLA
-    concatenates the weights of products that have a factor in common, and for one row it widens
-    them, each in a copy."""
+    """``contract_last`` for GPUs before Ampere, where only cuBLAS multiplies matrices.
+
+    Without the barrier XLA concatenates the weights of products that share a factor. For a single
+    row it widens them. Both make a copy.
+    """
     x, weight = lax.optimization_barrier((x, weight))
     if x.size > x.shape[-1]:
-        return _products(x, weight)
+        return _dot(x, weight)
     return jnp.sum(x[..., None, :].astype(jnp.float32) * weight.astype(jnp.float32), axis=-1)
 
 
-def _products(x: Float[Array, "... in"], y: Float[Array, "out in"]) -> Array:
+def _dot(x: Float[Array, "... in"], y: Float[Array, "out in"]) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)

@@ -1,7 +1,8 @@
-"""Differences between the versions of JAX and Flax that kvjax runs on, and nothing else.
+"""Differences between supported versions of JAX and Flax.
 
-The oldest are those of Colab: JAX 0.7.2 and Flax 0.11.2. Each function is named after the version
-that makes it unnecessary; the ``has_`` ones say which kernels a version of JAX can compile.
+The oldest supported versions are JAX 0.7.2 and Flax 0.11.2, which Colab has. Each function is named
+after the version that makes it unnecessary. The functions ``has_...`` say which kernels the
+installed JAX can compile.
 """
 
 import functools
@@ -18,12 +19,12 @@ from jax import lax
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """Of an installed package, as numbers; () of one that is not installed."""
+    """The version of a package as numbers; () if it is not installed."""
     try:
-        found = importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ()
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 JAX = _version("jax")
@@ -31,8 +32,7 @@ JAX = _version("jax")
 
 
 def flax_0_12_list(modules: Iterable[Any]) -> Any:
-    """``nnx.List(modules)``. Before Flax 0.12 a module's attribute could be a plain list of
-    others, and there was no other kind."""
+    """``nnx.List(modules)``; before Flax 0.12 modules are held in plain lists."""
     from flax import nnx
 
     make: Any = getattr(nnx, "List", list)
@@ -40,13 +40,15 @@ def flax_0_12_list(modules: Iterable[Any]) -> Any:
 
 
 def jax_0_10_2_host_memory(platform: str) -> bool:
-    """Whether programs for a platform can keep arrays in a memory of its host. Before JAX 0.10.2 a
-    CPU's results always come back in its own memory, which is the host's."""
+    """Whether programs for a platform can keep results in host memory.
+
+    Before JAX 0.10.2, results of CPU programs always are in the CPU's default memory.
+    """
     return platform != "cpu" or JAX >= (0, 10, 2)
 
 
 def jax_0_10_gpu_description(gpu: str) -> str:
-    """A description of a GPU, without the lines that older compilers refuse to read."""
+    """A GPU description without the lines that older compilers reject."""
     if JAX >= (0, 10):
         return gpu
     unknown = r" *(thread_dim|device_vendor|device_address|ecc_enabled|name:|driver|runtime)"
@@ -54,7 +56,7 @@ def jax_0_10_gpu_description(gpu: str) -> str:
 
 
 def jax_0_10_varying(aval: Any) -> frozenset[str]:
-    """Along which axes of a ``jax.shard_map`` an array varies, where that is checked."""
+    """The axes of a ``jax.shard_map`` along which an array varies, if JAX checks that."""
     if JAX < (0, 10):
         return getattr(aval, "vma", frozenset())
     kind = getattr(aval, "manual_axis_type", None)
@@ -62,12 +64,14 @@ def jax_0_10_varying(aval: Any) -> frozenset[str]:
 
 
 RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
-"""The ``jax_0_10_error_code`` of a device without memory left."""
+"""The ``jax_0_10_error_code`` of a device that has run out of memory."""
 
 
 def jax_0_10_error_code(error: BaseException) -> str | None:
-    """An error's ``error_code_string``, such as RESOURCE_EXHAUSTED; None of one that is not XLA's.
-    Before JAX 0.10 its message begins with that."""
+    """An XLA error's ``error_code_string``, such as RESOURCE_EXHAUSTED; None for other errors.
+
+    Before JAX 0.10 the code is the beginning of the message.
+    """
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
     code: str = getattr(error, "error_code_string", None) or str(error).partition(":")[0]
@@ -75,37 +79,44 @@ def jax_0_10_error_code(error: BaseException) -> str | None:
 
 
 def jax_0_10_indexes_in_place(platform: str) -> bool:
-    """Whether gathers and scatters along axes that do not follow each other leave an array as it
-    is. Before JAX 0.10 a CPU's compiler makes a transposed copy of it."""
+    """Whether gathers and scatters along non-adjacent axes work without a copy.
+
+    Before JAX 0.10 the CPU compiler makes a transposed copy of the array.
+    """
     return platform != "cpu" or JAX >= (0, 10)
 
 
 def jax_0_8_scatters_in_place(platform: str) -> bool:
-    """The same of scatters alone, of which a GPU's compiler makes such a copy before JAX 0.8."""
+    """Whether scatters along non-adjacent axes work without a copy.
+
+    Before JAX 0.8 the GPU compiler makes a transposed copy of the array.
+    """
     return platform != "gpu" or JAX >= (0, 8)
 
 
 def jax_0_9_matmul(x: Any, weight: Any) -> Any:
-    """``x @ weight.T`` in float32 on a CPU, of x [rows, in] and a weight [out, in] of 16 bits; None
-    where JAX needs no help. Before JAX 0.9 XLA widens the whole weight for more than one row, which
-    takes up to a hundred times as long, and multiplies some shapes not at all."""
+    """``x @ weight.T`` in float32 on a CPU, for 16-bit x [rows, in] and weight [out, in].
+
+    Returns None from JAX 0.9 on. Before, XLA converts the whole weight to float32 for more than one
+    row, which is up to 100 times as slow, and fails for some shapes.
+    """
     if JAX >= (0, 9):
         return None
     axes = (((1,), (1,)), ((), ()))
-    if len(x) <= 16:  # one after the other; without the barrier a loop would widen it beforehand
+    if len(x) <= 16:  # row by row; without the barrier XLA hoists the conversion out of a loop
         x, weight = lax.optimization_barrier((x, weight))
         rows = [
             lax.dot_general(x[n : n + 1], weight, axes, preferred_element_type=jnp.float32)
             for n in range(len(x))
         ]
         return jnp.concatenate(rows)
-    # With the weights as the first factor it takes half as long; the barrier keeps them there.
+    # Twice as fast with the weights as the first factor; the barrier keeps the order.
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
 def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
-    """An array's shape, of one that varies along some axes of a ``jax.shard_map``."""
+    """A ``ShapeDtypeStruct`` that varies along some axes of a ``jax.shard_map``."""
     make: Any = jax.ShapeDtypeStruct
     if not axes:
         return make(shape, dtype)
@@ -115,15 +126,17 @@ def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[s
 
 
 def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
-    """``lax.pcast(x, axes, to="varying")``, which JAX 0.7 calls ``pvary``."""
+    """``lax.pcast(x, axes, to="varying")``; JAX 0.7 calls it ``pvary``."""
     if JAX < (0, 8):
         return getattr(lax, "pvary")(x, axes)  # noqa: B009 - newer versions have none
     return lax.pcast(x, axes, to="varying")
 
 
 def jax_0_8_in_hbm(x: Any) -> Any:
-    """An array, pinned in a TPU's large memory for a Pallas kernel. JAX 0.7 takes no such array in
-    a kernel whose grid is dynamic, so there it is left to the compiler."""
+    """An array pinned in a TPU's HBM for a Pallas kernel.
+
+    JAX 0.7 rejects such arrays in kernels with a dynamic grid, so there the compiler decides.
+    """
     if JAX < (0, 8):
         return x
     from jax.experimental.pallas import tpu as pltpu
@@ -132,17 +145,19 @@ def jax_0_8_in_hbm(x: Any) -> Any:
 
 
 def jax_0_9_shutdown_timeout(seconds: int) -> dict[str, Any]:
-    """What ``jax.distributed.initialize`` is told of how long the end may take: before JAX 0.9
-    nothing, where it is five minutes."""
+    """The shutdown timeout as an argument of ``jax.distributed.initialize``.
+
+    Before JAX 0.9 it can't be set and is five minutes.
+    """
     return {} if JAX < (0, 9) else {"shutdown_timeout_seconds": seconds}
 
 
 @contextmanager
 def jax_0_8_libtpu() -> Iterator[None]:
-    """Compile for TPUs that are not here by Colab's libtpu, which is older than JAX 0.7 expects.
+    """Compile for target TPUs with Colab's libtpu, which is older than JAX 0.7 expects.
 
-    JAX asks a TPU that is here how old its libtpu is, and without one takes the newest. This one
-    reads kernels of the form before, and ends the process where it is asked for its layouts.
+    JAX asks an attached TPU for the version of libtpu and otherwise assumes the newest one. Colab's
+    libtpu reads an older format of kernels, and crashes on requests for layouts.
     """
     if JAX >= (0, 8) or not () < _version("libtpu") < (0, 0, 22):
         yield
@@ -159,66 +174,69 @@ def jax_0_8_libtpu() -> Iterator[None]:
 
 
 def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
-    """Options of ``lowered.compile`` for a device that is not here: JAX 0.7 else asks for what a
-    GPU's autotuner has found."""
+    """Options of ``lowered.compile`` for a target device.
+
+    Without them JAX 0.7 requires autotuning results for GPUs.
+    """
     if JAX < (0, 8) and device.platform == "gpu":
         return {"xla_gpu_autotune_level": 0}
     return {}
 
 
 def jax_0_8_program_text(program: Any) -> str:
-    """``program.as_text()`` of a compiled program. JAX 0.7 has none of one for a GPU that is not
-    here, but the compiler's own record of it."""
+    """``program.as_text()`` of a compiled program.
+
+    JAX 0.7 returns None for target GPUs, so the text is made from the serialized executable.
+    """
     text = program.as_text()
     if text is not None or JAX >= (0, 8):
         return str(text)
     record = program.runtime_executable().serialize()
-    module = _field(_field(_field(record, 1), 1), 1)  # a HloModuleProto, in two messages around it
+    module = _field(_field(_field(record, 1), 1), 1)  # a HloModuleProto, nested in two messages
     hlo: Any = importlib.import_module("jaxlib._jax").HloModule
     return str(hlo.from_serialized_hlo_module_proto(module).to_string())
 
 
 def _field(message: bytes, number: int) -> bytes:
-    """A field of a Protocol Buffers message, the first with that number, which has a length."""
+    """The first length-delimited field with a number, of a Protocol Buffers message."""
     at = 0
 
     def varint() -> int:
         nonlocal at
-        found = shift = 0
+        value = shift = 0
         while True:
             byte, at = message[at], at + 1
-            found, shift = found | (byte & 127) << shift, shift + 7
+            value, shift = value | (byte & 127) << shift, shift + 7
             if byte < 128:
-                return found
+                return value
 
     while at < len(message):
         key = varint()
-        if key & 7 == 0:  # a number
+        if key & 7 == 0:  # a varint
             varint()
             continue
         size = {1: 8, 5: 4}.get(key & 7) or varint()
         if key == number << 3 | 2:
             return message[at : at + size]
         at += size
-    raise ValueError(f"no field {number} in the compiler's record of a program")
+    raise ValueError(f"the serialized program has no field {number}")
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether JAX lowers Pallas kernels by Triton, and means to keep that: JAX 0.12 says that it
-    will be removed."""
+    """Whether JAX lowers Pallas kernels with Triton; JAX 0.12 deprecates that."""
     return JAX < (0, 12) and _has("jax.experimental.pallas.triton", "CompilerParams")
 
 
 @functools.cache
 def has_mosaic_gpu() -> bool:
-    """Whether JAX has the parts of Mosaic GPU that our kernel is made of: since JAX 0.12."""
+    """Whether JAX has the parts of Mosaic GPU that kvjax's kernel needs: from JAX 0.12 on."""
     return JAX >= (0, 12) and _has("jax.experimental.pallas.mosaic_gpu", "kernel", "mma")
 
 
 def _has(module: str, *names: str) -> bool:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError:
         return False
-    return all(hasattr(found, name) for name in names)
+    return all(hasattr(imported, name) for name in names)

@@ -1,9 +1,8 @@
-"""``lax``'s loops and branches, which inside a user's own ``jax.shard_map`` take what varies.
+"""``lax``'s loops and branches, made to work inside a user's ``jax.shard_map``.
 
-There JAX checks along which axes of the mesh each array varies from device to device
-(``check_vma``), and wants what a loop carries, and what branches give, to vary along the same ones.
-Zeros that a loop begins with vary along none: here they are cast to what the others do. Elsewhere
-these functions are those of ``lax``.
+There JAX tracks along which mesh axes each array varies (``check_vma``). It requires loop carries
+and branch results to vary along the same axes as their counterparts. Constants such as initial
+zeros vary along none, so these functions cast them. Elsewhere they are the functions of ``lax``.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,28 +21,28 @@ Axes = frozenset[str]
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *args: Any) -> Any:
     """``lax.cond``."""
-    return lax.cond(pred, *_alike((true_fun, false_fun), *args), *args)
+    return lax.cond(pred, *_match_branches((true_fun, false_fun), *args), *args)
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
     """``lax.switch``."""
-    return lax.switch(index, _alike(branches, *args), *args)
+    return lax.switch(index, _match_branches(branches, *args), *args)
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any) -> Any:
-    """``lax.fori_loop``, whose counter is an int32 with 64 bits enabled too."""
+    """``lax.fori_loop`` with an int32 counter, even if 64 bits are enabled."""
     lower, upper = (
         x.astype(jnp.int32) if isinstance(x, jax.Array) else np.int32(x) for x in (lower, upper)
     )
-    body, init = _carried(body, init, before=(lower,))
-    # Of a known number of turns ``lax`` makes a counter of its own.
-    return lax.fori_loop(lower, upper, lambda turn, x: body(turn.astype(jnp.int32), x), init)
+    body, init = _match_carry(body, init, before=(lower,))
+    # If the trip count is static, lax creates a counter of its own.
+    return lax.fori_loop(lower, upper, lambda i, x: body(i.astype(jnp.int32), x), init)
 
 
-def while_loop(going: Callable[[Any], Any], body: Callable[[Any], Any], init: Any) -> Any:
+def while_loop(cond_fun: Callable[[Any], Any], body: Callable[[Any], Any], init: Any) -> Any:
     """``lax.while_loop``."""
-    body, init = _carried(body, init)
-    return lax.while_loop(going, body, init)
+    body, init = _match_carry(body, init)
+    return lax.while_loop(cond_fun, body, init)
 
 
 def scan(
@@ -53,80 +52,84 @@ def scan(
     length: int | None = None,
 ) -> tuple[Any, Any]:
     """``lax.scan``."""
-    if not _checked():
+    if not _axes_are_checked():
         return lax.scan(body, init, xs, length)
-    one = jax.tree.map(lambda x: x[0], xs)
-    init = _carried(lambda carry: body(carry, one)[0], init)[1]
-    wanted = [_axes(x) for x in jax.tree.leaves(init)]
+    first = jax.tree.map(lambda x: x[0], xs)
+    init = _match_carry(lambda carry: body(carry, first)[0], init)[1]
+    axes = [_axes(x) for x in jax.tree.leaves(init)]
 
     def cast(carry: Any, x: Any) -> tuple[Any, Any]:
         after, y = body(carry, x)
-        return _cast(after, wanted), y
+        return _cast(after, axes), y
 
     return lax.scan(cast, init, xs, length)
 
 
 def match_varying(arrays: Sequence[Any]) -> tuple[list[Any], Axes]:
-    """Arrays that all vary along the same axes, and these axes: for a kernel."""
-    if not _checked():
+    """Cast arrays so that all vary along the same axes; also return the axes. Used for kernels."""
+    if not _axes_are_checked():
         return [*arrays], frozenset()
     axes = frozenset[str]().union(*map(_axes, arrays))
     return _cast([*arrays], [axes] * len(arrays)), axes
 
 
-def _checked() -> bool:
+def _axes_are_checked() -> bool:
     """Whether JAX checks along which axes arrays vary."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True) if not mesh.empty else ()
-    manual = next((name for name, kind in kinds if kind is AxisType.Manual), None)
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True) if not mesh.empty else ()
+    manual = next((name for name, kind in types if kind is AxisType.Manual), None)
     return manual is not None and bool(_axes(lax.axis_index(manual)))
 
 
 def _axes(x: Any) -> Axes:
-    """Along which axes an array varies."""
+    """The axes along which an array varies."""
     return jax_0_10_varying(jax.typeof(x))
 
 
-def _cast(tree: Any, wanted: Sequence[Axes]) -> Any:
-    """Arrays that vary along what is wanted of each, and along all that they do already."""
-    leaves, form = jax.tree.flatten(tree)
+def _cast(tree: Any, axes: Sequence[Axes]) -> Any:
+    """Cast each leaf to also vary along its entry of ``axes``."""
+    leaves, structure = jax.tree.flatten(tree)
     cast = [
-        jax_0_8_pcast(x, tuple(sorted(axes - _axes(x)))) if axes - _axes(x) else x
-        for x, axes in zip(leaves, wanted, strict=True)
+        jax_0_8_pcast(x, tuple(sorted(to - _axes(x)))) if to - _axes(x) else x
+        for x, to in zip(leaves, axes, strict=True)
     ]
-    return form.unflatten(cast)
+    return structure.unflatten(cast)
 
 
-def _given(call: Callable[..., Any], *args: Any) -> list[Axes]:
-    """Along which axes the arrays vary that a function gives."""
-    return [jax_0_10_varying(x) for x in jax.make_jaxpr(call)(*args).out_avals]
+def _result_axes(function: Callable[..., Any], *args: Any) -> list[Axes]:
+    """The axes along which each result of a function varies."""
+    return [jax_0_10_varying(x) for x in jax.make_jaxpr(function)(*args).out_avals]
 
 
-def _alike(branches: Sequence[Callable[..., Any]], *args: Any) -> Sequence[Callable[..., Any]]:
-    """Functions whose results vary alike."""
-    if not _checked():
+def _match_branches(
+    branches: Sequence[Callable[..., Any]], *args: Any
+) -> Sequence[Callable[..., Any]]:
+    """Wrap branches so that their results vary along the same axes."""
+    if not _axes_are_checked():
         return branches
-    every = zip(*(_given(branch, *args) for branch in branches), strict=True)
-    wanted = [frozenset[str]().union(*axes) for axes in every]
+    per_result = zip(*(_result_axes(branch, *args) for branch in branches), strict=True)
+    axes = [frozenset[str]().union(*each) for each in per_result]
 
-    def one(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: _cast(branch(*args), wanted)
+    def wrap(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _cast(branch(*args), axes)
 
-    return [one(branch) for branch in branches]
+    return [wrap(branch) for branch in branches]
 
 
-def _carried(
+def _match_carry(
     body: Callable[..., Any], init: Any, before: tuple[Any, ...] = ()
 ) -> tuple[Callable[..., Any], Any]:
-    """A loop's body and what it begins with, such that both vary alike. ``before``: what the body
-    is given besides."""
-    if not _checked():
+    """A loop body and its initial carry, cast so that both vary along the same axes.
+
+    ``before``: the body's arguments before the carry.
+    """
+    if not _axes_are_checked():
         return body, init
-    wanted = [_axes(x) for x in jax.tree.leaves(init)]
-    while (found := _both(wanted, _given(body, *before, init))) != wanted:
-        wanted, init = found, _cast(init, found)
-    return lambda *args: _cast(body(*args), wanted), init
+    axes = [_axes(x) for x in jax.tree.leaves(init)]
+    while (more := _union(axes, _result_axes(body, *before, init))) != axes:
+        axes, init = more, _cast(init, more)
+    return lambda *args: _cast(body(*args), axes), init
 
 
-def _both(some: Sequence[Axes], others: Sequence[Axes]) -> list[Axes]:
+def _union(some: Sequence[Axes], others: Sequence[Axes]) -> list[Axes]:
     return [a | b for a, b in zip(some, others, strict=True)]

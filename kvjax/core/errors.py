@@ -1,28 +1,28 @@
-"""The errors that kvjax raises beside the built-in ``ValueError``."""
+"""kvjax's exceptions; wrong arguments raise ``ValueError``."""
 
 
 class KvjaxError(Exception):
-    """Base of every error that is kvjax's own."""
+    """Base class of kvjax's exceptions."""
 
 
 class CheckpointError(KvjaxError, ValueError):
-    """A file of a checkpoint is missing, damaged, or asks for something that is not understood.
+    """A checkpoint file is missing, damaged, or uses an unsupported feature.
 
-    The message names the file, the field, and what was expected there.
+    The message names the file, the field and the expected value.
     """
 
 
 class CacheOverflowError(KvjaxError, RuntimeError):
-    """A traced step asked a cache for more tokens than it can hold; the tokens were dropped."""
+    """A traced step appended more tokens than the cache can hold; the tokens were dropped."""
 
 
 class CacheMemoryError(KvjaxError, MemoryError):
-    """A device or its host has no memory for a cache."""
+    """The device or its host has too little memory for a cache."""
 
 
 class NonFiniteError(KvjaxError, ArithmeticError):
-    """A model gave logits that are not finite numbers, so that no token can be chosen."""
+    """A model returned logits that are NaN or infinite, so no token can be chosen."""
 
 
 class MissingCompilerError(KvjaxError, ImportError):
-    """The compiler of a device that is not here is not installed; the message says how it comes."""
+    """The compiler for a target device is not installed; the message says how to install it."""

@@ -1,5 +1,8 @@
-"""The mesh of ``jax.set_mesh``, where a script has set one: arrays here say themselves where they
-are."""
+"""Running kvjax under a script's ``jax.set_mesh``.
+
+kvjax's arrays carry their own shardings, so its programs must not depend on the mesh that a script
+has set.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,68 +18,66 @@ from kvjax.core.validation import is_traced
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_NONE = Mesh(np.empty((), object), ())
-_home: ContextVar[Mesh | None] = ContextVar("home", default=None)
+_NO_MESH = Mesh(np.empty((), object), ())
+_explicit_mesh: ContextVar[Mesh | None] = ContextVar("explicit_mesh", default=None)
 
 
-def allow_host_to_device(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call``, whose transfers from the host to a device count as explicit: the guards "log" and
-    "disallow" of ``jax_transfer_guard`` let them pass, and those of explicit transfers do not. What
-    it fetches stays guarded."""
+def allow_host_to_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let ``jax_transfer_guard`` treat the function's host-to-device transfers as explicit.
 
-    @functools.wraps(call)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    The guards "log" and "disallow" then allow them; the guards of explicit transfers do not.
+    Transfers to the host stay guarded.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
         if guard in ("log_explicit", "disallow_explicit"):
-            return call(*args, **kwargs)
+            return function(*args, **kwargs)
         with jax.transfer_guard_host_to_device("allow"):
-            return call(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return called
+    return wrapped
 
 
-def without_mesh_context(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call`` as it is where no mesh is set. For what begins its own programs, outside ``jit``.
+def without_mesh_context(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Call the function as if no mesh were set. For functions that start programs, outside ``jit``.
 
-    Arrays on a mesh of explicit axes are given to it on automatic ones, the same arrays under
-    another type, and what it gives is on the mesh of those again.
+    Arguments on a mesh with explicit axes are passed on a mesh with automatic axes: the same
+    arrays with another type. Results are converted back.
     """
 
     @allow_host_to_device
-    @functools.wraps(call)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not jax.sharding.get_abstract_mesh().empty and not is_traced(jnp.zeros(())):
-            with jax.set_mesh(_NONE):
-                return called(*args, **kwargs)
-        explicit_mesh = _explicit((args, kwargs))
-        if explicit_mesh is None:
-            return call(*args, **kwargs)
-        token = _home.set(explicit_mesh)
+            with jax.set_mesh(_NO_MESH):
+                return wrapped(*args, **kwargs)
+        mesh = _find_explicit_mesh((args, kwargs))
+        if mesh is None:
+            return function(*args, **kwargs)
+        token = _explicit_mesh.set(mesh)
         try:
-            args, kwargs = jax.tree.map(_on_automatic, (args, kwargs))
-            return to_explicit_mesh(call(*args, **kwargs), explicit_mesh)
+            args, kwargs = jax.tree.map(_to_automatic, (args, kwargs))
+            return to_explicit_mesh(function(*args, **kwargs), mesh)
         finally:
-            _home.reset(token)
+            _explicit_mesh.reset(token)
 
-    return called
+    return wrapped
 
 
 def explicit_mesh() -> Mesh | None:
     """The explicit mesh of the arguments of the running ``without_mesh_context`` call, or None."""
-    return _home.get()
+    return _explicit_mesh.get()
 
 
-def to_explicit_mesh(tree: _T, explicit_mesh: Mesh | None) -> _T:
-    """Arrays on the mesh that ``explicit_mesh`` gave, where it gave one."""
-    return (
-        tree
-        if explicit_mesh is None
-        else jax.tree.map(functools.partial(_on_explicit, explicit_mesh), tree)
-    )
+def to_explicit_mesh(tree: _T, mesh: Mesh | None) -> _T:
+    """Convert arrays back to the mesh that ``explicit_mesh`` returned, unless it is None."""
+    return tree if mesh is None else jax.tree.map(functools.partial(_to_explicit, mesh), tree)
 
 
-def _explicit(tree: Any) -> Mesh | None:
-    """A mesh of explicit axes that arrays are on."""
+def _find_explicit_mesh(tree: Any) -> Mesh | None:
+    """The first mesh with explicit axes that an array is on."""
     for x in jax.tree.leaves(tree):
         if (mesh := _mesh_of(x)) is not None and AxisType.Explicit in mesh.axis_types:
             return mesh
@@ -84,7 +85,7 @@ def _explicit(tree: Any) -> Mesh | None:
 
 
 def _mesh_of(x: Any) -> Mesh | None:
-    """The mesh that an array is on; none of one that is traced."""
+    """The mesh that an array is on; None for traced arrays."""
     if not isinstance(x, jax.Array) or is_traced(x) or not isinstance(x.sharding, NamedSharding):
         return None
     mesh = x.sharding.mesh
@@ -93,27 +94,27 @@ def _mesh_of(x: Any) -> Mesh | None:
 
 @functools.lru_cache(maxsize=16)
 def _automatic(mesh: Mesh) -> Mesh:
-    """The same devices and names, with automatic axes."""
+    """The same devices and axis names, with automatic axes."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _on_automatic(x: Any) -> Any:
+def _to_automatic(x: Any) -> Any:
     mesh = _mesh_of(x)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return x
-    there = NamedSharding(_automatic(mesh), x.sharding.spec, memory_kind=x.sharding.memory_kind)
-    return jax.device_put(x, there)
+    sharding = NamedSharding(_automatic(mesh), x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    return jax.device_put(x, sharding)
 
 
-def _on_explicit(explicit_mesh: Mesh, x: Any) -> Any:
-    if _mesh_of(x) != _automatic(explicit_mesh):
+def _to_explicit(mesh: Mesh, x: Any) -> Any:
+    if _mesh_of(x) != _automatic(mesh):
         return x
-    there = NamedSharding(explicit_mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
-    return jax.device_put(x, there)
+    sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
+    return jax.device_put(x, sharding)
 
 
 def has_auto_axes() -> bool:
-    """Whether the mesh that is set has automatic axes of several devices."""
+    """Whether the mesh that is set has an automatic axis of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False
@@ -122,23 +123,25 @@ def has_auto_axes() -> bool:
 
 
 def check_mesh_context(sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` if a mesh is set that programs on arrays of another can't be traced in:
-    JAX takes no other axes than theirs, and results get shardings that those it has set can say.
+    """Raise ``ValueError`` if programs on the arrays' mesh can't be traced under the mesh set.
+
+    JAX accepts only axes of the mesh that is set, and results get shardings on it.
 
     Args:
-      sizes: of the arrays' mesh, by axis, in order; those of one device may be missing.
+      sizes: axis sizes of the arrays' mesh, in order; axes of size 1 may be missing.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.empty or AxisType.Manual in context.axis_types:
         return
-    if AxisType.Explicit not in context.axis_types and _divided(context.shape) == _divided(sizes):
+    same = _nontrivial(context.shape) == _nontrivial(sizes)
+    if AxisType.Explicit not in context.axis_types and same:
         return
     kinds = ", ".join(dict.fromkeys(kind.name for kind in context.axis_types))
     raise ValueError(
         f"jax.set_mesh has set a mesh {dict(context.shape)} of {kinds} axes, but the arrays are on "
-        f"a mesh {dict(sizes)} of Auto axes: set the one that kvjax.make_mesh gave, or none"
+        f"a mesh {dict(sizes)} of Auto axes: set the mesh that kvjax.make_mesh returned, or none"
     )
 
 
-def _divided(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+def _nontrivial(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(name, size) for name, size in sizes.items() if size > 1]

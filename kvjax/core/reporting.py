@@ -10,34 +10,38 @@ from typing import Any
 import jax
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with the name of the work, the amount done, and the total amount."""
 
-_listener: ContextVar[ProgressCallback | None] = ContextVar("listener", default=None)
+_callback: ContextVar[ProgressCallback | None] = ContextVar("progress", default=None)
 COMPILE_CALLBACK: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
-"""The callback for JAX's events of compilation, which ``generation/results.py`` forwards."""
+"""Receives JAX's compilation events, which ``generation/results.py`` forwards."""
 
 
 @contextmanager
 def progress_callback(
-    listener: ProgressCallback, compiles: Callable[[bool], None] | None = None
+    callback: ProgressCallback, compiles: Callable[[bool], None] | None = None
 ) -> Iterator[None]:
-    """Tell ``listener`` of all that is done inside, in this thread; ``compiles``: told when a
-    program begins to be compiled there, and when it has been."""
-    token, other = _listener.set(listener), COMPILE_CALLBACK.set(compiles)
+    """Call ``callback`` on the progress of all work inside, in this thread.
+
+    ``compiles`` is called with True when a compilation starts and with False when it ends.
+    """
+    token, compile_token = _callback.set(callback), COMPILE_CALLBACK.set(compiles)
     try:
         yield
     finally:
-        _listener.reset(token)
-        COMPILE_CALLBACK.reset(other)
+        _callback.reset(token)
+        COMPILE_CALLBACK.reset(compile_token)
 
 
-def report_progress(what: str, done: int, total: int, behind: Any = None) -> None:
-    """Say how far something has come. Where that is heard, arrays ``behind`` which it is so far are
-    waited for: what is dispatched is not done."""
-    listener = _listener.get()
-    if listener is not None:
-        jax.block_until_ready(behind)
-        listener(what, done, total)
+def report_progress(what: str, done: int, total: int, result: Any = None) -> None:
+    """Report progress to the current callback, if there is one.
+
+    ``result``: arrays to wait for first, since JAX dispatches work before it is done.
+    """
+    callback = _callback.get()
+    if callback is not None:
+        jax.block_until_ready(result)
+        callback(what, done, total)
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -56,28 +60,28 @@ def readable_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def parse_bytes(words: str) -> int:
-    """Bytes from ``80GiB``, ``40 GB`` or ``123B``.
+def parse_bytes(text: str) -> int:
+    """Number of bytes from ``80GiB``, ``40 GB`` or ``123B``.
 
     Raises:
-      ValueError: if it is none, or has no unit.
+      ValueError: if ``text`` is not a size, or has no unit.
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", words.lower())
-    if not found or found[2] not in _UNITS:
-        raise ValueError(f"{words!r} is no size: give a number with B, MB, GB, MiB or GiB")
-    if not found[2]:
-        raise ValueError(f"{words!r} is a size without a unit: {words}GB, perhaps, or {words}B")
-    return int(float(found[1]) * _UNITS[found[2]])
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size: give a number with B, MB, GB, MiB or GiB")
+    if not match[2]:
+        raise ValueError(f"{text!r} has no unit: give {text}GB or {text}B")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def pyplot() -> Any:
-    """Matplotlib, drawing into files.
+    """Matplotlib's ``pyplot`` with a backend that draws into files.
 
     Raises:
-      ValueError: if it is not installed.
+      ValueError: if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('a plot needs matplotlib: pip install "kvjax[plots]" installs it')
+        raise ValueError('plots need matplotlib: pip install "kvjax[plots]"')
     from matplotlib import pyplot
 
     pyplot.switch_backend("agg")

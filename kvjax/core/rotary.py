@@ -1,10 +1,10 @@
-"""Rotary position embedding: rotate pairs of channels by tables that models make.
+"""Rotary position embedding: rotation of channel pairs by angles from a table.
 
-The angle of position ``p`` and frequency ``f`` is ``p * f``. In float32 that product is off by
-6e-8 of the angle, which at position 1,000,000 is a whole tenth of a radian's precision lost. The
-table therefore holds sines and cosines of ``p``'s digits to the base ``STRIDE``, each computed in
-float64, and joins them by the addition theorem: exact to float32 rounding at any position, and
-under a megabyte for a text that never ends.
+The angle at position ``p`` with frequency ``f`` is ``p * f``. In float32 the relative error of that
+product is 6e-8, which at position 1,000,000 is an error of up to 0.06 radians. The table therefore
+holds sines and cosines of the digits of ``p`` in base ``STRIDE``, computed in float64, and combines
+them by the addition theorem. The result is exact to float32 rounding at any position, and even for
+unlimited length the table takes less than a megabyte.
 
 Source: Su et al., RoFormer, arXiv:2104.09864; pairs are (i, i + half), as in Transformers.
 """
@@ -22,11 +22,11 @@ STRIDE = 1024
 
 @pytree_dataclass
 class RotaryTable:
-    """Sines and cosines of every position below a limit.
+    """Sines and cosines for every position below a limit.
 
-    ``digits``: float32[rows, 2, half] (cosine, sine) each: of ``d`` for the last digit, times the
-    attention scale, of ``d * STRIDE`` for the one before it, and so on; as many as the positions
-    need. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
+    ``digits``: one float32[rows, 2, half] (cosine, sine) per digit of the positions. The first is
+    for the lowest digit ``d`` and includes the attention scale, the next is for ``d * STRIDE``, and
+    so on. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
     """
 
     digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]
@@ -35,8 +35,8 @@ class RotaryTable:
         """Cosine and sine at ``positions``: two float32[..., half]."""
 
         def part(digit: int) -> tuple[Array, Array]:
-            found = jnp.asarray(self.digits[digit])[positions // STRIDE**digit % STRIDE]
-            return found[..., 0, :], found[..., 1, :]
+            rows = jnp.asarray(self.digits[digit])[positions // STRIDE**digit % STRIDE]
+            return rows[..., 0, :], rows[..., 1, :]
 
         cos, sin = part(0)
         for digit in range(1, len(self.digits)):
@@ -48,12 +48,12 @@ class RotaryTable:
 def rotary_table(
     inverse_frequencies: np.ndarray, max_len: int | None = None, *, scale: float = 1.0
 ) -> RotaryTable:
-    """Make the table of a model.
+    """Create a model's rotary table.
 
     Args:
-      inverse_frequencies: [half], radians a position, one a pair of channels.
-      max_len: positions 0 to ``max_len - 1`` can be asked for; by default 2**30 of them.
-      scale: what the rotated channels are multiplied by (yarn and longrope scale attention so).
+      inverse_frequencies: [half], radians per position, one per pair of channels.
+      max_len: number of positions in the table; by default 2**30.
+      scale: factor for the rotated channels (used by yarn and longrope).
 
     Raises:
       ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
@@ -89,10 +89,10 @@ def apply_rotary(
     Args:
       x: [batch, heads, new, head_dim], unrotated.
       positions: int32[batch, new], the position of each token in its row.
-      table: the layer's table; None gives ``x`` back (models without rotary positions).
+      table: the layer's table; with None ``x`` is returned unchanged.
 
     Returns:
-      ``x`` rotated, in its own dtype; computed in float32. Channels past the table's pairs pass.
+      Rotated ``x`` in its dtype, computed in float32. Channels after the table's pairs are copied.
     """
     x = jnp.asarray(x)
     if table is None:

@@ -1,4 +1,4 @@
-"""Calls whose results another process finds."""
+"""Call a function in another process."""
 
 import os
 import pickle
@@ -8,55 +8,59 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_RUN = "from kvjax.core.subprocess_call import _run; _run()"
+_MAIN = "from kvjax.core.subprocess_call import _main; _main()"
 
 
-def call_in_subprocess(function: Callable[..., T], *given: Any, **named: Any) -> T:
-    """``function(*given, **named)``, found by a new process, which takes hold of no GPU or TPU.
+def call_in_subprocess(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """``function(*args, **kwargs)``, computed by a new process that uses no GPU or TPU.
 
     Raises:
-      ValueError: if the function or what it is given can't be sent there: functions of a notebook
-        or of the script that was started are such.
-      Exception: what the function raises; ``RuntimeError`` if its process ends without a result.
+      ValueError: if the function or an argument can't be pickled. Functions of a notebook or of
+        the main script can't be.
+      RuntimeError: if the process ends without a result.
+      Exception: any exception of the function.
     """
     try:
-        sent = pickle.dumps((function, given, named))
+        sent = pickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise _not_sent(error) from error
+        raise _not_picklable(error) from error
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN], input=sent, capture_output=True, env=os.environ | own
+    process = subprocess.run(
+        [sys.executable, "-c", _MAIN], input=sent, capture_output=True, env=os.environ | own
     )
-    if done.returncode:
-        raise RuntimeError(f"another process ended without a result: {done.stderr.decode()[-500:]}")
-    found, error = pickle.loads(done.stdout)
-    if isinstance(error, AttributeError | ImportError) and found == "not read":
-        raise _not_sent(error) from error
+    if process.returncode:
+        stderr = process.stderr.decode()[-500:]
+        raise RuntimeError(f"the subprocess ended without a result: {stderr}")
+    result, error = pickle.loads(process.stdout)
+    if isinstance(error, AttributeError | ImportError) and result == "not read":
+        raise _not_picklable(error) from error
     if error is not None:
         raise error
-    return found
+    return result
 
 
-def _not_sent(error: Exception) -> ValueError:
-    return ValueError(f"this can't be sent to another process ({error}): call it in a new one")
+def _not_picklable(error: Exception) -> ValueError:
+    return ValueError(
+        f"the call can't be sent to another process ({error}): start a new process yourself"
+    )
 
 
-def _run() -> None:
-    """That process: from its input to its output."""
+def _main() -> None:
+    """Run by the subprocess: reads the call from stdin and writes ``(result, error)`` to stdout."""
     out = os.dup(1)
-    os.dup2(2, 1)  # what is printed is no result
+    os.dup2(2, 1)  # printed text must not mix with the result
     try:
-        function, given, named = pickle.load(sys.stdin.buffer)
+        function, args, kwargs = pickle.load(sys.stdin.buffer)
     except (AttributeError, ImportError) as error:
         result: Any = "not read", error
     else:
         try:
-            result = function(*given, **named), None
+            result = function(*args, **kwargs), None
         except Exception as error:
             result = None, error
     try:
         sent = pickle.dumps(result)
-    except Exception:  # of an error that can't be sent
+    except Exception:  # the error itself can't be pickled
         sent = pickle.dumps((None, RuntimeError(f"{type(result[1]).__name__}: {result[1]}")))
     with os.fdopen(out, "wb") as file:
         file.write(sent)

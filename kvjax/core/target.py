@@ -1,4 +1,4 @@
-"""What programs are traced for: a platform, and what its devices can do."""
+"""The target of a program: the platform and device type that it is traced and compiled for."""
 
 import re
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from typing import Any
 import jax
 
 AMPERE = 8, 0
-"""The first compute capability with bfloat16, and for which XLA compiles Triton."""
+"""The first compute capability with bfloat16 and with support in XLA's Triton compiler."""
 
 _SHARED = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}
-"""KiB of shared memory that a program may have, by compute capability; others have 99."""
+"""KiB of shared memory per program, by compute capability; 99 for all others."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The devices that a program is traced for.
+    """The type of device that a program is traced for.
 
-    ``platform``: cpu, gpu or tpu. ``capability``: of NVIDIA's GPUs, their compute capability, such
-    as (8, 0); None of all other devices.
+    ``platform``: cpu, gpu or tpu. ``capability``: the compute capability of an NVIDIA GPU, such as
+    (8, 0), or None.
     """
 
     platform: str
@@ -34,49 +34,50 @@ class Target:
 
     @property
     def before_ampere(self) -> bool:
-        """Whether it is one of NVIDIA's GPUs without bfloat16, and without what XLA has Triton
-        compile: a T4."""
+        """Whether this is an NVIDIA GPU without bfloat16 and without Triton, such as a T4."""
         return self.capability is not None and self.capability < AMPERE
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that a GPU's program may have; of devices that do not say their
-        compute capability as many as all have from Ampere on."""
+        """Bytes of shared memory that a GPU program may use.
+
+        If the compute capability is unknown, this is the minimum of Ampere and later GPUs.
+        """
         return (99 if self.capability is None else _SHARED.get(self.capability, 99)) * 1024
 
 
 def target_of(device: Any) -> Target:
-    """The target of a device."""
-    given = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    if device.platform != "gpu" or given is None:
+    """The target for a device."""
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform != "gpu" or match is None:
         return Target(device.platform)
-    return Target("gpu", (int(given[1]), int(given[2])))
+    return Target("gpu", (int(match[1]), int(match[2])))
 
 
 def default_device() -> Any:
-    """JAX's default device: the first of its platform, where only a platform was named."""
+    """JAX's default device; if the config names a platform, the first device of that platform."""
     chosen = jax.config.values["jax_default_device"]
     if isinstance(chosen, jax.Device):
         return chosen
     return jax.local_devices(backend=chosen)[0]
 
 
-_computing: ContextVar[Target | None] = ContextVar("computing", default=None)
+_target: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 @contextmanager
 def tracing_for(target: Target) -> Iterator[None]:
-    """Trace what is inside for a target, whatever the default device is."""
-    token = _computing.set(target)
+    """Trace programs inside for ``target`` instead of the default device."""
+    token = _target.set(target)
     try:
         yield
     finally:
-        _computing.reset(token)
+        _target.reset(token)
 
 
 def current_target() -> Target:
-    """What is traced for here: by ``tracing_for``, or else the default device."""
-    return _computing.get() or target_of(default_device())
+    """The target of ``tracing_for``, or of the default device outside of it."""
+    return _target.get() or target_of(default_device())
 
 
 def current_platform() -> str:
@@ -85,18 +86,21 @@ def current_platform() -> str:
 
 
 def on_cpu() -> bool:
-    """Whether what is traced here is for a CPU."""
+    """Whether programs are currently traced for a CPU."""
     return current_platform() == "cpu"
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device: its ``platform``, bytes of ``memory``, and the ``bandwidth`` of that in
-    bytes a second, as its maker says. ``topologies``: of TPUs, some of their topologies, counted in
-    chips; ``devices_a_chip``: JAX devices of a chip; ``name``: the compiler's or the driver's name
-    of it, where that is not its key in ``DEVICE_SPECS``;
-    ``cores``, ``clock``, ``l2`` and ``generation``: of GPUs, streaming multiprocessors, gigahertz,
-    bytes of the second cache, and the compute capability."""
+    """The data sheet of a device type.
+
+    ``platform``: gpu or tpu. ``memory``: bytes. ``bandwidth``: of the memory, in bytes per second.
+    ``name``: the name that the compiler or driver uses, if it is not the key in ``DEVICE_SPECS``.
+
+    TPUs: ``topologies`` lists known topologies in chips; ``devices_per_chip`` counts JAX devices.
+    GPUs: ``cores`` counts streaming multiprocessors, ``clock`` is in GHz, ``l2`` is the L2 cache in
+    bytes, and ``capability`` is the compute capability.
+    """
 
     platform: str
     memory: int
@@ -106,25 +110,30 @@ class DeviceSpec:
     cores: int = 0
     clock: float = 0.0
     l2: int = 0
-    generation: tuple[int, int] = (0, 0)
-    devices_a_chip: int = 1
+    capability: tuple[int, int] = (0, 0)
+    devices_per_chip: int = 1
 
     @property
     def target(self) -> Target:
-        """What is traced for it."""
-        return Target(self.platform, self.generation if self.platform == "gpu" else None)
+        """The target for this device type."""
+        return Target(self.platform, self.capability if self.platform == "gpu" else None)
 
 
 GIB = 2**30
 
 
 def _gpu(
-    name: str, generation: tuple[int, int], gib: float, bandwidth: float, cores: int, clock: float,
-    l2: int,
-) -> DeviceSpec:  # fmt: skip
-    """One of NVIDIA's, by the name that its driver reports; ``l2`` in MiB."""
+    name: str,
+    capability: tuple[int, int],
+    gib: float,
+    bandwidth: float,
+    cores: int,
+    clock: float,
+    l2_mib: int,
+) -> DeviceSpec:
+    """An NVIDIA GPU, by the name that its driver reports."""
     memory = int(gib * GIB)
-    return DeviceSpec("gpu", memory, bandwidth, "", name, cores, clock, l2 * 2**20, generation)
+    return DeviceSpec("gpu", memory, bandwidth, "", name, cores, clock, l2_mib * 2**20, capability)
 
 
 _SQUARE = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
@@ -134,7 +143,7 @@ DEVICE_SPECS = {
     "v5e": DeviceSpec("tpu", 16 * GIB, 819e9, _SQUARE),
     "v6e": DeviceSpec("tpu", 32 * GIB, 1640e9, _SQUARE),
     "v5p": DeviceSpec("tpu", 95 * GIB, 2765e9, _CUBE),
-    "v7x": DeviceSpec("tpu", 96 * GIB, 3690e9, _CUBE, name="tpu7x", devices_a_chip=2),
+    "v7x": DeviceSpec("tpu", 96 * GIB, 3690e9, _CUBE, name="tpu7x", devices_per_chip=2),
     # NVIDIA's data sheets
     "t4": _gpu("Tesla T4", (7, 5), 15, 320e9, 40, 1.59, 4),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 2.039e12, 108, 1.41, 40),
@@ -150,53 +159,60 @@ DEVICE_SPECS = {
         "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 96, 1.597e12, 188, 2.6, 128
     ),
 }
-"""What a name stands for."""
+"""Device types by short name."""
+
+_TPU_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU7x": "v7x",
+}
+"""Short names of TPUs by ``device_kind``."""
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """A kind by its short name.
+    """A device type by its short name.
 
     Raises:
-      ValueError: if no such kind is known.
+      ValueError: if the name is unknown.
     """
     if name not in DEVICE_SPECS:
-        raise ValueError(f"unknown device {name!r}: there are {', '.join(DEVICE_SPECS)}")
+        raise ValueError(f"unknown device {name!r}: choose one of {', '.join(DEVICE_SPECS)}")
     return DEVICE_SPECS[name]
 
 
 def spec_of(device: Any) -> DeviceSpec | None:
-    """What is known of a device's kind; None of one that stands in no list here."""
-    names = {
-        "TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5p": "v5p",
-        "TPU7x": "v7x",
-    }  # fmt: skip
-    given = device.device_kind
-    if given in names:
-        return DEVICE_SPECS[names[given]]
-    return next((kind for kind in DEVICE_SPECS.values() if kind.name == given), None)
+    """The data sheet of a device; None if its type is not in ``DEVICE_SPECS``."""
+    kind = device.device_kind
+    if kind in _TPU_KINDS:
+        return DEVICE_SPECS[_TPU_KINDS[kind]]
+    return next((spec for spec in DEVICE_SPECS.values() if spec.name == kind), None)
 
 
-_own: list[tuple[int, int]] = []
+_mosaic: list[tuple[int, int]] = []
 
 
 def mosaic_capability() -> tuple[int, int] | None:
-    """The compute capability that this process compiles kernels for: of its GPU, or, where it has
-    none, the first that it was asked for; None before that. JAX's compiler of Mosaic kernels keeps
-    to one in a process."""
-    if not _own and jax.default_backend() == "gpu":
+    """The compute capability that this process compiles Mosaic kernels for; None if undecided.
+
+    JAX's Mosaic compiler supports one compute capability per process: its GPU's,
+    or, without a GPU, the first one that ``check_mosaic_capability`` was called with.
+    """
+    if not _mosaic and jax.default_backend() == "gpu":
         own = target_of(jax.local_devices()[0]).capability
-        _own.extend([] if own is None else [own])
-    return _own[0] if _own else None
+        _mosaic.extend([] if own is None else [own])
+    return _mosaic[0] if _mosaic else None
 
 
-def check_mosaic_capability(asked: tuple[int, int]) -> None:
-    """Raise ``ValueError`` where this process compiles kernels for another one."""
+def check_mosaic_capability(capability: tuple[int, int]) -> None:
+    """Raise ``ValueError`` if this process compiles Mosaic kernels for another capability."""
     own = mosaic_capability()
     if own is None:
-        _own.append(asked)
-    elif own != asked:
+        _mosaic.append(capability)
+    elif own != capability:
         raise ValueError(
             f"this process compiles kernels for GPUs of compute capability {own[0]}.{own[1]}, and "
-            f"JAX compiles them for one capability in a process: compile for {asked[0]}.{asked[1]} "
-            "in another, with JAX_PLATFORMS=cpu"
+            "JAX supports one capability per process: compile for "
+            f"{capability[0]}.{capability[1]} in another process, with JAX_PLATFORMS=cpu"
         )

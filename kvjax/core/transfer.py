@@ -1,4 +1,4 @@
-"""Arrays put on devices, and fetched from them."""
+"""Moving arrays between the host and devices, and committing them to devices."""
 
 import functools
 from typing import Any, TypeVar
@@ -16,59 +16,69 @@ _T = TypeVar("_T")
 
 
 def default_memory_kind(device: Any) -> str:
-    """The kind of memory that a device computes in, by JAX's name."""
+    """JAX's name of the memory that a device computes in."""
     try:
         kind: str = device.default_memory().kind
-    except jax.errors.JaxRuntimeError:  # of a GPU that is not here
+    except jax.errors.JaxRuntimeError:  # target GPUs don't implement this
         kind = "device"
     return kind
 
 
 def to_device_memory(tree: _T) -> _T:
-    """A pytree's arrays in the memory that devices compute in: NumPy's on the default device,
-    uncommitted, as ``jnp.zeros`` is, and JAX's on the devices that they are on."""
-    return jax.tree.map(_put_here, tree)
+    """Move a pytree's arrays to the memory that their devices compute in.
+
+    NumPy arrays go to the default device, uncommitted. JAX arrays stay on their devices.
+    """
+    return jax.tree.map(_to_device_memory, tree)
 
 
-def _put_here(x: Any) -> Any:
+def _to_device_memory(x: Any) -> Any:
     if is_traced(x):
-        far = jax.typeof(x).memory_space == jax.memory.Space.Host
-        return jax.device_put(x, jax.memory.Space.Device) if far else x
+        on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jax.device_put(x, jax.memory.Space.Device) if on_host else x
     if not isinstance(x, jax.Array):
         return jnp.asarray(x)
     kind = default_memory_kind(next(iter(x.devices())))
-    near = x.sharding.memory_kind in (None, kind)
-    return x if near else jax.device_put(x, x.sharding.with_memory_kind(kind))
+    if x.sharding.memory_kind in (None, kind):
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def put_on_default_device(tree: _T) -> _T:
-    """A pytree's arrays on the default device, committed, from wherever they are."""
+    """Move a pytree's arrays from any place to the default device, committed."""
     device = default_device()
-    return jax.device_put(
-        tree, SingleDeviceSharding(device, memory_kind=default_memory_kind(device))
-    )
+    sharding = SingleDeviceSharding(device, memory_kind=default_memory_kind(device))
+    return jax.device_put(tree, sharding)
 
 
 def put_like_rows(tree: _T, rows: jax.Array) -> _T:
-    """A pytree's numbers and arrays where ``rows`` is, and as committed as that: an array with a
-    number for each row, of several devices which may have some each."""
-    place = rows.sharding
-    if isinstance(place, NamedSharding):
-        everywhere = NamedSharding(place.mesh, PartitionSpec(), memory_kind=place.memory_kind)
+    """Put a pytree's numbers and arrays on the devices of ``rows``, and commit them if it is.
 
-        def one(x: Any) -> Any:
-            return jax.device_put(x, place if np.shape(x)[:1] == rows.shape else everywhere)
+    ``rows`` has one number per row and may be sharded. Arrays with one entry per row are sharded
+    the same way; all others are replicated.
+    """
+    sharding = rows.sharding
+    if isinstance(sharding, NamedSharding):
+        kind = sharding.memory_kind
+        replicated = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
 
-        return jax.tree.map(one, tree)
+        def put(x: Any) -> Any:
+            per_row = np.shape(x)[:1] == rows.shape
+            return jax.device_put(x, sharding if per_row else replicated)
+
+        return jax.tree.map(put, tree)
     if rows.committed:
-        return jax.device_put(tree, place)
+        return jax.device_put(tree, sharding)
     with jax.default_device(next(iter(rows.devices()))):
         return jax.tree.map(jnp.asarray, tree)
 
 
 def commit_together(tree: _T) -> _T:
-    """Arrays as they are, or all committed where some of them are. Programs give back committed all
-    that they compute beside such, and would be compiled again when they are given that."""
+    """Commit all arrays of a pytree if any of them is committed.
+
+    A program commits all its results if any argument is committed. Without this a second call on
+    those results would compile again.
+    """
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
     if not any(x.committed for x in leaves):
         return tree
@@ -76,63 +86,66 @@ def commit_together(tree: _T) -> _T:
 
 
 def commit_like(tree: _T, others: Any) -> _T:
-    """Arrays as they are, or all committed where some of ``others`` are, which programs are given
-    beside them."""
+    """Commit all arrays of a pytree if any array of ``others`` is, for calls that take both."""
     arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and not is_traced(x))
-    named = (x for x in arrays if x.committed)
-    if (one := next(named, None)) is None:
+    if (one := next((x for x in arrays if x.committed), None)) is None:
         return tree
     if isinstance(one.sharding, NamedSharding):
-        return jax.tree.map(functools.partial(_on_mesh, one.sharding.mesh), tree)
+        return jax.tree.map(functools.partial(_replicate, one.sharding.mesh), tree)
     return commit(tree)
 
 
-def _on_mesh(mesh: Any, x: Any) -> Any:
-    """An array on all devices of a mesh, if it is on none."""
+def _replicate(mesh: Any, x: Any) -> Any:
+    """Replicate an uncommitted array over a mesh."""
     if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
         return x
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def commit(tree: _T) -> _T:
-    """The same arrays where they are, committed."""
-    return jax.tree.map(_committed, tree)
+    """Commit a pytree's arrays to the devices that they are on."""
+    return jax.tree.map(_commit, tree)
 
 
-def _committed(x: Any) -> Any:
+def _commit(x: Any) -> Any:
     if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
         return x
     return jax.device_put(x, x.sharding)
 
 
 def fetch(tree: Any) -> Any:
-    """A pytree's numbers on the host, though other processes have some of the devices: then all
-    processes must ask for them."""
+    """A pytree's arrays as NumPy arrays.
+
+    If other processes hold some of the devices, all processes must call this.
+    """
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
         return jax.device_get(tree)
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
-    whole = NamedSharding(meshes[0], PartitionSpec())
-    return jax.device_get(_gathered(whole)(tree))
+    replicated = NamedSharding(meshes[0], PartitionSpec())
+    return jax.device_get(_gather(replicated)(tree))
 
 
 def check_not_target_mesh(mesh: Any) -> None:
-    """Raise ``ValueError`` where arrays are put on a mesh of devices that are not here."""
+    """Raise ``ValueError`` if arrays would be put on a mesh of target devices."""
     if not isinstance(mesh, Mesh) or not is_target_device(mesh.devices.flat[0]):
         return
     if not is_traced(jnp.zeros(())):
         kind = mesh.devices.flat[0].device_kind
         raise ValueError(
-            f"arrays can't be put on a {kind} that is not here: compile for it, or plan "
+            f"arrays can't be put on a {kind} that is not attached: only compile or plan for it "
             "(kvjax.compile, kvjax.memory.plan_on)"
         )
 
 
 def put_on_mesh(x: Any, sharding: NamedSharding) -> Any:
-    """An array on a mesh; inside ``jit`` too. Where other processes have some of its devices, each
-    gives its own what they are to have of an array that all have."""
+    """Put an array on a mesh, also inside ``jit``.
+
+    If other processes hold some of the devices, each process passes the whole array and sends its
+    own devices their shards.
+    """
     check_not_target_mesh(sharding.mesh)
-    # Inside ``jit`` zeros are traced, though a number that is given need not be.
+    # Inside jit zeros are traced, but x may be a constant.
     if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:
@@ -142,5 +155,5 @@ def put_on_mesh(x: Any, sharding: NamedSharding) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _gathered(whole: NamedSharding) -> Any:
-    return jax.jit(lambda found: found, out_shardings=whole)
+def _gather(replicated: NamedSharding) -> Any:
+    return jax.jit(lambda tree: tree, out_shardings=replicated)

@@ -1,7 +1,8 @@
-"""Shape aliases: the axes' names, as they stand in public signatures.
+"""Shape aliases for signatures.
 
-``batch`` rows, ``heads`` query heads, ``kv_heads`` key-value heads, ``new`` tokens of one call,
-``slots`` places for tokens in a cache, ``head_dim`` channels a head. What users give may be numpy.
+Axes: ``batch`` rows, ``heads`` query heads, ``kv_heads`` key-value heads, ``new`` tokens of one
+call, ``slots`` token slots of a cache, ``head_dim`` channels per head. Aliases for arguments of
+public functions also accept NumPy arrays.
 """
 
 import numpy as np
@@ -19,15 +20,15 @@ PerRowAndLayer = Int[Array, "batch layers"]
 Positions = Int[Array, "batch new"]
 Scalar = Int[Array, ""]
 LayerNumber = int | Integer[Array, ""] | tuple[int, int | Integer[Array, ""]]
-"""Of a layer of a model; of a stacked cache it may be traced, or be that of a stack, and of one of
-its layers."""
+"""The index of a layer of the model. In a stacked cache it may be traced, or be a pair: the index
+of the stack, and the index of the layer within the stack."""
 Cursors = Int[Array, "batch *_"] | Int[Array, ""]
-"""``PerRow``; a kernel has one row's, a number or with an axis more."""
+"""``PerRow``, possibly with more axes; in a kernel the scalar of a single row."""
 Slots = Int[Array, "*_"]
 PositionPerSlot = Int[Array, "batch *_"]
-"""A position for every row and slot; for every slot, of one row."""
+"""The position in every slot of every row; in a kernel in the slots of a single row."""
 PageColumns = Int[Array, "batch pages"]
-"""Of a table of pages, some of each row's."""
+"""Columns of a page table, selected per row."""
 SlotPositions = Int[Array, "batch slots"]
 RowMask = Bool[Array, " batch"]
 SlotMask = Bool[Array, "batch slots"]
