@@ -157,8 +157,8 @@ def compiled(cell: Cell, device: Any) -> Found:
         there, spread = array_shardings(cache, device), cache.spread
         near: Any = [SingleDeviceSharding(device)] * 2
         if spread is not None:
-            of_queries = spread.of_queries(cell.heads, cell.kv_heads)
-            near = [spread.sharding(of_queries), spread.sharding(spread.of_tokens())]
+            of_queries = spread.query_spec(cell.heads, cell.kv_heads)
+            near = [spread.sharding(of_queries), spread.sharding(spread.token_spec())]
         queries, keys = (
             jax.ShapeDtypeStruct((cell.batch, heads, new, cell.head_dim), cell.dtype)
             for heads in (cell.heads, cell.kv_heads)

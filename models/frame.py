@@ -130,7 +130,7 @@ def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
     spread = None if cache is None else cache.spread
     if spread is None:
         return x
-    return lax.with_sharding_constraint(x, spread.sharding(spread.of_rows()))
+    return lax.with_sharding_constraint(x, spread.sharding(spread.row_spec()))
 
 
 def _last_real(x: Hidden, lengths: Counts | None) -> Float[Array, "batch 1 hidden"]:

@@ -51,7 +51,7 @@ def param_shardings(
     """
     spread = shard_over(mesh, kv_heads)
     axes = {Divided.HEADS: (TENSOR,)}
-    if COPIES not in _names(spread.of_queries(heads, kv_heads)):
+    if COPIES not in _names(spread.query_spec(heads, kv_heads)):
         # A share of them would cut across heads, of which every device takes whole ones.
         axes |= {Divided.QUERIES: (TENSOR,), Divided.MIXTURES: (TENSOR,)}
 

@@ -332,8 +332,8 @@ FAULTS = (
     ),
     Fault(
         "the last filled slot is not saved", "operations/saving.py",
-        "return max(int(policy.stored.occupied(units)), 1)",
-        "return max(int(policy.stored.occupied(units)) - 1, 1)", ("saving",),
+        "return max(int(policy.stored_layout.occupied(units)), 1)",
+        "return max(int(policy.stored_layout.occupied(units)) - 1, 1)", ("saving",),
     ),
     Fault(
         "a cancel is lost", "engine/engine.py",

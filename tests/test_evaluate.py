@@ -92,7 +92,7 @@ def test_bytes_are_those_of_the_arrays(embedded):
         # All but the newest block and the one before it.
         assert (held.tokens, held.encoded) == (1000, 14 * 64)
         assert held.row == held.tail + 14 * 64 * held.body
-        slots = cache.layers[0].policy.stored.slots * 64
+        slots = cache.layers[0].policy.stored_layout.slots * 64
         total = 3 * (slots * held.body + held.tail)
         assert total == kvjax.nbytes(cache)["device"]
         codes = sum(x.size for x in jax.tree.leaves(cache.layers) if x.dtype == jnp.uint8)

@@ -177,31 +177,31 @@ def test_wrong_moves_are_refused():
 
 def test_the_last_layers_go_first_and_come_back_late():
     budget, sizes = Budget(100), [LayerBytes(40, 5, 40)] * 3
-    assert budget.away(sizes[:2], ()) == frozenset()
-    assert budget.away(sizes, ()) == {2}
+    assert budget.offloaded(sizes[:2], ()) == frozenset()
+    assert budget.offloaded(sizes, ()) == {2}
     # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
-    assert budget.away(sizes[:2], {0, 1}) == {1}
-    assert budget.away([LayerBytes(30, 5, 30)] * 2, {0, 1}) == frozenset()
+    assert budget.offloaded(sizes[:2], {0, 1}) == {1}
+    assert budget.offloaded([LayerBytes(30, 5, 30)] * 2, {0, 1}) == frozenset()
     with pytest.raises(ValueError, match=r"may take 10 bytes of the device.* would take 15"):
-        Budget(10).away(sizes, ())
+        Budget(10).offloaded(sizes, ())
 
 
 def test_room_is_kept_for_a_layer_that_grows_or_moves():
     """The largest of those on the device that may; of one that can't leave, or grow, none."""
     sizes = [LayerBytes(40, 5, 40, True), LayerBytes(20, 5, 20, True), LayerBytes(30, 30, 30, True)]
-    assert Budget(130).away(sizes, ()) == frozenset()  # 90, and 40 of them twice
-    assert Budget(129).away(sizes, ()) == {1}  # 75, and 40
-    assert Budget(114).away(sizes, ()) == {0, 1}
-    assert Budget(40).away(sizes, ()) == {0, 1}
+    assert Budget(130).offloaded(sizes, ()) == frozenset()  # 90, and 40 of them twice
+    assert Budget(129).offloaded(sizes, ()) == {1}  # 75, and 40
+    assert Budget(114).offloaded(sizes, ()) == {0, 1}
+    assert Budget(40).offloaded(sizes, ()) == {0, 1}
     with pytest.raises(ValueError, match="would take 40"):
-        Budget(39).away(sizes, ())
+        Budget(39).offloaded(sizes, ())
     fixed = [size._replace(grows=False) for size in sizes]
-    assert Budget(90).away(fixed, ()) == frozenset()
+    assert Budget(90).offloaded(fixed, ()) == frozenset()
 
 
 def test_what_is_fetched_ahead_counts():
     sizes = [LayerBytes(40, 5, 40)] * 4
-    assert Budget(100).away(sizes, ()) == {2, 3}
+    assert Budget(100).offloaded(sizes, ()) == {2, 3}
     # One more on the host would not help: two bodies are fetched, and what is left is too much.
     assert Budget(100, kvjax.Host(prefetch=1)).away(sizes, ()) == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="tokens and the layers fetched ahead would take 100"):

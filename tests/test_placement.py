@@ -268,7 +268,7 @@ def test_every_block_comes_in_once(prefetch, codec):
     if prefetch:
         assert sum(moved["Device"]) == sum(bodies)
         return
-    blocks = cache.layers[0].policy.stored.slots
+    blocks = cache.layers[0].policy.stored_layout.slots
     filled = 3450 // policy.block - policy.recent
     assert sum(moved["Device"]) == sum(bodies) // blocks * filled
     coarse = 1024 // policy.block
@@ -332,6 +332,6 @@ def test_a_policy_of_another_cache_asks_for_the_platform_again():
     """Fixed in a cache, the platform that computes is open in what another one is made by."""
     config = tiny_config()
     made = kvjax.init_cache(config, "static", max_len=8).layers[0].policy
-    elsewhere = replace(made, placement=replace(made.placement, computes=Target("tpu")))
+    elsewhere = replace(made, placement=replace(made.placement, compute_target=Target("tpu")))
     again = kvjax.init_cache(config, elsewhere, max_len=8).layers[0].policy
     assert made == again and again.placement.platform() == "cpu"

@@ -183,9 +183,9 @@ def _traced(
     # The arrays of a bias that is a pytree are the devices' own; what a function holds is not seen.
     parts, form = jax.tree.flatten(mask.bias)
     arrays = [part if isinstance(part, jax.Array | np.ndarray) else None for part in parts]
-    rows: Any = spread.of_rows()
+    rows: Any = spread.row_spec()
     everywhere: Any = PartitionSpec()
-    divided = spread.of_queries(heads, kv_heads)
+    divided = spread.query_spec(heads, kv_heads)
 
     def on_each(
         kinds: tuple[AttentionOutput, ...], view: LayerView, mask: Mask, arrays: list[Any]
@@ -203,7 +203,9 @@ def _traced(
 
     mask = replace(mask, bias=None)
     specs = replace(mask, queries=rows, call=None if mask.call is None else rows)
-    layer = LayerView(view.layer_cache.specs(), rows, rows, rows, everywhere, rows, everywhere)
+    layer = LayerView(
+        view.layer_cache.partition_specs(), rows, rows, rows, everywhere, rows, everywhere
+    )
     with tracing_for(target):
         specs = divided, layer, specs, everywhere
         return spread.run(on_each, specs, divided, kinds, view, mask, arrays)

@@ -60,8 +60,8 @@ def _near(held: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
     spread = placement.spread
     if spread is None or after is None:
         return placement.near(stores, after)
-    specs = held.specs()
-    bodies, rest = (specs.keys, specs.values), (spread.of_tokens(), spread.of_rows())
+    specs = held.partition_specs()
+    bodies, rest = (specs.keys, specs.values), (spread.token_spec(), spread.row_spec())
     return spread.run(placement.near, (bodies, rest), bodies, stores, after)
 
 
@@ -316,7 +316,7 @@ def write_layer(
         if spread is None:
             parts = store_tokens(*call)
         else:
-            specs, tokens, rows = old.specs(), spread.of_tokens(), spread.of_rows()
+            specs, tokens, rows = old.partition_specs(), spread.token_spec(), spread.row_spec()
             everywhere = PartitionSpec()
             given = specs, tokens, tokens, rows, rows, everywhere, rows, everywhere
             made = specs.keys, specs.values, specs.tail, tokens, specs.fetched

@@ -258,5 +258,5 @@ def clear_status(cache: KVCache) -> KVCache:
     check_arrays("kvjax.clear_status", cache)
     status = jnp.zeros_like(cache.status)
     if cache.spread is not None:
-        status = cache.spread.put(status, cache.spread.of_rows)
+        status = cache.spread.put(status, cache.spread.row_spec)
     return replace(cache, status=status)

@@ -147,7 +147,7 @@ def allocate(
         check_not_target_mesh(spread.mesh)
     # The platform that computes is this one, whatever it was of a cache that a policy comes from.
     policies = [
-        replace(each, placement=each.placement.over(spread or each.placement.spread))
+        replace(each, placement=each.placement.on_mesh(spread or each.placement.spread))
         for each in policies
     ]
     # A layer that reads another's has none of its own.
@@ -233,7 +233,7 @@ def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
     make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
     spread = placement.spread
     assert spread is not None
-    specs = jax.eval_shape(make).specs()
+    specs = jax.eval_shape(make).partition_specs()
     near, far = spread.sharding, functools.partial(spread.sharding, kind=placement.memory_kind)
     shardings = replace(
         jax.tree.map(near, specs),

@@ -40,7 +40,7 @@ def build_layer(
       that lack what the layout keeps.
     """
     if policy.raw is None:
-        stored = policy.stored
+        stored = policy.stored_layout
         wanted = stored.positions(length, length, jnp.arange(stored.slots, dtype=jnp.int32))
         keys, values, there = tokens(wanted)
         written, lost = stored.hiding(length, wanted, (wanted >= 0) & ~there)

@@ -98,15 +98,15 @@ class LayerCache:
         """Rows."""
         return jax.tree.leaves(self.keys)[0].shape[0 if self.stack is None else 1]
 
-    def copied(self) -> "LayerCache":
+    def copy(self) -> "LayerCache":
         """With arrays of its own."""
-        return self.each(jnp.copy)
+        return self.map_arrays(jnp.copy)
 
-    def taken(self, rows: Array) -> "LayerCache":
+    def take_rows(self, rows: Array) -> "LayerCache":
         """The layer of rows int[n], the nearest one where there is none; pages stay as they are."""
         return self._of_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
-    def with_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
+    def set_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
         """The layer, in which rows int[n] are those of ``others``; what is behind the last row is
         none. Pages are as ``others`` have them."""
 
@@ -114,30 +114,30 @@ class LayerCache:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), mine, new)
 
         if self.policy.page_group is None:
-            return self.each(lambda x, y: x.at[rows].set(y, mode="drop"), others)
+            return self.map_arrays(lambda x, y: x.at[rows].set(y, mode="drop"), others)
         tail = self.policy.placement.put_tokens(into(self.tail, others.tail))
         low = into(self.low, others.low)
         return replace(self, keys=others.keys, values=others.values, tail=tail, low=low)
 
-    def repeated(self, times: int) -> "LayerCache":
+    def repeat_rows(self, times: int) -> "LayerCache":
         """Every row ``times`` times; pages stay where they are."""
         return self._of_rows(lambda x: jnp.repeat(x, times, axis=0))
 
     def _of_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
         """The same for every array that has rows."""
         if self.policy.page_group is None:
-            return self.each(change)
+            return self.map_arrays(change)
         tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
         placement = self.policy.placement
         tail, strip = placement.put_tokens((tail, strip)) if placement.spread else (tail, strip)
         return replace(self, tail=tail, strip=strip, low=low)
 
-    def joined(self, others: Sequence["LayerCache"]) -> "LayerCache":
+    def concatenate(self, others: Sequence["LayerCache"]) -> "LayerCache":
         """The rows of this layer, and behind them those of others of the same policy; or the pages
         of all pools."""
-        return self.each(lambda *arrays: jnp.concatenate(arrays), *others)
+        return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
-    def each(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
+    def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
         """The same for every array; a body that is kept elsewhere comes near for it."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
@@ -154,15 +154,15 @@ class LayerCache:
         """With every array where the policy says."""
         placement = self.policy.placement
         if (spread := placement.spread) is not None:
-            specs, kind = self.specs(), placement.memory_kind
-            body = spread.put_as((self.keys, self.values), (specs.keys, specs.values), kind)
-            rest = spread.put_as((self.tail, self.low), (specs.tail, specs.low))
+            specs, kind = self.partition_specs(), placement.memory_kind
+            body = spread.put_with_specs((self.keys, self.values), (specs.keys, specs.values), kind)
+            rest = spread.put_with_specs((self.tail, self.low), (specs.tail, specs.low))
         else:
             body = placement.store((self.keys, self.values), self.orders)
             rest = placement.put((self.tail, self.low))
         return replace(self, keys=body[0], values=body[1], tail=rest[0], low=rest[1])
 
-    def specs(self) -> "LayerCache":
+    def partition_specs(self) -> "LayerCache":
         """How each array is spread over the mesh."""
         spread = self.policy.placement.spread
         assert spread is not None
@@ -174,14 +174,14 @@ class LayerCache:
         if self.stack is not None:
             own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
         *body, tail, low = own
-        bodies = tuple(spread.of_bodies(tuple(body), self.orders))
-        own = *bodies, each(tail, spread.of_tokens), each(low, spread.of_rows)
+        bodies = tuple(spread.body_specs(tuple(body), self.orders))
+        own = *bodies, each(tail, spread.token_spec), each(low, spread.row_spec)
         if self.stack is not None:
             own = jax.tree.map(lambda spec: PartitionSpec(None, *spec), own)
         keys, values, tail, low = own
         return replace(
             self, keys=keys, values=values, tail=tail, low=low,
-            strip=each(self.strip, spread.of_tokens),
+            strip=each(self.strip, spread.token_spec),
             strip_of=None if self.strip_of is None else PartitionSpec(),
             fetched=None if self.fetched is None else bodies,
         )  # fmt: skip
@@ -204,7 +204,7 @@ def empty_layer(
     if stack is not None:
         one = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, window)
         return replace(jax.vmap(lambda _: one())(jnp.arange(stack, dtype=jnp.int32)), stack=stack)
-    slots: tuple[int, ...] = (policy.stored.slots,)
+    slots: tuple[int, ...] = (policy.stored_layout.slots,)
     tail = low = None
     if policy.raw is not None:
         slots, low = (*slots, policy.block), jnp.zeros(batch, jnp.int32)

@@ -230,8 +230,8 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
         if spread is None:
             keys, values = copy(body, *found)
         else:
-            specs = held.specs()
-            of_body, rows = (specs.keys, specs.values), spread.of_rows()
+            specs = held.partition_specs()
+            of_body, rows = (specs.keys, specs.values), spread.row_spec()
             keys, values = spread.run(copy, (of_body, rows, rows), of_body, body, *found)
         return replace(held, keys=keys, values=values)
 
@@ -243,5 +243,5 @@ def _on_each(cache: KVCache, change: Callable[..., Any], *args: Any) -> Any:
     spread = cache.spread
     if spread is None:
         return change(*args)
-    rows = spread.of_rows()
+    rows = spread.row_spec()
     return spread.run(change, rows, rows, *args)

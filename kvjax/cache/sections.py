@@ -277,7 +277,7 @@ def sections(
     policy, written = held.policy, jnp.maximum(view.marks, length)
     if held.tail is None:
         stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
-        of = functools.partial(regions_of, policy.stored, split_slots, together)
+        of = functools.partial(regions_of, policy.stored_layout, split_slots, together)
         return [
             _in_pages(_region(stores, codecs, of, n, shard, length, written), view)
             for n in range(len(of(shard)))

@@ -28,12 +28,12 @@ def array_shardings(cache: KVCache, device: Any = None) -> Any:
     spread = cache.spread
     if device is not None and any(x.policy.placement.needs_tail for x in cache.layers):
         check_host_memory(device)
-    near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.of_rows())
+    near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.row_spec())
 
     def of(layer: Any) -> Any:
         kind = layer.policy.placement.memory_kind
         if spread is not None:
-            specs, of_body = layer.specs(), functools.partial(spread.sharding, kind=kind)
+            specs, of_body = layer.partition_specs(), functools.partial(spread.sharding, kind=kind)
             every = jax.tree.map(spread.sharding, specs)
             body = jax.tree.map(of_body, (specs.keys, specs.values))
         else:
@@ -83,13 +83,13 @@ def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]
 
 def shard_of(held: LayerCache, spread: MeshSharding) -> LayerCache:
     """What a device has of an empty layer like this one, as shapes."""
-    policy = replace(held.policy, placement=held.policy.placement.over(spread))
+    policy = replace(held.policy, placement=held.policy.placement.on_mesh(spread))
     whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim, held.stack)
 
     def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
 
-    return jax.tree.map(part, whole, whole.specs())
+    return jax.tree.map(part, whole, whole.partition_specs())
 
 
 def shards_of(cache: KVCache, spread: MeshSharding | None) -> list[LayerCache]:
@@ -105,7 +105,7 @@ def layer_sizes(
     of its devices."""
 
     def parts(placement: Device) -> tuple[int, int]:
-        layer = layer_shapes(policy.elsewhere(placement), batch, kv_heads, head_dim)
+        layer = layer_shapes(policy.with_placement(placement), batch, kv_heads, head_dim)
         spread = policy.placement.spread
         layer = layer if spread is None else shard_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
@@ -123,8 +123,8 @@ def place_within(
         layer_sizes(policy, budget.placement, *shape)
         for policy, shape in zip(policies, shapes, strict=True)
     ]
-    away = budget.away(sizes, ())
+    away = budget.offloaded(sizes, ())
     return [
-        policy.elsewhere(budget.placement if n in away else Device())
+        policy.with_placement(budget.placement if n in away else Device())
         for n, policy in enumerate(policies)
     ]

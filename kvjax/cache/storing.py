@@ -44,7 +44,7 @@ def store_tokens(
     if old.tail is not None:
         return _behind_tail(old, old.tail, keys, values, length, count, table, layer)
     shard = policy.placement.shard()
-    layout = policy.stored if shard is None else split_slots(policy.stored, shard)
+    layout = policy.stored_layout if shard is None else split_slots(policy.stored_layout, shard)
     runs = layout.runs(length, new)
     body, fresh = (old.keys, old.values), (policy.keys.encode(keys), policy.values.encode(values))
     body = jax.tree.map(

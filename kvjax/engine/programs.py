@@ -277,7 +277,7 @@ def some_of(held: EngineState, rows: PerRow) -> EngineState:
     if len(rows) == held.cache.batch:
         return held
     cache = held.cache
-    layers = tuple(layer.taken(rows) for layer in cache.layers)
+    layers = tuple(layer.take_rows(rows) for layer in cache.layers)
     written, progress, past = jax.tree.map(
         lambda x: jnp.take(x, rows, axis=0, mode="clip"),
         (cache.written, held.progress, held.past),
@@ -295,7 +295,7 @@ def with_some(held: EngineState, rows: PerRow, after: EngineState) -> EngineStat
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), all, some)
 
     both = zip(cache.layers, new.layers, strict=True)
-    layers = tuple(layer.with_rows(rows, found) for layer, found in both)
+    layers = tuple(layer.set_rows(rows, found) for layer, found in both)
     cache = replace(cache, layers=layers, written=into(cache.written, new.written))
     return EngineState(cache, into(held.progress, after.progress), into(held.past, after.past))
 

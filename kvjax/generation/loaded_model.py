@@ -270,7 +270,7 @@ class LanguageModel:
             return Device().put(found)
         spread = shard_over(self.mesh, common_heads(self.config))
         # Rows that come out uneven are everywhere.
-        shares = spread.of_rows() if len(ids) % spread.rows == 0 else PartitionSpec()
+        shares = spread.row_spec() if len(ids) % spread.rows == 0 else PartitionSpec()
         return spread.put(found, lambda shape: shares)
 
     def _row(self, number: int, row: str | Sequence[int]) -> list[int]:

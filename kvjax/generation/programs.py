@@ -81,7 +81,7 @@ def gather_vocab(logits: Logits, context: Context) -> Logits:
     spread = None if context.cache is None else context.cache.spread
     if spread is None:
         return logits
-    return lax.with_sharding_constraint(logits, spread.sharding(spread.of_rows()))
+    return lax.with_sharding_constraint(logits, spread.sharding(spread.row_spec()))
 
 
 def choose_tokens(

@@ -100,7 +100,7 @@ class Session:
             context = self.context
             rows = context.length if isinstance(context, Uncached) else context.cache.length
             return put_like_rows(tree, rows)
-        return spread.put(tree, lambda shape: spread.of_batch(shape, self._rows))
+        return spread.put(tree, lambda shape: spread.batch_spec(shape, self._rows))
 
     def prefill(self, chunk: PromptChunk) -> None:
         """Feed a chunk of the prompts."""

@@ -147,7 +147,7 @@ def visible_tokens(
 def token_bytes(layer: LayerCache, arrays: Any) -> float:
     """Bytes of a token of a row, or a page, in these arrays of a layer's body."""
     rows, page_group = jax.tree.leaves(arrays)[0].shape[0], layer.policy.page_group
-    units = layer.policy.stored.slots if page_group is None else page_group.layout.page_size
+    units = layer.policy.stored_layout.slots if page_group is None else page_group.layout.page_size
     return tree_bytes(arrays) / (units * layer.policy.unit) / rows
 
 

@@ -86,7 +86,7 @@ def _first_shape(layer: LayerCache) -> tuple[int, ...]:
 
 def grow_pools_for(cache: KVCache, rows: int) -> KVCache:
     """A cache with pools for so many rows, but for those that were given their pages."""
-    policies = [layer.policy.pooled(rows) for layer in cache.layers]
+    policies = [layer.policy.with_pool(rows) for layer in cache.layers]
     if all(new == layer.policy for new, layer in zip(policies, cache.layers, strict=True)):
         return cache
     layers = [_more_pages(x, new) for x, new in zip(cache.layers, policies, strict=True)]
@@ -112,7 +112,7 @@ def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
     return [
         each.layout
         if each.layout.limit is None or each.layout.limit >= to
-        else replace(each, layout=each.layout.grown(to)).pooled(cache.batch).layout
+        else replace(each, layout=each.layout.grown(to)).with_pool(cache.batch).layout
         for each in policies
     ]
 
@@ -122,7 +122,7 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
     if layout == layer.policy.layout:
         return layer
     policy = replace(layer.policy, layout=layout)
-    more = policy.stored.slots - layer.policy.stored.slots
+    more = policy.stored_layout.slots - layer.policy.stored_layout.slots
     if policy.page_group is not None:
         return _more_pages(layer, policy)
 
@@ -258,7 +258,7 @@ def _away(cache: KVCache, tokens: int) -> frozenset[int]:
         )
         for layer, layout in zip(cache.layers, enlarged_layouts(cache, tokens), strict=True)
     ]  # fmt: skip
-    return cache.budget.away(sizes, _out(cache))
+    return cache.budget.offloaded(sizes, _out(cache))
 
 
 def _rearranged(

@@ -71,7 +71,9 @@ def _joined(caches: Sequence[KVCache]) -> KVCache:
     first = caches[0]
     wanted = [_common(n, [c.layers[n] for c in caches]) for n in range(len(first.layers))]
     alike = [_as_policies(cache, wanted) for cache in caches]
-    layers = [held[0].joined(held[1:]) for held in zip(*(c.layers for c in alike), strict=True)]
+    layers = [
+        held[0].concatenate(held[1:]) for held in zip(*(c.layers for c in alike), strict=True)
+    ]
     return with_rows(first, layers=tuple(layers), **_rows_of(alike))
 
 
@@ -120,7 +122,7 @@ def _repaged(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) ->
     pool = sum(layout.pool or 0 for layout in layouts if layout is not None)
     pages = None if first.pages is None else max(pool, first.pages)
     whole = replace(first, inner=inner, pages=pages, pool=pool)
-    return replace(joined, layout=whole).pooled(rows)
+    return replace(joined, layout=whole).with_pool(rows)
 
 
 def _rows_of(caches: Sequence[KVCache]) -> dict[str, Array]:
@@ -151,7 +153,7 @@ def _common(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
         layout = min(layouts, key=order)
         if len({_shown(layer) for layer in layers}) > 1:
             layout = None
-    if layout is None or any(layer.policy.stores_as != first.stores_as for layer in layers):
+    if layout is None or any(layer.policy.storage_key != first.storage_key for layer in layers):
         kinds = " and ".join(dict.fromkeys(str(layer.policy) for layer in layers))
         raise ValueError(
             f"layer {entry} is of {kinds}, whose rows do not go on alike: kvjax.convert the caches "

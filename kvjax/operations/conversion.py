@@ -71,7 +71,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
                 "(Unrotated) can't be converted into one another"
             )
         if new.layout.grows_to is not None:
-            new = replace(new, layout=_with_room(new.layout, cache)).pooled(cache.batch)
+            new = replace(new, layout=_with_room(new.layout, cache)).with_pool(cache.batch)
         resolved.append(new)
     budget = budget_of(policy)
     if budget is not None:
@@ -140,7 +140,7 @@ def convert_entry(
             f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
             f"{policy.layout} is to keep"
         )
-    return layer.each(lambda x: x), written, flag_where(long | lost, LOST)
+    return layer.map_arrays(lambda x: x), written, flag_where(long | lost, LOST)
 
 
 def _with_room(layout: Layout, cache: KVCache) -> Layout:

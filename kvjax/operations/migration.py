@@ -86,7 +86,8 @@ def move_layers(
     with on_device_of(cache.length):
         entries = list(entries)
         policies = [
-            x.policy.elsewhere(placement) if n in entries else x.policy for n, x in enumerate(held)
+            x.policy.with_placement(placement) if n in entries else x.policy
+            for n, x in enumerate(held)
         ]
         pools, lacking = _pools_under(cache, policies)
         status |= flag_where(lacking, LOST)
@@ -158,14 +159,16 @@ def _respread(cache: KVCache, spread: MeshSharding | None) -> KVCache:
         return _repaged(cache, spread)
     layers, marks, status = [], _columns(cache.written), cache.status
     for entry, old in enumerate(cache.layers):
-        policy = replace(old.policy, placement=old.policy.placement.over(spread).fixed())
+        policy = replace(old.policy, placement=old.policy.placement.on_mesh(spread).with_target())
         anew = old
-        if policy.stored != old.policy.stored:  # other numbers of slots can be divided there
+        if (
+            policy.stored_layout != old.policy.stored_layout
+        ):  # other numbers of slots can be divided there
             tables = (cache.table(entry, whole=True),) * 2
             anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
             status |= flag_where(lost, LOST)
         # From device to device: between the hosts' memories of two meshes nothing is copied.
-        near, far = Device(spread=spread).fixed(), policy.placement.needs_tail
+        near, far = Device(spread=spread).with_target(), policy.placement.needs_tail
         anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
         there = put_on_default_device(anew) if spread is None else anew.placed()
         moving = _in_order(there, policy)
@@ -190,7 +193,7 @@ def _repaged(cache: KVCache, spread: MeshSharding | None) -> KVCache:
         layout, policy = old.policy.layout, new.policy
         if paged(layout):
             layout = replace(layout, inner=policy.layout, pool=None)
-            policy = replace(policy, layout=layout).pooled(cache.batch)
+            policy = replace(policy, layout=layout).with_pool(cache.batch)
         policies.append(policy)
     found = with_policies(whole, policies)
     for old, new in zip(cache.layers, found.layers, strict=True):

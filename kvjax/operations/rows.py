@@ -27,7 +27,7 @@ from kvjax.placement.order import AS_IS
 def fork(cache: KVCache) -> KVCache:
     """A second cache with the same content, which survives the donation of the first."""
     cache = validated("kvjax.fork", cache, between=False)
-    copied = _changed(cache, LayerCache.copied, jnp.copy)
+    copied = _changed(cache, LayerCache.copy, jnp.copy)
     return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
 
 
@@ -81,7 +81,7 @@ def repeat(cache: KVCache, times: int) -> KVCache:
     each = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
     cache, had = _forked(cache, jnp.repeat(jnp.arange(cache.batch, dtype=jnp.int32) % each, times))
     repeated = _changed(
-        cache, lambda layer: layer.repeated(times), lambda x: jnp.repeat(x, times, axis=0)
+        cache, lambda layer: layer.repeat_rows(times), lambda x: jnp.repeat(x, times, axis=0)
     )
     return empty_unallocated(repeated, had)
 
@@ -90,7 +90,9 @@ def _of_rows(cache: KVCache, index: Array) -> KVCache:
     """The cache of some rows; those that find no page to write in are empty."""
     cache, had = _forked(cache, jnp.clip(index, 0, cache.batch - 1))
     chosen = _changed(
-        cache, lambda layer: layer.taken(index), lambda x: jnp.take(x, index, axis=0, mode="clip")
+        cache,
+        lambda layer: layer.take_rows(index),
+        lambda x: jnp.take(x, index, axis=0, mode="clip"),
     )
     return empty_unallocated(chosen, had)
 
@@ -260,7 +262,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
     if spread is None:
         length, written, status = taken(own, here)
     else:
-        length, written, status = spread.run(taken, spread.of_rows(), spread.of_rows(), own, here)
+        length, written, status = spread.run(taken, spread.row_spec(), spread.row_spec(), own, here)
     cache = replace(cache, layers=tuple(layers))
     return empty_unallocated(with_rows(cache, length=length, written=written, status=status), had)
 
@@ -294,7 +296,7 @@ def _of_layers(
     if spread is None:
         parts = change(parts, rows, first, last)
     else:
-        each, specs = spread.of_rows(), [x.specs() for x in layers]
+        each, specs = spread.row_spec(), [x.partition_specs() for x in layers]
         own = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in specs]
         parts = spread.run(change, (own, each, each, each), own, parts, rows, first, last)
     after = []

@@ -139,10 +139,11 @@ def _on_one_device(cache: KVCache) -> KVCache:
     if not cache.length.is_fully_addressable:
         raise ValueError("other processes have a part of the cache: each can save its own alone")
     policies = [
-        replace(x.policy, placement=x.policy.placement.over(None).fixed()) for x in cache.layers
+        replace(x.policy, placement=x.policy.placement.on_mesh(None).with_target())
+        for x in cache.layers
     ]
     alike = all(
-        x.orders == replace(x, policy=each).orders and x.policy.stored == each.stored
+        x.orders == replace(x, policy=each).orders and x.policy.stored_layout == each.stored_layout
         for x, each in zip(cache.layers, policies, strict=True)
     )
     if not alike or (cache.pools and spread.rows > 1):
@@ -189,7 +190,7 @@ def _filled(cache: KVCache, entry: int) -> int:
     policy = cache.layers[entry].policy
     marks = jnp.maximum(cache.length, cache.written[:, entry])
     units = policy.split.flushed(marks) if policy.has_tail else marks
-    return max(int(policy.stored.occupied(units)), 1)
+    return max(int(policy.stored_layout.occupied(units)), 1)
 
 
 def body_of(held: LayerCache) -> tuple[Any, Any]:
@@ -286,10 +287,11 @@ def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: in
         for number, kind in enumerate(cache.page_groups)
     ]
     cache = commit_together(replace(cache, pools=put(tuple(pools))))
-    if all(layer.policy.placement.computes == here for layer in layers):
+    if all(layer.policy.placement.compute_target == here for layer in layers):
         return cache
     there = [
-        replace(x, placement=x.placement.over(None).fixed()) for x in (y.policy for y in layers)
+        replace(x, placement=x.placement.on_mesh(None).with_target())
+        for x in (y.policy for y in layers)
     ]
     return with_policies(cache, there)
 

@@ -25,12 +25,12 @@ _T = TypeVar("_T")
 class Device:
     """In the memory of the default device, or of the devices of a mesh.
 
-    ``spread``: how a cache is spread over a mesh, which ``init_cache(..., mesh=)`` says, and
-    ``migrate``. ``computes``: what computes on its arrays, which is fixed when a cache is made.
+    ``spread``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate`` set.
+    ``compute_target``: the kind of device that computes with the arrays, set when a cache is made.
     """
 
     spread: MeshSharding | None = field(default=None, kw_only=True, repr=False)
-    computes: Target | None = field(default=None, kw_only=True, repr=False)
+    compute_target: Target | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
     """The place's name, in ``nbytes`` and reports."""
@@ -64,22 +64,22 @@ class Device:
             return None
         return Shard(self.spread.index(SEQUENCE), self.parts)
 
-    def over(self, spread: MeshSharding | None) -> Self:
+    def on_mesh(self, spread: MeshSharding | None) -> Self:
         """The same place of other devices."""
-        return replace(self, spread=spread, computes=None)
+        return replace(self, spread=spread, compute_target=None)
 
-    def of(self, other: "Device") -> Self:
+    def like(self, other: "Device") -> Self:
         """The same place of the devices of another."""
-        return replace(self, spread=other.spread, computes=other.computes)
+        return replace(self, spread=other.spread, compute_target=other.compute_target)
 
-    def fixed(self) -> Self:
+    def with_target(self) -> Self:
         """With what computes, the devices here now where it is open."""
-        return replace(self, computes=self.target())
+        return replace(self, compute_target=self.target())
 
     def target(self) -> Target:
         """What computes on these arrays."""
-        if self.computes is not None:
-            return self.computes
+        if self.compute_target is not None:
+            return self.compute_target
         return current_target() if self.spread is None else self.spread.target
 
     def platform(self) -> str:
@@ -91,14 +91,14 @@ class Device:
         return (
             to_device_memory(tree)
             if self.spread is None
-            else self.spread.put(tree, self.spread.of_rows)
+            else self.spread.put(tree, self.spread.row_spec)
         )
 
     def put_tokens(self, tree: _T) -> _T:
         """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
         if self.spread is None:
             return self.put(tree)
-        return self.spread.put(tree, self.spread.of_tokens)
+        return self.spread.put(tree, self.spread.token_spec)
 
     def store(self, body: _T, orders: Any) -> _T:
         """Move a body's arrays, kept in these orders, to where they are kept."""
@@ -222,7 +222,7 @@ class Budget:
         if not self.placement.needs_tail:
             raise ValueError(f"{self.placement!r}: layers that are too much go to the host")
 
-    def away(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> frozenset[int]:
+    def offloaded(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> frozenset[int]:
         """Which layers are to be on the host, the last ones first.
 
         Args:

@@ -170,19 +170,19 @@ class MeshSharding:
             kind = default_memory_kind(device)
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
-    def of_rows(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
+    def row_spec(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
         """Of an array [batch, ...]; a number is everywhere."""
         return self.spec(DATA) if shape else PartitionSpec()
 
-    def of_batch(self, shape: tuple[int, ...], batch: int) -> PartitionSpec:
+    def batch_spec(self, shape: tuple[int, ...], batch: int) -> PartitionSpec:
         """Of an array that may have a number, or more, for every row."""
         return self.spec(DATA) if shape[:1] == (batch,) else PartitionSpec()
 
-    def of_tokens(self, shape: tuple[int, ...] = ()) -> PartitionSpec:
+    def token_spec(self, shape: tuple[int, ...] = ()) -> PartitionSpec:
         """Of keys or values [batch, kv_heads, new, head_dim], and of a tail."""
         return self.spec(DATA, TENSOR)
 
-    def of_queries(self, heads: int, kv_heads: int) -> PartitionSpec:
+    def query_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
         """Of queries [batch, heads, new, head_dim]. Devices with copies of one head divide its
         queries where that comes out even; else each has all of them."""
         alone = kv_heads == self.heads and self.divides(heads)
@@ -192,7 +192,7 @@ class MeshSharding:
         """Whether every device can have as many queries' heads as every other."""
         return heads % (self.heads * self.copies) == 0
 
-    def of_bodies(self, body: Any, orders: Any) -> Any:
+    def body_specs(self, body: Any, orders: Any) -> Any:
         """Of a body's arrays [batch, kv_heads, ...], whose slots are where their orders say; what
         heads have in common is everywhere."""
 
@@ -227,10 +227,10 @@ class MeshSharding:
     def put_bodies(self, body: _T, orders: Any, kind: Any = None) -> _T:
         """A body's arrays, spread; inside ``jit`` too."""
         self.check_context()
-        specs = self.of_bodies(body, orders)
+        specs = self.body_specs(body, orders)
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), body, specs)
 
-    def put_as(self, tree: _T, specs: Any, kind: Any = None) -> _T:
+    def put_with_specs(self, tree: _T, specs: Any, kind: Any = None) -> _T:
         """A pytree's arrays, spread by specs; inside ``jit`` too."""
         self.check_context()
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)

@@ -62,7 +62,7 @@ class CachePolicy:
         the same in any."""
         if paged(self.layout):
             return 0
-        return self.layout.slots if self.has_tail else self.stored.slots
+        return self.layout.slots if self.has_tail else self.stored_layout.slots
 
     @property
     def unit(self) -> int:
@@ -96,7 +96,7 @@ class CachePolicy:
         return Split(self.layout, self.block, self.recent, parts, self.grain)
 
     @property
-    def stored(self) -> Layout:
+    def stored_layout(self) -> Layout:
         """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
         more where that many devices can't have the same number each."""
         if paged(self.layout) and self.placement.parts > 1:
@@ -112,11 +112,11 @@ class CachePolicy:
     @property
     def page_group(self) -> PageGroup | None:
         """By which tables its slots are found, where they are in pages."""
-        layout = paged(self.layout) and paged(self.stored)
+        layout = paged(self.layout) and paged(self.stored_layout)
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
-    def stores_as(self) -> Any:
+    def storage_key(self) -> Any:
         """What tells whether rows of two policies go on alike, their layouts aside: the codecs,
         and, where they encode blocks, what queries see through them."""
         blockwise = self.keys.blockwise or self.values.blockwise
@@ -152,11 +152,11 @@ class CachePolicy:
         layout: Layout = self.layout.resolve(max_len, window, initial_len, back)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
-        place = self.placement.fixed()
+        place = self.placement.with_target()
         fixed = replace(self, layout=layout, keys=keys, values=values, placement=place)._with_raw()
-        return fixed.pooled(rows)
+        return fixed.with_pool(rows)
 
-    def pooled(self, rows: int) -> "CachePolicy":
+    def with_pool(self, rows: int) -> "CachePolicy":
         """With a pool for so many rows, where its slots are in pages; resolved but for that."""
         layout, spread, page_group = paged(self.layout), self.placement.spread, self.page_group
         if layout is None or page_group is None:
@@ -166,9 +166,9 @@ class CachePolicy:
         shares = 1 if spread is None else spread.rows
         return replace(self, layout=replace(layout, pool=pages + -pages % shares))
 
-    def elsewhere(self, placement: Device) -> "CachePolicy":
+    def with_placement(self, placement: Device) -> "CachePolicy":
         """A resolved policy, with its body in another place of the same devices."""
-        return replace(self, placement=placement.of(self.placement))._with_raw()
+        return replace(self, placement=placement.like(self.placement))._with_raw()
 
     def _with_raw(self) -> "CachePolicy":
         """With the codecs of the tail, of a policy whose own are resolved."""

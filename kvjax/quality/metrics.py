@@ -118,7 +118,7 @@ def seen_encoded(held: LayerCache, at: int, call: int) -> int:
 def _in_body(policy: CachePolicy, tokens: int) -> int:
     """Tokens of a text that stand in a layer's body."""
     if not policy.has_tail:
-        return min(tokens, policy.stored.slots)
+        return min(tokens, policy.stored_layout.slots)
     split = policy.split
     blocks = int(split.flushed(jnp.full(1, tokens, jnp.int32))[0])
     return policy.block * min(blocks, split.body.slots)

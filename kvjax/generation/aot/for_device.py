@@ -267,7 +267,7 @@ class _Programs:
         if spread is None:
             return self._near
         batches = self._rows, len(self._request.prompts)
-        return spread.sharding(spread.of_rows() if x.shape[:1] in [(n,) for n in batches] else P())
+        return spread.sharding(spread.row_spec() if x.shape[:1] in [(n,) for n in batches] else P())
 
 
 def _sharded(architecture: Any) -> Any:

@@ -248,7 +248,7 @@ def _placed(tree: Any, spread: MeshSharding | None) -> Any:
     if spread is None:
         return tree
     return jax.tree.map(
-        lambda x: lax.with_sharding_constraint(x, spread.sharding(spread.of_rows(x.shape))), tree
+        lambda x: lax.with_sharding_constraint(x, spread.sharding(spread.row_spec(x.shape))), tree
     )
 
 
