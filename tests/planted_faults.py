@@ -61,8 +61,8 @@ FAULTS = (
     ),
     Fault(
         "a zero point is forgotten", "codecs/integer.py",
-        "return in_range(self.groups.join(split * scale + self.each(store.zero)), self.dtype)",
-        "return in_range(self.groups.join(split * scale), self.dtype)", ("codecs",),
+        "self.groups.join(split * scale + self.decode_scale(store.zero))",
+        "self.groups.join(split * scale)", ("codecs",),
     ),
     Fault(
         "empty slots are not left out of few rows' mixtures", "codecs/codec.py",
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "a scale of 8-bit floats is forgotten", "codecs/float8.py",
-        "return in_range(self.groups.join(split * self.each(store.scale)), self.dtype)",
+        "return in_range(self.groups.join(split * self.decode_scale(store.scale)), self.dtype)",
         "return in_range(self.groups.join(split), self.dtype)", ("codecs",),
     ),
     Fault(
@@ -486,7 +486,7 @@ FAULTS = (
     ),
     Fault(
         "a weight of 0 makes everything 0", "attention/in_place.py",
-        "jnp.all(jnp.isfinite(found.mixed))", "jnp.bool_(True)", ("any_length",),
+        "jnp.all(jnp.isfinite(found.weighted))", "jnp.bool_(True)", ("any_length",),
     ),
     Fault(
         "rows stay in the order of their lengths", "attention/alike.py",
@@ -510,8 +510,8 @@ FAULTS = (
     ),
     Fault(
         "a stack is read in its first layer", "placement/order.py",
-        "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.step, jnp.int32)",
-        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.step, jnp.int32)",
+        "place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.stride, jnp.int32)",
+        "place[0], place[1 + self.axis] = 0 * layer, jnp.asarray(start * self.stride, jnp.int32)",
         ("stacks",),
     ),
     Fault(

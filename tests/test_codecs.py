@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 import kvjax
 from kvjax.codecs import Float8, HalfQuadratic, Int1, Int2, Int3, Int4, Int8, Integer, Raw, Rotated
-from kvjax.codecs._scales import rounded
 from kvjax.codecs.integer import pack, unpack
+from kvjax.codecs.scales import rounded
 from kvjax.core.pytree import tree_bytes
 from tests.matrix import CODECS, FULL
 
@@ -205,7 +205,9 @@ def test_products_are_those_of_the_decoded_numbers(name):
     plain = np.asarray(plain, np.float64).reshape(2, 2, 24, 8)
     queries = random.normal(size=(2, 2, 5, 8)).astype(np.float32)
     weights = random.random(size=(2, 2, 5, 24)).astype(np.float32)
-    products = jax.jit(lambda q, w, store: (codec.scores(q, store), codec.mix(w, store)))
+    products = jax.jit(
+        lambda q, w, store: (codec.scores(q, store), codec.weighted_values(w, store))
+    )
     truth = queries @ plain.swapaxes(2, 3), weights @ plain
     for found, wanted in zip(products(queries, weights, store), truth, strict=True):
         assert found.dtype == jnp.float32

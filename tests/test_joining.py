@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.codecs import Codec
-from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs.codec import plain_scores, plain_weighted_values
 from kvjax.layouts import Layout, Run
 from tests import matrix, test_copies, test_mesh, test_recompute
 from tests.covering import covering, pairs_of
@@ -75,8 +75,8 @@ class Sixteenths:
     def scores(self, queries, store):
         return plain_scores(queries, self.decode(store))
 
-    def mix(self, weights, store):
-        return plain_mix(weights, self.decode(store))
+    def weighted_values(self, weights, store):
+        return plain_weighted_values(weights, self.decode(store))
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 import kvjax
 from kvjax.attention import attending
 from kvjax.attention import call as calls
-from kvjax.attention.kernels import common, tiling
+from kvjax.attention.kernels import common, mosaic_tpu
 from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
-from kvjax.codecs.codec import plain_mix, plain_scores
+from kvjax.codecs.codec import plain_scores, plain_weighted_values
 from kvjax.core.compat import JAX
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Growing, Paged, Ring
@@ -75,8 +75,8 @@ def assert_no_races():
 @pytest.fixture
 def strict(monkeypatch):
     """Kernels of small tiles, so that a text has some, interpreted strictly."""
-    monkeypatch.setattr(tiling, "LONGEST", 128)
-    monkeypatch.setattr(tiling, "ROWS", 128)
+    monkeypatch.setattr(mosaic_tpu, "MAX_TOKENS", 128)
+    monkeypatch.setattr(mosaic_tpu, "MAX_ROWS", 128)
     if STRICTLY:
         monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
             detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
@@ -274,14 +274,14 @@ def test_orders_keep_every_number(name, head_dim):
     policy = replace(POLICIES[name], block=64)
     codec = policy.keys.resolve("bfloat16", "tpu")
     block = 64 if policy.has_tail else None
-    orders = orders_of("tpu", codec, block, head_dim, policy.parts(head_dim))
+    orders = orders_of("tpu", codec, block, head_dim, policy.subblocks(head_dim))
     shape = (2, 3, 5, 64, head_dim) if block else (2, 3, 5, head_dim)
     store = codec.encode(jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32"))
     for x, order in zip(jax.tree.leaves(store), jax.tree.leaves(orders), strict=True):
-        kept = order.keep(x)
+        kept = order.arrange(x)
         assert kept.ndim == 4 and kept.size == x.size
-        np.testing.assert_array_equal(order.give(kept), x)
-        np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
+        np.testing.assert_array_equal(order.restore(kept), x)
+        np.testing.assert_array_equal(order.restore(order.slice_units(kept, 1, 3)), x[:, :, 1:4])
 
 
 @pytest.mark.slow
@@ -294,14 +294,14 @@ def test_units_on_a_host_are_whole(codec, apart):
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 5, 64, 64)), "float32")
     store = codec.encode(numbers)
     for x, order in zip(jax.tree.leaves(store), jax.tree.leaves(orders), strict=True):
-        kept = order.keep(x)
+        kept = order.arrange(x)
         assert kept.shape[1] == 5 and kept.shape[3:] == (8, 128)
-        np.testing.assert_array_equal(order.give(kept), x)
-        np.testing.assert_array_equal(order.give(order.piece(kept, 1, 3)), x[:, :, 1:4])
+        np.testing.assert_array_equal(order.restore(kept), x)
+        np.testing.assert_array_equal(order.restore(order.slice_units(kept, 1, 3)), x[:, :, 1:4])
         if apart and x.shape[1] > 1:
             each = kept.shape[2] // 4
             some = kept[:, :, each : 3 * each]
-            np.testing.assert_array_equal(order.give(some), x[:, 1:3])
+            np.testing.assert_array_equal(order.restore(some), x[:, 1:3])
 
 
 @pytest.mark.parametrize(
@@ -444,8 +444,8 @@ class Flat:
     def scores(self, queries, store):
         return plain_scores(queries, self.decode(store))
 
-    def mix(self, weights, store):
-        return plain_mix(weights, self.decode(store))
+    def weighted_values(self, weights, store):
+        return plain_weighted_values(weights, self.decode(store))
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def _walk_section(found: Partial, section: Section, inputs: AttentionInputs) -> 
     def in_one_piece(found: Partial) -> tuple[Partial, Array]:
         begin, size = jnp.int32(0), section.size
         found = softmax_over(section, inputs.mask, rows, begin, size, after=found, whole=True)
-        return found, jnp.all(jnp.isfinite(found.mixed))
+        return found, jnp.all(jnp.isfinite(found.weighted))
 
     more, done = control_flow.cond(
         full, in_one_piece, lambda found: (found, jnp.bool_(False)), found

@@ -42,7 +42,7 @@ def over_pages(inputs: AttentionInputs) -> AttentionOutput:
         tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
         found = _multiplied(inputs, section, owner, tokens, at)
         # An empty slot may hold what is no number, which no weight makes 0.
-        return inputs.finish(found), jnp.all(jnp.isfinite(found.mixed))
+        return inputs.finish(found), jnp.all(jnp.isfinite(found.weighted))
 
     def nothing() -> tuple[AttentionOutput, Array]:
         return jnp.zeros_like(inputs.queries), jnp.bool_(False)

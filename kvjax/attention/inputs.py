@@ -12,7 +12,7 @@ from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.layouts import Shard
 
 
-class Unserved(ValueError):
+class Unsupported(ValueError):
     """A path can't serve a call."""
 
 
@@ -88,9 +88,9 @@ def softmax_over(
     products = section.scores(rows, keys, positions, long=whole)
     scores, seen = mask.scores(products, positions, section)
 
-    def mix(weights: Array) -> Array:
+    def weigh(weights: Array) -> Array:
         return section.weighted_values(
             weights, values, None if whole else positions, rows.dtype.name
         )
 
-    return Partial.of(scores, seen, mix, after)
+    return Partial.of(scores, seen, weigh, after)

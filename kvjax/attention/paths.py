@@ -1,7 +1,6 @@
 """Which way attention goes: a table, and the ways."""
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from kvjax.attention.alike import evenly
 from kvjax.attention.blocks import at_once, blockwise
 from kvjax.attention.buckets import SHORT, bucketed
 from kvjax.attention.in_place import over_pages
-from kvjax.attention.inputs import AttentionInputs, Unserved
-from kvjax.attention.kernels.choice import kernels_for
+from kvjax.attention.inputs import AttentionInputs, Unsupported
+from kvjax.attention.kernels.dispatch import kernels_for, pallas
 from kvjax.core.mesh_context import has_auto_axes
 from kvjax.core.target import Target
 from kvjax.core.typing import AttentionOutput
@@ -20,7 +19,7 @@ from kvjax.policies.cache_policy import CachePolicy
 
 Path = Callable[[AttentionInputs], AttentionOutput]
 """The mixture that a call's queries see. All paths give the same; one that can't serve a call
-raises ``Unserved`` when it is traced."""
+raises ``Unsupported`` when it is traced."""
 
 
 BRANCHES, KERNELS = "takes branches at no cost", "has kernels"
@@ -46,17 +45,8 @@ def abilities(target: Target) -> set[str]:
     return {KERNELS} if kernels_for(target) and not has_auto_axes() else set()
 
 
-def _pallas(inputs: AttentionInputs) -> AttentionOutput:
-    """``kvjax.attention.kernels``, whose libraries are loaded when they are first needed: they take
-    up to a second, and programs for CPUs need none."""
-    mixed: AttentionOutput = importlib.import_module("kvjax.attention.kernels.pallas").pallas(
-        inputs
-    )
-    return mixed
-
-
 PATHS: dict[str, Path] = {
-    "blocks": blockwise, "reference": at_once, "buckets": bucketed, "pallas": _pallas,
+    "blocks": blockwise, "reference": at_once, "buckets": bucketed, "pallas": pallas,
     "even": evenly, "pages": over_pages,
 }  # fmt: skip
 
@@ -118,7 +108,7 @@ def _first(names: tuple[str, ...]) -> Path:
         for name in names[:-1]:
             try:
                 return PATHS[name](inputs)
-            except Unserved:
+            except Unsupported:
                 continue
         return PATHS[names[-1]](inputs)
 

@@ -17,12 +17,12 @@ LOWEST = -2e38
 
 class Partial(NamedTuple):
     """A softmax over some of the keys, float32: the ``highest`` score and the ``total`` of weights
-    [batch, kv_heads, rows], and the weighted sum of values, ``mixed`` [batch, kv_heads, rows,
+    [batch, kv_heads, rows], and the weighted sum of values, ``weighted`` [batch, kv_heads, rows,
     head_dim]."""
 
     highest: Array
     total: Array
-    mixed: Array
+    weighted: Array
 
     @classmethod
     def of_none(cls, rows: Array) -> "Partial":
@@ -35,7 +35,7 @@ class Partial(NamedTuple):
         cls,
         scores: Array,
         seen: Array,
-        mix: Callable[[Array], Array],
+        weigh: Callable[[Array], Array],
         after: "Partial | None" = None,
     ) -> "Partial":
         """Over the keys of ``scores``, and those of ``after``.
@@ -43,7 +43,7 @@ class Partial(NamedTuple):
         Args:
           scores: float32[batch, kv_heads, rows, keys].
           seen: bool, the same shape: which of them count.
-          mix: weights, in that shape, to the weighted sum of values.
+          weigh: weights, in that shape, to the weighted sum of values.
           after: the softmax over other keys, with which it is merged at no cost of its own.
         """
         scores = jnp.where(seen, scores, LOWEST)
@@ -51,36 +51,36 @@ class Partial(NamedTuple):
         highest = jnp.maximum(lax.stop_gradient(scores).max(-1), LOWEST / 2)
         if after is None:
             weights = jnp.exp(scores - highest[..., None])
-            return cls(highest, weights.sum(-1), mix(weights))
+            return cls(highest, weights.sum(-1), weigh(weights))
         highest = jnp.maximum(after.highest, highest)
         weights = jnp.exp(scores - highest[..., None])
         shrink = jnp.exp(after.highest - highest)
         total = after.total * shrink + weights.sum(-1)
-        return cls(highest, total, after.mixed * shrink[..., None] + mix(weights))
+        return cls(highest, total, after.weighted * shrink[..., None] + weigh(weights))
 
     def merge(self, other: "Partial") -> "Partial":
         """Over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
-        mixed = self.mixed * a[..., None] + other.mixed * b[..., None]
-        return Partial(highest, self.total * a + other.total * b, mixed)
+        weighted = self.weighted * a[..., None] + other.weighted * b[..., None]
+        return Partial(highest, self.total * a + other.total * b, weighted)
 
     def joined(self, axis: int) -> "Partial":
         """Of shares along an axis, over the keys of all."""
         shrink = jnp.exp(self.highest - self.highest.max(axis, keepdims=True))
-        mixed = (self.mixed * shrink[..., None]).sum(axis)
-        return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), mixed)
+        weighted = (self.weighted * shrink[..., None]).sum(axis)
+        return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), weighted)
 
     def finish(self, queries: AttentionOutput, axis: str | None = None) -> AttentionOutput:
         """The mixture, in the shape and dtype of the queries; zeros where none is seen.
 
         ``axis``: of a mesh, along which devices have a share of the keys each.
         """
-        total, mixed = self.total, self.mixed
+        total, weighted = self.total, self.weighted
         if axis is not None:
             highest = lax.pmax(lax.stop_gradient(self.highest), axis)
             shrink = jnp.exp(self.highest - highest)
             # Of few rows compilers make one collective of both.
-            total, mixed = lax.psum((total * shrink, mixed * shrink[..., None]), axis)
-        mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-        return mixed.reshape(queries.shape).astype(queries.dtype)
+            total, weighted = lax.psum((total * shrink, weighted * shrink[..., None]), axis)
+        weighted = weighted / jnp.where(total == 0, 1.0, total)[..., None]
+        return weighted.reshape(queries.shape).astype(queries.dtype)

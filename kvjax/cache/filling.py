@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.layer import Body, LayerCache, Tail
 from kvjax.core.typing import Array, PerRow
 from kvjax.core.validation import UNLIMITED
-from kvjax.placement.order import kept
+from kvjax.placement.order import arrange
 from kvjax.placement.pages import in_pages
 from kvjax.policies.cache_policy import CachePolicy
 
@@ -66,7 +66,7 @@ def _layer(
     """A layer with a body of rows, or, with a ``table``, in pages."""
     if table is not None and (page_group := policy.page_group):
         body = in_pages(body, table, page_group.layout.page_size, page_group.layout.pool or 0)
-    keys, values = kept(body, policy.orders(like.kv_heads, like.head_dim))
+    keys, values = arrange(body, policy.orders(like.kv_heads, like.head_dim))
     return replace(
         like, keys=keys, values=values, policy=policy, tail=tail, low=low,
         strip=None, fetched=None,

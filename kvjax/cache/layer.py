@@ -16,7 +16,7 @@ from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, Scalar
 from kvjax.core.validation import is_traced
-from kvjax.placement.order import kept
+from kvjax.placement.order import arrange
 from kvjax.policies.cache_policy import CachePolicy
 
 
@@ -216,7 +216,7 @@ def empty_layer(
         rows, slots = page_group.layout.pool, (page_group.layout.page_size, *slots[1:])
     shape = (rows, kv_heads, *slots, head_dim)
     body = policy.keys.empty(shape), policy.values.empty(shape)
-    keys, values = kept(body, policy.orders(kv_heads, head_dim))
+    keys, values = arrange(body, policy.orders(kv_heads, head_dim))
     return LayerCache(keys, values, policy, kv_heads, head_dim, window, tail, low=low)
 
 

@@ -10,14 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.layer import LayerCache, Strip, Tail, unstacked
-from kvjax.codecs import Codec, Store, long_mix, long_scores, plain_mix, plain_scores, tokens_of
+from kvjax.codecs import (
+    Codec,
+    Store,
+    long_scores,
+    long_weighted_values,
+    merge_blocks,
+    plain_scores,
+    plain_weighted_values,
+)
 from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Cursors, PerRow
 from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, paged, split_slots
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS, given
+from kvjax.placement.order import AS_IS, restore
 from kvjax.placement.pages import fitting, from_pages
 
 
@@ -182,7 +190,7 @@ class Section:
             return long_scores(queries, codec.decode(keys))
         if self.table is None:
             return codec.scores(queries, keys)
-        turned = apply_rotary(tokens_of(codec.decode(keys)), positions.clip(0), self.table)
+        turned = apply_rotary(merge_blocks(codec.decode(keys)), positions.clip(0), self.table)
         return plain_scores(queries, turned)
 
     def weighted_values(
@@ -193,12 +201,12 @@ class Section:
         is a whole section, on a CPU."""
         codec = self.codecs[1]
         if positions is None:
-            return long_mix(weights, codec.decode(values))
+            return long_weighted_values(weights, codec.decode(values))
         if codec.blockwise:
-            return codec.mix(weights, values)
+            return codec.weighted_values(weights, values)
         # An earlier text may have left NaN in a slot that is empty now.
-        numbers = tokens_of(codec.decode(values)).astype(dtype)
-        return plain_mix(weights, numbers, present=positions[:, None, :, None] >= 0)
+        numbers = merge_blocks(codec.decode(values)).astype(dtype)
+        return plain_weighted_values(weights, numbers, present=positions[:, None, :, None] >= 0)
 
     def slice_units(self, start: Array, size: int) -> tuple[Store, Store]:
         """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""
@@ -207,11 +215,15 @@ class Section:
             where = self.orders, self.placement, self.pages, self.page
             return self._known(from_pages(stores, *where, start, size, layer))
         if layer is None:
-            part = jax.tree.map(lambda x, order: order.piece(x, start, size), stores, self.orders)
+            part = jax.tree.map(
+                lambda x, order: order.slice_units(x, start, size), stores, self.orders
+            )
             return self._known(self.placement.near(part))
         near = self.placement.near
         return self._known(
-            jax.tree.map(lambda x, o: o.of_layer(x, layer, start, size, near), stores, self.orders)
+            jax.tree.map(
+                lambda x, o: o.slice_layer(x, layer, start, size, near), stores, self.orders
+            )
         )
 
     def as_pages(self) -> "Section":
@@ -231,7 +243,7 @@ class Section:
     def _units(self) -> int:
         """Of the arrays, which may have more sections."""
         store, order = jax.tree.leaves(self.keys)[0], jax.tree.leaves(self.orders[0])[0]
-        units: int = store.shape[order.axis + (self.layer is not None)] // order.step
+        units: int = store.shape[order.axis + (self.layer is not None)] // order.stride
         return units
 
     def fitting(self, units: int, of: int = 1) -> int:
@@ -241,7 +253,9 @@ class Section:
 
     def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
         """Stores in the order of codecs, in which most devices keep them."""
-        return stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else given(stores, self.orders)
+        return (
+            stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else restore(stores, self.orders)
+        )
 
     def stores(self) -> tuple[Store, Store]:
         """Keys and values of all units of every row, as codecs know them."""
@@ -257,7 +271,8 @@ class Section:
         stores, end = self.stores(), self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
-            tokens_of(codec.decode(store)) for codec, store in zip(self.codecs, stores, strict=True)
+            merge_blocks(codec.decode(store))
+            for codec, store in zip(self.codecs, stores, strict=True)
         )
         units = jnp.arange(self.first, end, dtype=jnp.int32)
         return keys, values, self.positions(units, self.first)

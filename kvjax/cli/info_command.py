@@ -6,7 +6,7 @@ import jax
 import typer
 
 import kvjax
-from kvjax.attention.kernels.choice import gained_by_upgrading
+from kvjax.attention.kernels.dispatch import gained_by_upgrading
 from kvjax.cli import options
 from kvjax.cli.figures import by_place, table
 from kvjax.cli.streams import echo_json

@@ -1,11 +1,10 @@
-"""Codecs: how the numbers of a cache are stored. Pure functions on arrays; they know no slots."""
+"""Codecs: how the numbers of a cache are stored, as pure functions on arrays."""
 
-from kvjax.codecs._tiles import in_tiles as in_tiles
 from kvjax.codecs.centered import Centered
-from kvjax.codecs.codec import Codec, Store, plain_mix, plain_scores
-from kvjax.codecs.codec import long_mix as long_mix
+from kvjax.codecs.codec import Codec, Store, plain_scores, plain_weighted_values
 from kvjax.codecs.codec import long_scores as long_scores
-from kvjax.codecs.codec import tokens_of as tokens_of
+from kvjax.codecs.codec import long_weighted_values as long_weighted_values
+from kvjax.codecs.codec import merge_blocks as merge_blocks
 from kvjax.codecs.float8 import Float8
 from kvjax.codecs.half_quadratic import HalfQuadratic
 from kvjax.codecs.integer import BITS as BITS
@@ -15,6 +14,7 @@ from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv, quanti
 from kvjax.codecs.raw import Raw
 from kvjax.codecs.rotated import Rotated
 from kvjax.codecs.unrotated import Unrotated
+from kvjax.codecs.wrapper import CodecWrapper as CodecWrapper
 
 __all__ = [
     "Centered",
@@ -33,8 +33,8 @@ __all__ = [
     "Store",
     "Unrotated",
     "dequantize_kv",
-    "plain_mix",
     "plain_scores",
+    "plain_weighted_values",
     "quantize_kv",
     "quantized_codec",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.codecs.codec import Codec, Store, tokens_of
+from kvjax.codecs.codec import Codec, Store, merge_blocks
 from kvjax.codecs.integer import BITS, MULTIPLE, Integer
 from kvjax.codecs.raw import Raw
 from kvjax.core.pytree import pytree_dataclass, static_field, tree_bytes
@@ -62,7 +62,9 @@ def quantize_kv(
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
     """What ``quantize_kv`` encoded, as numbers again: [batch, kv_heads, tokens, head_dim]."""
-    first, second = (tokens_of(x.codec.decode(x.store))[:, :, : x.tokens] for x in (keys, values))
+    first, second = (
+        merge_blocks(x.codec.decode(x.store))[:, :, : x.tokens] for x in (keys, values)
+    )
     return first, second
 
 

@@ -1,4 +1,4 @@
-"""The codec that stores keys and values as they are."""
+"""The codec that stores keys and values unchanged."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._tiles import InTiles, Tile
+from kvjax.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
-class Raw(InTiles):
-    """Store numbers in ``dtype``, without loss where the model computes in the same dtype.
+class Raw(Codec):
+    """Store numbers in ``dtype``. This is lossless if the model computes in the same dtype.
 
-    ``dtype``: a floating dtype's name; None is the dtype the model computes in.
-    ``as_bits``: keep a 16-bit float's bits in a ``uint16`` array. The values are the same, and
-    every reader gets ``dtype``; it is chosen by ``resolve`` where the compiler would otherwise
-    rewrite the whole array in float32 at every write.
+    ``dtype``: the name of a floating-point dtype; None is the model's dtype.
+    ``as_bits``: store the bits of 16-bit floats in a ``uint16`` array. Values do not change, and
+    ``decode`` still returns ``dtype``. ``resolve`` sets it on platforms whose compiler would
+    otherwise convert the whole array to float32 at every write.
     """
 
     dtype: str | None = None
@@ -39,14 +39,14 @@ class Raw(InTiles):
         object.__setattr__(self, "dtype", dtype.name)
 
     def resolve(self, model_dtype: str | None, platform: str) -> "Raw":
-        """Fix what was left open: the dtype, and how its bits are best kept on ``platform``."""
+        """Fix the dtype, and how its bits are stored on ``platform``."""
         if self.dtype is None and model_dtype is None:
             raise ValueError(
                 'the config has no dtype: name one, such as policy("static", dtype="float32")'
             )
         dtype = jnp.dtype(self.dtype or model_dtype)
-        narrow = dtype.itemsize == 2 and platform == "cpu" and _rewrites_16_bit_floats()
-        return replace(self, dtype=dtype.name, as_bits=narrow)
+        as_bits = dtype.itemsize == 2 and platform == "cpu" and _rewrites_16_bit_floats()
+        return replace(self, dtype=dtype.name, as_bits=as_bits)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, self._stored_dtype)
@@ -58,33 +58,27 @@ class Raw(InTiles):
     def decode(self, store: Array) -> Array:
         return lax.bitcast_convert_type(store, jnp.dtype(self.dtype)) if self.as_bits else store
 
-    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
-        return not self.as_bits
-
-    def tiles(self, store: Array, orders: Any, part: int, parts: int) -> list[Tile]:
-        return [Tile(*orders.run(store, part, parts), turned=orders.turned)]
-
     @property
-    def _stored_dtype(self) -> Any:
+    def _stored_dtype(self) -> jnp.dtype:
         if self.dtype is None:
             raise ValueError("this Raw has no dtype yet: init_cache takes it from the model")
-        return jnp.uint16 if self.as_bits else jnp.dtype(self.dtype)
+        return jnp.dtype("uint16" if self.as_bits else self.dtype)
 
 
 def _rewrites_16_bit_floats() -> bool:
-    """Whether this version's CPU compiler widens a whole 16-bit float array to update a slice."""
+    """Whether this JAX's CPU compiler widens a whole 16-bit float array to update a slice."""
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 
 
-def without_gradient(call: Callable[[Array], Array], why: str) -> Callable[[Array], Array]:
-    """``call``; asked for its gradient, it says why there is none."""
-    refusing = jax.custom_jvp(call)
+def without_gradient(function: Callable[[Array], Array], reason: str) -> Callable[[Array], Array]:
+    """``function``, but differentiating it raises ``ValueError(reason)``."""
+    guarded = jax.custom_jvp(function)
 
-    @refusing.defjvp
+    @guarded.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise ValueError(why)
+        raise ValueError(reason)
 
-    return refusing
+    return guarded
 
 
 _to_bits = without_gradient(

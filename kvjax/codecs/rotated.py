@@ -1,4 +1,4 @@
-"""A random rotation of the channels, which spreads outliers over all of them."""
+"""A random Hadamard transform of the channels, which spreads outliers over all of them."""
 
 import functools
 from dataclasses import dataclass
@@ -7,19 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.codecs._scales import in_range
-from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Store
+from kvjax.codecs.scales import in_range
+from kvjax.codecs.wrapper import CodecWrapper
 
 
 @dataclass(frozen=True)
-class Rotated(Wrapping):
-    """Store numbers with their channels mixed by a randomised Hadamard transform (QuIP#, Tseng et
-    al., arXiv:2402.04396; QuaRot, Ashkboos et al., arXiv:2404.00456).
+class Rotated(CodecWrapper):
+    """Apply a randomized Hadamard transform to the channels before ``codec`` encodes them (QuIP#,
+    Tseng et al., arXiv:2402.04396; QuaRot, Ashkboos et al., arXiv:2404.00456).
 
-    Queries are mixed the same way and the mixture of values is mixed back once, so that nothing is
-    undone when the cache is read. Where head_dim is not a power of two, runs of the largest power
-    of two that divides it are transformed. ``seed``: of the random signs.
+    Attention applies the same transform to the queries, and the inverse transform to the weighted
+    sum of values. It never transforms the stored numbers back. If head_dim is not a power of two,
+    the transform applies to runs of channels whose length is the largest power of two that divides
+    it.
+
+    ``seed``: the seed of the random signs.
     """
 
     seed: int = 0
@@ -30,37 +33,35 @@ class Rotated(Wrapping):
         return self.codec.empty(shape)
 
     def encode(self, x: Array) -> Store:
-        return self.codec.encode(self._mixed(x.astype(jnp.float32)))
+        return self.codec.encode(self._transform_exactly(x.astype(jnp.float32)))
 
     def decode(self, store: Store) -> Array:
         numbers = self.codec.decode(store)
-        wide = self._unmixed(numbers.astype(jnp.float32))
-        return in_range(wide, self.dtype).astype(numbers.dtype)
-
-    @property
-    def turning(self) -> bool:
-        return True
-
-    def turn(self, queries: Array) -> Array:
-        return super().turn(self._turned(queries))
-
-    def unturn(self, mixed: Array) -> Array:
-        return self._unmixed(super().unturn(mixed))
+        restored = self.inverse_transform(numbers.astype(jnp.float32))
+        return in_range(restored, self.dtype).astype(numbers.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Queries, mixed the same way, times the keys as they are stored."""
-        return self.codec.scores(self._turned(queries), store)
+        """Transformed queries times the keys as stored."""
+        return self.codec.scores(self.transform(queries), store)
 
-    def mix(self, weights: Array, store: Store) -> Array:
-        """The mixture of values as they are stored, mixed back."""
-        return self._unmixed(self.codec.mix(weights, store))
+    def weighted_values(self, weights: Array, store: Store) -> Array:
+        """The inverse transform of the weighted values as stored."""
+        return self.inverse_transform(self.codec.weighted_values(weights, store))
 
-    def _turned(self, queries: Array) -> Array:
+    def transform(self, queries: Array) -> Array:
+        """Queries [..., head_dim], transformed to be multiplied with stored keys."""
         return _times(queries, self._matrices(queries.shape[-1])[0])
 
-    def _mixed(self, x: Array) -> Array:
-        """The transform by sums and differences alone: rounded in one way, however many blocks
-        are encoded together. The scale is a power of two, and the matrices make up for it."""
+    def inverse_transform(self, x: Array) -> Array:
+        """Undo the transform of stored numbers, or of sums of them: [..., head_dim]."""
+        return _times(x, self._matrices(x.shape[-1])[1])
+
+    def _transform_exactly(self, x: Array) -> Array:
+        """The transform by a fast Walsh-Hadamard butterfly of sums and differences.
+
+        Its rounding does not depend on how many blocks are encoded together. It scales by a power
+        of two, and the matrices correct for that.
+        """
         signs, size, power = _settings(x.shape[-1], self.seed)
         shape, x = x.shape, x * signs.reshape(*[1] * (x.ndim - 1), -1)
         half = 1
@@ -70,11 +71,8 @@ class Rotated(Wrapping):
             half *= 2
         return x.reshape(shape) * 2.0**-power
 
-    def _unmixed(self, x: Array) -> Array:
-        return _times(x, self._matrices(x.shape[-1])[1])
-
     def _matrices(self, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """For rows of numbers: what queries, and what mixed numbers are multiplied by."""
+        """The matrices [head_dim, head_dim] that multiply queries, and stored numbers."""
         signs, size, power = _settings(head_dim, self.seed)
         hadamard = np.ones((1, 1), np.float32)
         for _ in range(size.bit_length() - 1):
@@ -90,8 +88,8 @@ def _times(x: Array, matrix: np.ndarray) -> Array:
 
 @functools.cache
 def _settings(head_dim: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """Signs float32[head_dim], the channels that are transformed together, and the exponent of
-    the scale."""
+    """The signs float32[head_dim], the number of channels that are transformed together, and the
+    exponent of the scale."""
     signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), head_dim)
     size = head_dim & -head_dim
     return signs, size, (size.bit_length() - 1) // 2

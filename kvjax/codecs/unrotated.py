@@ -1,24 +1,25 @@
-"""Keys stored before the rotary embedding, and turned when they are read."""
+"""Keys stored before the rotary embedding."""
 
 from dataclasses import dataclass
 
-from kvjax.codecs._wrapping import Wrapping
 from kvjax.codecs.codec import Codec
+from kvjax.codecs.wrapper import CodecWrapper
 
 
 @dataclass(frozen=True)
-class Unrotated(Wrapping):
-    """Store keys as the model made them, without their positions (KVQuant, Hooper et al.,
-    arXiv:2401.18079): a channel's numbers then lie closer together, and a bias stays one. They are
-    turned to their positions block by block, whenever they are read.
+class Unrotated(CodecWrapper):
+    """Store keys before the rotary embedding is applied (KVQuant, Hooper et al., arXiv:2401.18079).
 
-    Of use for keys; values have no positions and are stored as ``codec`` does.
+    Before rotation the values of a channel lie closer together, and a bias is constant. Attention
+    rotates the keys to their positions each time it reads a block.
+
+    Use it for keys. Values have no positions, so they are stored as ``codec`` stores them.
     """
 
     @property
     def before_rotary(self) -> bool:
-        """Keys are given unrotated."""
+        """Always true: ``encode`` receives unrotated keys."""
         return True
 
-    # The keys have no positions yet: they are decoded, and the wrapped codec's products left aside.
+    # Stored keys must be decoded and rotated first, so the products of ``codec`` do not apply.
     scores = Codec.scores

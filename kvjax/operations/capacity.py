@@ -128,7 +128,7 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
 
     def pad(x: Array, order: Order) -> Array:
         wider = [(0, 0)] * x.ndim
-        wider[order.axis] = (0, more * order.step)
+        wider[order.axis] = (0, more * order.stride)
         if policy.placement.needs_tail and not is_traced(x) and policy.placement.spread is None:
             # Where it is: no more than one unit of it is on the device.
             shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
@@ -168,10 +168,10 @@ def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
 @functools.partial(jax.jit, static_argnames=("placement", "order"), donate_argnums=0)
 def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Array:
     def one(unit: Array, into: Array) -> Array:
-        part = placement.far(placement.near(order.piece(x, unit, 1)))
-        return lax.dynamic_update_slice_in_dim(into, part, unit * order.step, axis=order.axis)
+        part = placement.far(placement.near(order.slice_units(x, unit, 1)))
+        return lax.dynamic_update_slice_in_dim(into, part, unit * order.stride, axis=order.axis)
 
-    return control_flow.fori_loop(0, x.shape[order.axis] // order.step, one, into)
+    return control_flow.fori_loop(0, x.shape[order.axis] // order.stride, one, into)
 
 
 def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:

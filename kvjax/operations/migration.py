@@ -24,7 +24,7 @@ from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator, PageGroup
 from kvjax.placement.device import Device, check_placement, on_device_of
 from kvjax.placement.mesh import MeshSharding, shard_over
-from kvjax.placement.order import given, kept
+from kvjax.placement.order import arrange, restore
 from kvjax.policies.cache_policy import CachePolicy
 
 KEEP: Any = object()
@@ -226,7 +226,7 @@ def _in_order(old: LayerCache, policy: CachePolicy) -> LayerCache:
 
 @functools.partial(jax.jit, static_argnames=("before", "after"))
 def _reordered(body: Any, before: Any, after: Any) -> Any:
-    return kept(given(body, before), after)
+    return arrange(restore(body, before), after)
 
 
 def delete_unshared(old: LayerCache, new: LayerCache) -> None:

@@ -323,7 +323,7 @@ def _copied(
         stores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stores)
     batch, layers = len(rows), stack or 1
     store, order = jax.tree.leaves(stores)[0], jax.tree.leaves(orders)[0]
-    units = store.shape[order.axis] // order.step
+    units = store.shape[order.axis] // order.stride
     size = min(max(piece, 1), units)
 
     def row_of(number: Array, stores: Any) -> Any:
@@ -348,9 +348,9 @@ def _one(
 ) -> Callable[[Array, Any], Array]:
     def one(store: Array, order: Any) -> Array:
         shape = [1, *store.shape[1:]]
-        shape[order.axis] = size * order.step
+        shape[order.axis] = size * order.stride
         like: Any = jax.ShapeDtypeStruct(tuple(shape), store.dtype)
-        units = order.of_row(store, base + source, start, like)
-        return order.with_row(store, base + row, start, placement.far(placement.near(units)))
+        units = order.slice_row(store, base + source, start, like)
+        return order.update_row(store, base + row, start, placement.far(placement.near(units)))
 
     return one

@@ -174,7 +174,9 @@ def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
         if page_group is None:
             units = _filled(cache, entry)
             body = jax.tree.map(
-                lambda x, order, units=units: order.piece(x, 0, units), body_of(near), held.orders
+                lambda x, order, units=units: order.slice_units(x, 0, units),
+                body_of(near),
+                held.orders,
             )
         else:
             pages = used[cache.page_groups.index(page_group)]

@@ -198,7 +198,7 @@ class MeshSharding:
 
         def one(x: Any, order: Order) -> PartitionSpec:
             if order.axis == 1:  # heads stand behind it
-                return self.spec(DATA, SEQUENCE, TENSOR if order.apart else None)
+                return self.spec(DATA, SEQUENCE, TENSOR if order.separate_heads else None)
             between = [None] * (order.axis - 2)
             return self.spec(DATA, TENSOR if x.shape[1] > 1 else None, *between, SEQUENCE)
 

@@ -36,7 +36,7 @@ def from_pages(
     offset, each = start % page, min(size, page)
 
     def one(store: Array, order: Order) -> Array:
-        begin, length = offset * order.step, each * order.step
+        begin, length = offset * order.stride, each * order.stride
         if placement.needs_tail or current_platform() == "tpu":
             return _one_by_one(store, order, placement, column, begin, length, layer)
         return _gathered(store, order, column, begin, length, layer)
@@ -98,7 +98,7 @@ def _one_by_one(
 
     def one(page: Array) -> Array:
         at = page if layer is None else (layer, page)
-        part: Array = order.of_row(store, at, begin // order.step, like)  # type: ignore[arg-type]
+        part: Array = order.slice_row(store, at, begin // order.stride, like)  # type: ignore[arg-type]
         return placement.near(part)[0]
 
     known = jnp.clip(pages, 0, of_pages[0] - 1)
@@ -117,10 +117,10 @@ def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, tar
 
         def copy(number: Array, into: Array) -> Array:
             known = jnp.clip(source[number], 0, store.shape[0] - 1)
-            page = order.of_row(into, known, start, like)  # type: ignore[arg-type]
+            page = order.slice_row(into, known, start, like)  # type: ignore[arg-type]
             there = (source[number] >= 0) & (target[number] >= 0)
             at = jnp.where(there, target[number], known)  # where there is none, onto itself
-            return order.with_row(into, at, start, placement.far(placement.near(page)))
+            return order.update_row(into, at, start, placement.far(placement.near(page)))
 
         turns = jnp.where(jnp.any(source >= 0), len(source), 0)
         return control_flow.fori_loop(0, turns, copy, store)
@@ -150,7 +150,7 @@ def pages_at(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
 
         def of(page: Array) -> Array:
-            found: Array = order.of_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
+            found: Array = order.slice_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
             return placement.near(found)[0]
 
         return lax.map(of, jnp.clip(pages, 0, store.shape[0] - 1))
@@ -165,7 +165,7 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
     def one(store: Array, order: Order, new: Array) -> Array:
         def write(number: Array, into: Array) -> Array:
             unit = placement.far(lax.dynamic_slice_in_dim(new, number, 1))
-            return order.with_row(into, pages[number], jnp.int32(0), unit)
+            return order.update_row(into, pages[number], jnp.int32(0), unit)
 
         return control_flow.fori_loop(0, jnp.sum(pages >= 0, dtype=jnp.int32), write, store)
 

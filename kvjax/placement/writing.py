@@ -177,16 +177,16 @@ def _write_one(
     far: Any, copy: Array | None,
 ) -> Array:  # fmt: skip
     """One row's units, from ``found`` start on, between skip and count of them."""
-    x = jnp.pad(x, ((0, 0), (0, max(order.least - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
+    x = jnp.pad(x, ((0, 0), (0, max(order.min_units - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
     origin, new, real = _window(run, x, *found)
-    like = jax.eval_shape(order.keep, new[None])
+    like = jax.eval_shape(order.arrange, new[None])
     if copy is None:
-        old = near(order.of_row(into, row, origin, like))
-        merged = order.keep(jnp.where(real, new, order.give(old)[0])[None])
+        old = near(order.slice_row(into, row, origin, like))
+        merged = order.arrange(jnp.where(real, new, order.restore(old)[0])[None])
     else:
-        merged = order.of_row(copy, row, origin, like)
-    into = order.with_row(into, row, origin, far(merged))
-    if order.read_by_tiles and into.shape[-1] % LANES == 0:
+        merged = order.slice_row(copy, row, origin, like)
+    into = order.update_row(into, row, origin, far(merged))
+    if order.tileable and into.shape[-1] % LANES == 0:
         # As it is given, and as kernels want it: in a loop a TPU's compiler would choose what suits
         # the update, and copy the array for that.
         return with_layout_constraint(into, Layout(major_to_minor=tuple(range(into.ndim))))

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from kvjax.codecs import MULTIPLE, Codec, Raw, in_tiles
+from kvjax.codecs import MULTIPLE, Codec, Raw
 from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
-from kvjax.placement.tpu import folded, grain, grain_of_blocks, orders_of
+from kvjax.placement.tpu import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
 from kvjax.policies.model_config import layer_windows
 
 
@@ -69,16 +69,16 @@ class CachePolicy:
         """Tokens of a unit of what the codecs keep, on axis 2."""
         return self.block if self.has_tail else 1
 
-    def parts(self, head_dim: int) -> int:
+    def subblocks(self, head_dim: int) -> int:
         """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
-        return max(in_tiles(x).parts for x in (self.keys, self.values)) * folded(head_dim)
+        return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
         """In which order the arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, spread = placement.needs_tail, placement.spread
         apart = spread is not None and spread.heads > 1
-        settings = block, head_dim, self.parts(head_dim), kv_heads if far else None, apart
+        settings = block, head_dim, self.subblocks(head_dim), kv_heads if far else None, apart
         platform = placement.platform()
         first, second = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
         return first, second
@@ -86,12 +86,12 @@ class CachePolicy:
     @property
     def grain(self) -> int:
         """Of what the slots are a multiple, where the placement's arrays are."""
-        return grain(self.placement.platform())
+        return slot_alignment(self.placement.platform())
 
     @property
     def split(self) -> Split:
         """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
-        blocks = grain_of_blocks(self.placement.platform(), self.layout.slots, self.block)
+        blocks = block_alignment(self.placement.platform(), self.layout.slots, self.block)
         parts = self.placement.parts * blocks
         return Split(self.layout, self.block, self.recent, parts, self.grain)
 

@@ -1,93 +1,147 @@
-"""What paths by kernels share: what they are given, and how they run where no device has them."""
+"""What the kernels share: their inputs, the codec that they read, and interpret mode."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.inputs import AttentionInputs, Unserved
+from kvjax.attention.inputs import AttentionInputs, Unsupported
 from kvjax.attention.mask import Mask
+from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
-from kvjax.codecs import in_tiles
-from kvjax.codecs._tiles import Tile
+from kvjax.codecs import Centered, Codec, CodecWrapper, Rotated
 from kvjax.core.typing import Array
+from kvjax.placement.tpu import subblocks_of
 
 INTERPRETED: Any = True
-"""How kernels are interpreted where no device has them; tests look for races too."""
+"""The ``interpret`` argument of kernels on a CPU. Tests set it to detect races."""
+PROGRAMS = 256
+"""The number of programs that a GPU kernel aims for: a few for each multiprocessor."""
+MIN_TILES = 4
+"""The fewest tiles per program if several programs share a row."""
 
 
 def refuse(path: str, reasons: dict[str, object]) -> None:
-    """Raise ``ValueError`` for the first reason that is true."""
-    for reason, true in reasons.items():
-        if true:
-            raise Unserved(f"the attention path {path!r} {reason}")
+    """Raise ``Unsupported`` with the first reason that is true."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsupported(f"the attention path {path!r} {reason}")
 
 
 def compiled(run: Callable[..., Any], *arrays: Array) -> Any:
-    """``run(*arrays, interpret=)``, without a device's compiler on CPUs."""
-    on_cpu, elsewhere = (functools.partial(run, interpret=each) for each in (INTERPRETED, False))
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
+    """``run(*arrays, interpret=)``: interpreted on CPUs, compiled on other platforms."""
+    on_cpu, on_device = (functools.partial(run, interpret=x) for x in (INTERPRETED, False))
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_device)
+
+
+class Core(NamedTuple):
+    """What a kernel needs of a codec: the ``codec`` whose store it reads, and the ``transforms`` of
+    channels around it, the outermost first. Those are applied to queries and outputs, outside of
+    the products."""
+
+    codec: Codec
+    transforms: tuple[Rotated, ...] = ()
+
+    def transform(self, queries: Array) -> Array:
+        """Transform queries [..., head_dim] as stored keys are transformed."""
+        for each in self.transforms:
+            queries = each.transform(queries)
+        return queries
+
+    def inverse_transform(self, output: Array) -> Array:
+        """Undo the transforms of weighted values [..., head_dim]."""
+        for each in reversed(self.transforms):
+            output = each.inverse_transform(output)
+        return output
+
+
+@functools.singledispatch
+def core_of(codec: Codec) -> Core:
+    """The core of a codec. A wrapper that changes how a store is read registers its own rule; by
+    default a wrapper only changes how numbers are encoded."""
+    return Core(codec)
+
+
+@core_of.register
+def _(codec: CodecWrapper) -> Core:
+    return core_of(codec.codec)
+
+
+@core_of.register
+def _(codec: Centered) -> Core:
+    return Core(codec)
+
+
+@core_of.register
+def _(codec: Rotated) -> Core:
+    inner = core_of(codec.codec)
+    return inner._replace(transforms=(codec, *inner.transforms))
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A section, and the rows of queries that look at it, as kernels read them.
+class KernelInputs:
+    """A section, and the queries that attend to it.
 
-    What depends on a row alone are whole numbers, ``scalars``; what depends on a slot is made of
-    them in the kernel, of each element alone. Its methods are called there, with shapes of as many
-    axes as a kernel likes.
+    Values that depend on a row alone are passed to the kernel as integers (``scalars``). What
+    depends on a slot is computed from them in the kernel, elementwise. The methods below ``at`` are
+    called there, with arrays of any number of axes.
 
-    ``queries``: [batch, kv_heads, rows, head_dim], turned as the codec of the keys wants it.
-    ``parts``: runs of a block's tokens that are read one after the other.
+    ``queries``: [batch, kv_heads, rows, head_dim], transformed as the codec of the keys requires.
+    ``subblocks``: the number of subblocks of a block that are read one after the other.
     """
 
     section: Section
     mask: Mask
     queries: Any
-    parts: int
+    subblocks: int
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, section: Section) -> "Reading":
-        """Of a layer's inputs."""
-        rows = in_tiles(section.codecs[0]).turn(inputs.rows(section))
-        sides = folded_sides(section.orders)
-        parts = max(in_tiles(codec).parts for codec in section.codecs) * sides
-        return cls(section, inputs.mask, rows, parts if section.unit > 1 else 1)
+    def of(cls, inputs: AttentionInputs, section: Section) -> "KernelInputs":
+        """The inputs for one section of a layer."""
+        queries = core_of(section.codecs[0]).transform(inputs.rows(section))
+        return cls(section, inputs.mask, queries, section_subblocks(section))
 
-    def bare(self) -> "Reading":
-        """Without arrays: settings alone."""
+    def without_arrays(self) -> "KernelInputs":
+        """The static settings alone, to be closed over by a kernel."""
         none = {"keys": None, "values": None, "cursors": (), "pages": None}
         mask = replace(self.mask, queries=None, call=None if self.mask.call is None else True)
         return replace(self, section=replace(self.section, **none), mask=mask, queries=None)
 
     @property
-    def sides(self) -> int:
-        """Rows of channels that stand side by side."""
-        return folded_sides(self.section.orders)
+    def fold(self) -> int:
+        """Rows of channels that share a row of lanes."""
+        return fold_of_orders(self.section.orders)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of channels of a token that have a scale each: of keys and of values."""
-        first, second = (
+        """Groups of channels with separate scales per token, of keys and of values."""
+        keys, values = (
             max(order.groups for order in jax.tree.leaves(orders)) for orders in self.section.orders
         )
-        return first, second
+        return keys, values
+
+    def at(self, blocks: int, rows: int) -> Array:
+        """The positions of query rows, int32[batch, blocks, rows], padded with the last one."""
+        queries = self.mask.queries
+        positions = jnp.tile(queries, (1, self.queries.shape[2] // queries.shape[1]))
+        padding = (0, blocks * rows - positions.shape[1])
+        return jnp.pad(positions, ((0, 0), padding), mode="edge").reshape(-1, blocks, rows)
 
     def scalars(self, tile: int, at: Array) -> tuple[Array, Array]:
-        """What kernels go by, and the most tiles of any of them.
+        """The integers that a kernel needs for each block of query rows.
 
         Args:
-          tile: tokens of a tile.
-          at: int32[batch, blocks, rows], the positions of rows of queries that are looked at
-            together.
+          tile: tokens per tile.
+          at: int32[batch, blocks, rows], the positions of the rows.
 
         Returns:
-          int32[batch, blocks, n]: the first of the tiles that they may see, how many there are, and
-          what positions are made of; and int32[].
+          int32[batch, blocks, n]: the first tile that the rows may see, the number of tiles from
+          there on, and the cursors from which positions are computed; and int32[], the largest
+          number of tiles.
         """
         section, mask = self.section, self.mask
 
@@ -97,14 +151,15 @@ class Reading:
         units = jax.vmap(jax.vmap(filled))(jnp.max(at, axis=2) + 1)
         end = (section.first + jnp.clip(units, 0, section.size)) * section.unit
         tiles = -(-end // tile)
-        first = jnp.minimum(self._first(tile), tiles)
+        first = jnp.minimum(self._first_tile(tile), tiles)
         cursors = [] if mask.call is None else [mask.call]
         cursors = [x[:, None] for x in (*cursors, *section.cursors)]
-        each = jnp.broadcast_arrays(first, tiles - first, *cursors)
-        return jnp.stack(each, axis=2).astype(jnp.int32), jnp.maximum(jnp.max(tiles - first), 1)
+        scalars = jnp.broadcast_arrays(first, tiles - first, *cursors)
+        stacked = jnp.stack(scalars, axis=2).astype(jnp.int32)
+        return stacked, jnp.maximum(jnp.max(tiles - first), 1)
 
-    def _first(self, tile: int) -> Array:
-        """int32[]: the first tile of which any query may see anything."""
+    def _first_tile(self, tile: int) -> Array:
+        """int32[]: the first tile that any query may see."""
         section, mask, unit = self.section, self.mask, self.section.unit
         if mask.window is None and mask.chunk is None:
             return jnp.int32(section.first * unit // tile)
@@ -116,47 +171,65 @@ class Reading:
 
         return jnp.argmax(jax.vmap(reached)(starts)).astype(jnp.int32)
 
-    def at(self, blocks: int, rows: int) -> Array:
-        """int32[batch, blocks, rows]: the positions of rows of queries, the last ones again where
-        there are none."""
-        queries = self.mask.queries
-        some = jnp.tile(queries, (1, self.queries.shape[2] // queries.shape[1]))
-        some = jnp.pad(some, ((0, 0), (0, blocks * rows - some.shape[1])), mode="edge")
-        return some.reshape(-1, blocks, rows)
-
-    def slots(self, part: int, tile: int, along: Callable[[int], Array]) -> Array:
-        """The slots of a run of a tile's blocks, counted from the tile's beginning."""
-        unit, number = self.section.unit, along(tile // self.parts)
-        if self.parts == 1:
+    def slots(self, index: int, tile: int, iota: Callable[[int], Array]) -> Array:
+        """The slots of one subblock of each block of a tile, counted from the tile's first slot.
+        ``iota(n)`` gives 0 to n - 1 in the shape that the kernel needs."""
+        unit, number = self.section.unit, iota(tile // self.subblocks)
+        if self.subblocks == 1:
             return number
-        each = unit // self.parts
-        return number // each * unit + part * each + number % each
+        tokens = unit // self.subblocks
+        return number // tokens * unit + index * tokens + number % tokens
 
-    def tiles(self, which: int, store: Any, part: int) -> list[Tile]:
-        """Of a tile's keys (0) or values (1) the numbers of a run."""
-        core = in_tiles(self.section.codecs[which]).core
-        found: list[Tile] = core.tiles(store, self.section.orders[which], part, self.parts)
-        return found
-
-    def positions(self, slots: Array, numbers: list[Array]) -> Array:
-        """The positions of slots, -1 for none."""
+    def positions(self, slots: Array, scalars: list[Array]) -> Array:
+        """The positions of slots; -1 for an empty slot. ``scalars``: from the third on."""
         section = self.section
-        cursors = numbers if self.mask.call is None else numbers[1:]
+        cursors = scalars if self.mask.call is None else scalars[1:]
         first = section.first * section.unit
-        mine = (slots >= first) & (slots < first + section.size * section.unit)
-        return jnp.where(mine, section.position_of(slots, *cursors), -1)
+        inside = (slots >= first) & (slots < first + section.size * section.unit)
+        return jnp.where(inside, section.position_of(slots, *cursors), -1)
 
-    def sees(self, queries: Array, positions: Array, numbers: list[Array]) -> Array:
+    def sees(self, queries: Array, positions: Array, scalars: list[Array]) -> Array:
         """Whether queries see positions."""
-        call = None if self.mask.call is None else numbers[0]
+        call = None if self.mask.call is None else scalars[0]
         return self.mask.sees(queries, positions, call, self.section)
 
     def scores(self, products: Array) -> Array:
-        """Scores of products."""
+        """Scores from products of queries and keys."""
         scores, cap = products * self.mask.scale, self.mask.soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def folded_sides(orders: Any) -> int:
-    """Rows of channels that stand side by side in a store."""
+def fold_of_orders(orders: Any) -> int:
+    """Rows of channels that share a row of lanes in a store."""
     return max(order.fold for order in jax.tree.leaves(orders))
+
+
+def section_subblocks(section: Section) -> int:
+    """The number of subblocks of a block that a kernel reads one after the other."""
+    if section.unit == 1:
+        return 1
+    return max(map(subblocks_of, section.codecs)) * fold_of_orders(section.orders)
+
+
+def splits_of(programs: int, tiles: int) -> int:
+    """The number of programs that share a row's keys: enough to occupy a GPU, but with several
+    tiles each."""
+    wanted = max(PROGRAMS // programs, 1)
+    return min(1 << wanted.bit_length() - 1, 1 << max(tiles // MIN_TILES, 1).bit_length() - 1)
+
+
+def merge_splits(
+    outputs: Partial, inputs: KernelInputs, blocks: int, splits: int, before: Partial | None
+) -> Partial:
+    """Merge the results of a GPU kernel's programs, and the softmax over other keys, ``before``.
+
+    ``outputs``: [batch, kv_heads * blocks, splits, rows of a block, ...].
+    """
+    batch, kv_heads, rows, _ = inputs.queries.shape
+    partial = outputs.joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in outputs))
+    padded = blocks * partial.total.shape[2]
+    partial = Partial(*(x.reshape(batch, kv_heads, padded, *x.shape[3:]) for x in partial))
+    partial = Partial(*(x[:, :, :rows] for x in partial))
+    values = core_of(inputs.section.codecs[1])
+    partial = partial._replace(weighted=values.inverse_transform(partial.weighted))
+    return partial if before is None else before.merge(partial)

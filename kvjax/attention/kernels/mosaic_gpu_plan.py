@@ -1,4 +1,4 @@
-"""How the Mosaic GPU kernel divides a call: programs, pieces of a text, shared memory."""
+"""How the Mosaic GPU kernel divides its work, and its operands in shared memory."""
 
 import functools
 import itertools
@@ -8,197 +8,306 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from kvjax.attention.kernels.mosaic_gpu_stores import Form, form_of
+from kvjax.attention.kernels.common import core_of
+from kvjax.attention.kernels.mosaic_gpu_formats import (
+    ScaleOffset,
+    StoreFormat,
+    format_of,
+    scale_offset,
+)
 from kvjax.cache.sections import Section
 from kvjax.core.target import Target, current_target
+from kvjax.core.typing import Array
 
-plgpu: Any = mosaic_gpu  # what of it is used here came with JAX 0.11 and 0.12
-TOKENS = 64
-"""Of a text that is stored token by token, what is fetched together, at most."""
-FETCHED = 32
-"""Rows of numbers that are fetched together, at least."""
-MOST = 64
-"""Rows of queries of a program, at most, of up to 128 channels; of more, half as many."""
-PROGRAMS = 256
-"""Programs of a call, about: some for each of a GPU's multiprocessors."""
-FEWEST = 4
-"""Pieces that a program walks, at least, where a row's text is shared."""
-AHEAD = 4
-"""Pieces in shared memory, at most; two at least."""
-ROOM = 96
-"""KiB of shared memory that a program takes if it can, so that two programs fit on a
-multiprocessor."""
-GRAIN, LANES = 16, 8
-"""The size of a matrix product: rows of queries, or numbers that are summed (``GRAIN``), and
-tokens or channels (``LANES``)."""
+plgpu: Any = mosaic_gpu  # some of what is used here is missing before JAX 0.12
+MAX_TOKENS = 64
+"""The most tokens of a tile, if the cache is stored token by token."""
+MIN_ROWS = 32
+"""The fewest rows of numbers in a tile."""
+MAX_QUERIES = 64
+"""The most query rows of a program if heads have up to 128 channels, otherwise half of it."""
+MAX_STAGES = 4
+"""The most pipeline stages; there are at least two."""
+PREFERRED_KIB = 96
+"""KiB of shared memory that a program uses if possible, so that two fit on a multiprocessor."""
+MMA_K, MMA_N = 16, 8
+"""The shape of a matrix product: query rows and contracted numbers (``MMA_K``), and tokens or
+channels (``MMA_N``)."""
 KIB = 1024
-WHOLE = 128
-"""Numbers that are written together."""
+COPY_NUMBERS = 128
+"""Numbers that one copy to global memory writes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is divided.
+    """How the kernel divides a call.
 
-    ``warps``: of four, those that divide rows of queries; the others divide tokens. ``piece``:
-    units that are fetched together, and ``steps``: pieces in shared memory. ``run``: tokens that
-    are multiplied together. ``product`` and ``queries``: dtypes of factors and of queries.
-    ``swizzle``: of numbers in shared memory, bytes.
+    ``formats``: of keys and values. ``unit``: tokens per unit. ``warps``: how many of the four
+    warps divide query rows; the others divide tokens. ``tile``: units that are fetched together.
+    ``stages``: tiles in the pipeline's shared memory. ``queries``: the dtype of the queries.
+    ``swizzle``: bytes of the shared-memory swizzle.
     """
 
-    forms: tuple[Form, Form]
+    formats: tuple[StoreFormat, StoreFormat]
     unit: int
     head_dim: int
     warps: int
-    piece: int
-    steps: int
+    tile: int
+    stages: int
     queries: Any
     swizzle: int
 
     @property
     def product(self) -> Any:
+        """The dtype of the operands of products."""
         return jnp.dtype("float16" if self.queries == jnp.float16 else "bfloat16")
 
     @property
     def rows(self) -> int:
-        """Rows of queries of a program."""
-        return GRAIN * self.warps
+        """Query rows of a program."""
+        return MMA_K * self.warps
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Of a piece: which unit of it, and which run of the unit's tokens."""
-        parts = max(form.parts for form in self.forms)
+    def subblocks_per_unit(self) -> int:
+        return max(form.subblocks for form in self.formats)
+
+    @property
+    def subblocks(self) -> list[tuple[int, int]]:
+        """The subblocks of a tile: the index of the unit, and of the subblock in the unit."""
         if self.unit == 1:
             return [(0, 0)]
-        return [(unit, part) for unit in range(self.piece) for part in range(parts)]
+        return [
+            (unit, index) for unit in range(self.tile) for index in range(self.subblocks_per_unit)
+        ]
 
     @property
-    def run(self) -> int:
-        if self.unit == 1:
-            return self.piece
-        return self.unit // max(form.parts for form in self.forms)
+    def tokens(self) -> int:
+        """Tokens of a subblock, which are multiplied together."""
+        return self.tile if self.unit == 1 else self.unit // self.subblocks_per_unit
 
-    def rows_of(self, which: int) -> int:
-        """Rows of numbers of a piece of keys (0) or values (1)."""
-        return self.piece * self.forms[which].rows
+    def tile_rows(self, which: int) -> int:
+        """Rows of numbers in a tile of keys (0) or values (1)."""
+        return self.tile * self.formats[which].rows
 
     def planes(self, which: int) -> int:
-        """Made in shared memory; 0 where numbers are multiplied as they lie."""
-        return self.forms[which].planes(self.queries, self.product)
+        """Planes that are converted in shared memory; 0 if numbers are multiplied directly."""
+        return self.formats[which].planes(self.queries, self.product)
 
-    def where(self, which: int, run: tuple[int, int]) -> tuple[int, int]:
-        """Of a run: its plane, and its first row there."""
-        unit, part = run
-        form = self.forms[which]
-        each = max(x.parts for x in self.forms) // form.parts
-        return part // each, unit * form.rows + part % each * self.run
+    def plane_row(self, which: int, subblock: tuple[int, int]) -> tuple[int, int]:
+        """The plane of a subblock, and its first row there."""
+        unit, index = subblock
+        form = self.formats[which]
+        per_plane = self.subblocks_per_unit // form.subblocks
+        return index // per_plane, unit * form.rows + index % per_plane * self.tokens
 
     def layout(self, kind: Any) -> Any:
-        """Of the first factor of a product, the second one or the sum."""
+        """A register layout of the matrix product."""
         return kind(self.product, m_warps=self.warps)
 
     @property
-    def first(self) -> Any:
+    def lhs(self) -> Any:
+        """The layout of the left operand."""
         return self.layout(plgpu.Layout.MMA_LHS)
 
     @property
-    def second(self) -> Any:
+    def rhs(self) -> Any:
+        """The layout of the right operand."""
         return self.layout(plgpu.Layout.MMA_RHS)
 
     @property
-    def sums(self) -> Any:
+    def acc(self) -> Any:
+        """The layout of the accumulator."""
         return self.layout(plgpu.Layout.MMA_ACC)
 
-    def scratch(self, written: int, fenced: bool) -> dict[str, Any]:
-        """Shared memory, by name."""
-        found: dict[str, Any] = {}
-        tiles = (
-            plgpu.TilingTransform((LANES, self.swizzle // 2)),
+    def scratch(self, output_rows: int, barriers: bool) -> dict[str, Any]:
+        """Arrays in shared memory, by name. ``output_rows``: rows that a program writes.
+        ``barriers``: whether barriers signal that a tile has arrived."""
+        arrays: dict[str, Any] = {}
+        transforms = (
+            plgpu.TilingTransform((MMA_N, self.swizzle // 2)),
             plgpu.SwizzleTransform(self.swizzle),
         )
-        for which, form in enumerate(self.forms):
-            shape = self.steps, self.rows_of(which), self.head_dim
-            direct: Any = {} if self.planes(which) else {"transforms": tiles}
-            found[f"fetched_{which}"] = plgpu.SMEM(shape, form.dtype, **direct)
-            for name in form.of_tokens:
-                each = self.piece, form.groups, self.unit
-                found[f"{name}_{which}"] = plgpu.SMEM(each, jnp.float32)
-        # Unpacked keys, which unpacked values overwrite; planes follow each other.
-        made = max(self.planes(which) * self.rows_of(which) for which in (0, 1))
-        if made:
-            found["made"] = plgpu.SMEM((made, self.head_dim), self.product, transforms=tiles)
-        wide = self.queries == jnp.float32
-        weights = len(self.runs), self.forms[1].groups, self.rows, self.run
-        found["weights"] = plgpu.SMEM(weights, jnp.float32 if wide else self.product)
-        if written < self.rows:
-            found["mixed"] = plgpu.SMEM((self.rows, self.head_dim), jnp.float32)
-        if fenced:
-            found["arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=self.steps)
-        return found
+        for which, form in enumerate(self.formats):
+            shape = self.stages, self.tile_rows(which), self.head_dim
+            direct: Any = {} if self.planes(which) else {"transforms": transforms}
+            arrays[f"fetched_{which}"] = plgpu.SMEM(shape, form.dtype, **direct)
+            for name in form.token_arrays:
+                scales = self.tile, form.groups, self.unit
+                arrays[f"{name}_{which}"] = plgpu.SMEM(scales, jnp.float32)
+        # Converted keys, which converted values overwrite. One plane follows the other.
+        rows = max(self.planes(which) * self.tile_rows(which) for which in (0, 1))
+        if rows:
+            arrays["converted"] = plgpu.SMEM(
+                (rows, self.head_dim), self.product, transforms=transforms
+            )
+        dtype = jnp.float32 if self.queries == jnp.float32 else self.product
+        weights = len(self.subblocks), self.formats[1].groups, self.rows, self.tokens
+        arrays["weights"] = plgpu.SMEM(weights, dtype)
+        if output_rows < self.rows:
+            arrays["output"] = plgpu.SMEM((self.rows, self.head_dim), jnp.float32)
+        if barriers:
+            arrays["arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=self.stages)
+        return arrays
 
-    def written(self, rows: int) -> int:
-        """Rows of mixtures that a program writes, of ``rows`` of queries: rounded up to whole
-        writes."""
-        some = (n for n in range(min(rows, self.rows), self.rows) if n * self.head_dim % WHOLE == 0)
-        return next(some, self.rows)
+    def output_rows(self, rows: int) -> int:
+        """Rows of outputs that a program writes for ``rows`` query rows: the fewest that fill whole
+        copies."""
+        candidates = range(min(rows, self.rows), self.rows)
+        return next((n for n in candidates if n * self.head_dim % COPY_NUMBERS == 0), self.rows)
 
-    def bytes(self, rows: int) -> int:
-        """Shared memory for ``rows`` of queries: each array rounded up, and sums across warps."""
+    def shared_bytes(self, rows: int) -> int:
+        """Bytes of shared memory for ``rows`` query rows: each array rounded up to KiB, and the
+        scratch of reductions across warps."""
         total = 2 * KIB
-        for each in self.scratch(self.written(rows), False).values():
-            total += -(-each.dtype.itemsize * math.prod(each.shape) // KIB) * KIB
+        for array in self.scratch(self.output_rows(rows), False).values():
+            total += -(-array.dtype.itemsize * math.prod(array.shape) // KIB) * KIB
         return total
 
 
 def plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | None:
-    """How a call over a section is divided; None where it can't be."""
-    forms = [form_of(codec, section.unit, head_dim) for codec in section.codecs]
-    if None in forms or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+    """The plan for ``rows`` query rows of a section; None if the kernel can't serve them."""
+    formats = [format_of(core_of(codec).codec, section.unit, head_dim) for codec in section.codecs]
+    if None in formats or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return None
     units = page = jax.tree.leaves(section.keys)[0].shape[2]
-    if section.unit == 1 and units % LANES:
+    if section.unit == 1 and units % MMA_N:
         return None
     if section.pages is None or section.pages.shape[1] == 1:
         page = 1 << 30  # a row's units are contiguous
     target = current_target()
-    # Where it is interpreted, an H100's.
+    # In interpret mode, the shared memory of an H100.
     shared = (target if target.capability else Target("gpu", (9, 0))).shared_memory
-    settings: Any = tuple(forms), section.unit, units, page & -page
-    return _planned(*settings, head_dim, rows, jnp.dtype(dtype), shared // KIB)
+    settings: Any = tuple(formats), section.unit, units, page & -page
+    return _make_plan(*settings, head_dim, rows, jnp.dtype(dtype), shared // KIB)
 
 
 @functools.lru_cache(maxsize=256)
-def _planned(
-    forms: tuple[Form, Form], unit: int, units: int, page: int, head_dim: int, rows: int,
-    dtype: Any, shared: int,
-) -> Plan | None:  # fmt: skip
-    """``plan_of`` for a store of ``units``, of which ``page`` are contiguous."""
-    wanted = min(rows, MOST if head_dim <= 128 else MOST // 2)
-    needed = -(-FETCHED // min(form.rows for form in forms))
-    sizes = (TOKENS, TOKENS // 2, TOKENS // 4) if unit == 1 else (needed,)
-    widths = [head_dim // form.groups for form in forms]
+def _make_plan(
+    formats: tuple[StoreFormat, StoreFormat],
+    unit: int,
+    units: int,
+    page: int,
+    head_dim: int,
+    rows: int,
+    dtype: Any,
+    shared: int,
+) -> Plan | None:
+    """``plan_of`` for ``shared`` KiB of shared memory, and a store of ``units``, of which ``page``
+    are contiguous."""
+    wanted = min(rows, MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2)
+    needed = -(-MIN_ROWS // min(form.rows for form in formats))
+    sizes = (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4) if unit == 1 else (needed,)
+    widths = [head_dim // form.groups for form in formats]
     swizzle = next((s for s in (128, 64, 32) if all(n % (s // 2) == 0 for n in widths)), None)
     if swizzle is None:
         return None
-    for most, size, steps, warps in itertools.product(
-        (ROOM, shared), sizes, range(AHEAD, 1, -1), (1, 2, 4)
+    for limit, size, stages, warps in itertools.product(
+        (PREFERRED_KIB, shared), sizes, range(MAX_STAGES, 1, -1), (1, 2, 4)
     ):
-        piece = min(1 << size.bit_length() - 1, 1 << units.bit_length() - 1, page)
-        if GRAIN * warps < wanted and warps < 4:
+        tile = min(1 << size.bit_length() - 1, 1 << units.bit_length() - 1, page)
+        if MMA_K * warps < wanted and warps < 4:
             continue
-        plan = Plan(forms, unit, head_dim, warps, piece, steps, dtype, swizzle)
-        across = LANES * 4 // warps  # tokens, or channels, that all warps take together
-        whole = all(n % across == n % GRAIN == 0 for n in (plan.run, *widths))
-        along = all(form.along % plan.run == 0 for form in forms)
-        if whole and along and plan.bytes(rows) <= min(most, shared) * KIB:
+        plan = Plan(formats, unit, head_dim, warps, tile, stages, dtype, swizzle)
+        across = MMA_N * 4 // warps  # tokens, or channels, that all warps process together
+        aligned = all(n % across == n % MMA_K == 0 for n in (plan.tokens, *widths))
+        uniform = all(form.tokens_per_scale % plan.tokens == 0 for form in formats)
+        if aligned and uniform and plan.shared_bytes(rows) <= min(limit, shared) * KIB:
             return plan
     return None
 
 
-def splits_of(programs: int, pieces: int) -> int:
-    """Programs that share a row's text: enough to occupy a GPU, with at least ``FEWEST`` pieces
-    each."""
-    wanted = max(PROGRAMS // programs, 1)
-    return min(1 << wanted.bit_length() - 1, 1 << max(pieces // FEWEST, 1).bit_length() - 1)
+@dataclass(frozen=True)
+class Operand:
+    """Keys (``which`` 0) or values (1) in a program.
+
+    ``arrays``: their arrays of one head in global memory, by name. ``shared``: arrays in shared
+    memory, by name.
+    """
+
+    plan: Plan
+    which: int
+    arrays: dict[str, Any]
+    shared: dict[str, Any]
+
+    @property
+    def format(self) -> StoreFormat:
+        return self.plan.formats[self.which]
+
+    def fetch(self, row: Any, unit: Any, stage: Any, arrived: Any) -> None:
+        """Start copying the tile that begins at a unit of a row, or of a page."""
+        count = self.plan.tile_rows(self.which)
+        rows = self.arrays["numbers"].at[row, :, pl.ds(unit * self.format.rows, count)]
+        plgpu.copy_gmem_to_smem(
+            rows.at[0],
+            self.shared[f"fetched_{self.which}"].at[stage],
+            arrived,
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+
+    def convert(self, row: Any, unit: Any, stage: Any) -> None:
+        """Convert the numbers of a fetched tile, and load the scales of its tokens."""
+        plan, which = self.plan, self.which
+        if plan.planes(which):
+            shape = plan.tile_rows(which), plan.head_dim
+            layout = plgpu.Layout.SMEM_GMEM_COPY(shape, plan.product, plan.swizzle)
+            stored = plgpu.load(
+                self.shared[f"fetched_{which}"].at[stage], layout=layout, optimized=False
+            )
+            for n, x in enumerate(self.format.convert(stored, plan.queries, plan.product)):
+                into = self.shared["converted"].at[pl.ds(n * shape[0], shape[0])]
+                plgpu.store(into, x, optimized=False)
+        for name in self.format.token_arrays:
+            for at, group in itertools.product(range(plan.tile), range(self.format.groups)):
+                source = self.arrays[name].at[row, 0, unit + at, :, group]
+                numbers = plgpu.load(source, layout=plan.rhs.reduce(0), optimized=False)
+                into = self.shared[f"{name}_{which}"].at[at, group]
+                plgpu.store(into, numbers.astype(jnp.float32), optimized=False)
+
+    def numbers(self, subblock: tuple[int, int], stage: Any, group: int) -> list[Any]:
+        """References to the numbers of a subblock and a group of channels, as 16-bit terms."""
+        plan, width = self.plan, self.plan.head_dim // self.format.groups
+        plane, first = plan.plane_row(self.which, subblock)
+        channels = pl.ds(group * width, width)
+        if not plan.planes(self.which):
+            fetched = self.shared[f"fetched_{self.which}"]
+            return [fetched.at[stage, pl.ds(first, plan.tokens), channels]]
+        terms = range(plane, plane + self.format.terms(plan.queries))
+        begins = [n * plan.tile_rows(self.which) + first for n in terms]
+        return [self.shared["converted"].at[pl.ds(n, plan.tokens), channels] for n in begins]
+
+    def token_scales(self, subblock: tuple[int, int], group: int) -> ScaleOffset:
+        """The scales and offsets of a subblock's tokens: float32[tokens]."""
+        unit, index = subblock
+        tokens = self.plan.tokens
+
+        def load(name: str) -> Array:
+            scales = self.shared[f"{name}_{self.which}"]
+            own = scales.at[unit, group, pl.ds(index * tokens, tokens)]
+            return plgpu.load(own, layout=self.plan.acc.reduce(0), optimized=False)
+
+        return scale_offset(self.format, load, self.plan.plane_row(self.which, subblock)[0])
+
+    def channel_scales(
+        self, row: Any, unit: Any, subblock: tuple[int, int], channels: Any, layout: Any
+    ) -> ScaleOffset:
+        """The scales and offsets of channels, with the means in the offsets: float32[channels]."""
+        form = self.format
+
+        def load(name: str) -> Array:
+            group = 0
+            if name != "mean":
+                group = subblock[1] * self.plan.tokens // form.tokens_per_scale
+            numbers = self.arrays[name].at[row, 0, unit + subblock[0], group, channels]
+            return plgpu.load(numbers, layout=layout, optimized=False).astype(jnp.float32)
+
+        plane = self.plan.plane_row(self.which, subblock)[0]
+        scales = ScaleOffset(None, None)
+        if form.tokens_per_scale:
+            scales = scale_offset(form, load, plane)
+        if "mean" not in form.arrays:
+            return scales
+        mean = load("mean")
+        return scales._replace(offset=mean if scales.offset is None else scales.offset + mean)

@@ -1,13 +1,14 @@
-"""A kernel for TPUs: queries over a long text, read as it is kept.
+"""A flash-decoding kernel for TPUs that reads the cache as it is stored.
 
-Every row walks its own tiles, from the first that its queries may see to the last that is filled,
-with the online softmax: how many there are is known when the kernel starts, so one program serves
-every length, and what is not filled is not read. Scales of tokens are folded into scores and
-weights, so no decoded number leaves the kernel, and most are never made. Positions are made in the
-kernel of the row's cursors: no mask is read either.
+Each row of the batch walks its own tiles with the online softmax (Milakov and Gimelshein,
+arXiv:1805.02867; FlashAttention, Dao, Fu, Ermon, Rudra and Ré, arXiv:2205.14135), from the first
+tile that its queries may see to the last one that is filled. The number of tiles is known when the
+kernel starts, so one program serves every length and does not read empty tiles. The scales of
+tokens are applied to scores and weights, so most numbers are never dequantized. The kernel computes
+positions from the row's cursors and reads no mask.
 
-It is ``pallas_call`` for TPUs (Mosaic). No device has run it: it is compiled for v5e and v6e, and
-interpreted on CPUs.
+The kernel is a ``pallas_call``, lowered by Mosaic. It is compiled for v5e and v6e, and interpreted
+on CPUs; it was never executed on a device.
 """
 
 import functools
@@ -20,99 +21,147 @@ from jax import custom_batching, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.attention.kernels.common import Reading, compiled, folded_sides, refuse
-from kvjax.attention.kernels.folding import mixture_of, scores_of, spread_out, times
-from kvjax.attention.kernels.tiling import sizes_of
+from kvjax.attention.kernels.common import (
+    KernelInputs,
+    compiled,
+    core_of,
+    refuse,
+    section_subblocks,
+)
+from kvjax.attention.kernels.tpu_tiles import (
+    can_tile,
+    repeat_queries,
+    tile_scores,
+    tile_weighted_values,
+    tiles_of,
+    times_matrix,
+)
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.codecs import in_tiles
 from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_varying_shape
 from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES
-from kvjax.placement.tpu import Turned
+from kvjax.placement.tpu import Transposed
+
+MAX_ROWS = 512
+"""The most query rows that share a walk over the tiles."""
+MAX_BYTES = 2**21
+"""The most bytes of a subblock's numbers in float32. VMEM holds several such arrays at once."""
+ROW_MULTIPLE = 16
+"""Rows in a tile of 16-bit numbers."""
+OUTPUT_ARRAYS = 4
+"""How many arrays of the outputs' size are counted. The inputs of a continued softmax fit in
+addition to them and are not counted."""
+MAX_TOKENS = 1024
+"""The most tokens of a subblock of a tile."""
 
 
-def decode(reading: Reading, before: Partial | None = None) -> Partial:
-    """The softmax of rows of queries over a section, not yet divided by its total. ``before``: that
-    over other keys, which goes on where it stands."""
-    section = reading.section
-    values = in_tiles(section.codecs[1])
-    if before is not None and values.turning:  # another's mixtures are not turned back
-        return before.merge(decode(reading))
-    batch, kv_heads, rows, head_dim = reading.queries.shape
+def refusals(section: Section, rows: Array) -> dict[str, object]:
+    """Reasons for which the kernel can't read a section for query rows [batch, kv_heads, rows,
+    head_dim], and whether each applies."""
+    head_dim, subblocks = rows.shape[3], section_subblocks(section)
+    tileable = all(order.tileable for order in jax.tree.leaves(section.orders))
+    readable = (section.unit == 1 or tileable) and all(
+        can_tile(core_of(codec).codec, section.unit, subblocks, head_dim)
+        for codec in section.codecs
+    )
+    return {
+        f"can't read {section.codecs} tile by tile": not readable,
+        f"takes blocks of {SUBLANES * subblocks} tokens at least here": (
+            section.unit > 1 and section.unit < SUBLANES * subblocks
+        ),
+    }
+
+
+def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
+    """The softmax of queries over a section, not yet divided by its total.
+
+    ``before``: the softmax over other keys; the kernel continues from it.
+    """
+    section = inputs.section
+    values = core_of(section.codecs[1])
+    if before is not None and values.transforms:  # the earlier output is not transformed
+        return before.merge(decode(inputs))
+    batch, kv_heads, rows, head_dim = inputs.queries.shape
     if head_dim % LANES and section.unit == 1:
-        section = _turned(section)
-        reading = replace(reading, section=section)
+        section = _transposed(section)
+        inputs = replace(inputs, section=section)
     leaves = jax.tree.leaves((section.keys, section.values))
     orders = jax.tree.leaves(section.orders)
-    capacity = leaves[0].shape[orders[0].axis] // orders[0].step * section.unit
-    heads, tile, together = sizes_of(reading, capacity)
-    # A row that has one page alone passes its end as one without pages does.
+    capacity = leaves[0].shape[orders[0].axis] // orders[0].stride * section.unit
+    heads, tile, block_rows = tile_sizes(inputs, capacity)
+    # With a single page per row, the last tile may pass the end, as it may without pages.
     several = section.pages is not None and section.pages.shape[1] > 1
     refuse("pallas", {f"reads no pages of {capacity} tokens": several and capacity % tile})
-    blocks = -(-rows // together)
-    padded = blocks * together
-    queries = jnp.pad(reading.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    at = reading.at(blocks, together)
-    scalars, tiles = reading.scalars(tile, at)
+    blocks = -(-rows // block_rows)
+    padded = blocks * block_rows
+    queries = jnp.pad(inputs.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    at = inputs.at(blocks, block_rows)
+    scalars, tiles = inputs.scalars(tile, at)
     pages = jnp.zeros((1, 1), jnp.int32) if section.pages is None else section.pages
-    each = -(-capacity // tile)  # tiles of a page
+    tiles_per_page = -(-capacity // tile)
     at = jnp.broadcast_to(at.reshape(batch, padded, 1), (batch, padded, LANES))
     scalars = scalars.reshape(batch * blocks, -1)
 
-    def of_rows(*block: int) -> pl.BlockSpec:
+    def row_spec(*block: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *block), lambda b, h, q, j, *s: (b, h, q, 0))
 
-    def of_store(x: Array, order: Any) -> pl.BlockSpec:
-        whole, block = x.shape[1], [1, heads, *x.shape[2:]]
-        own = 1 if whole == 1 and kv_heads > 1 else heads
-        block[1] = own
-        block[order.axis] = min(tile // section.unit * order.step, x.shape[order.axis])
+    def store_spec(x: Array, order: Any) -> pl.BlockSpec:
+        own_heads = 1 if x.shape[1] == 1 and kv_heads > 1 else heads
+        block = [1, own_heads, *x.shape[2:]]
+        block[order.axis] = min(tile // section.unit * order.stride, x.shape[order.axis])
 
         def index(b: Array, h: Array, q: Array, j: Array, s: Any, t: Any) -> tuple[Any, ...]:
             n = b * blocks + q
-            # Behind their last tile rows read nothing anew.
+            # After its last tile a row keeps the same index, so that nothing new is fetched.
             number = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
-            place: list[Any] = [b, 0 if own < heads else h, 0, 0]
+            place: list[Any] = [b, 0 if own_heads < heads else h, 0, 0]
             place[order.axis] = number
             if section.pages is not None:
-                place[0] = jnp.maximum(t[b, number // each], 0)
-                place[order.axis] = number % each
+                place[0] = jnp.maximum(t[b, number // tiles_per_page], 0)
+                place[order.axis] = number % tiles_per_page
             return tuple(place)
 
         return pl.BlockSpec(tuple(block), index)
 
-    specs = [of_rows(together, head_dim)]
-    specs += [pl.BlockSpec((1, together, LANES), lambda b, h, q, j, *s: (b, q, 0))]
-    specs += [of_store(x, order) for x, order in zip(leaves, orders, strict=True)]
-    stats_of = pl.BlockSpec((1, heads, SUBLANES, together), lambda b, h, q, j, *s: (b, h, 0, q))
-    out_specs = [stats_of, of_rows(together, head_dim)]
-    widths = 1, 1, reading.sides * head_dim
-    scratch = [pltpu.VMEM((heads, together, n), jnp.float32) for n in widths]
-    goes_on = () if before is None else _in_stats(before, padded)
-    aliases = {2 + len(specs) + n: n for n in range(len(goes_on))}  # behind scalars and pages
-    specs += out_specs[: len(goes_on)]
-    # What mixtures are turned back by, as a matrix: a kernel makes no constants.
-    back = [values.unturn(jnp.eye(head_dim, dtype=jnp.float32))] if values.turning else []
-    specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, *s: (0, 0)) for _ in back]
-    given, tree = jax.tree.flatten(((section.keys, section.values), goes_on, back))
-    arrays, axes = control_flow.match_varying([scalars, pages, queries, at, tiles, *given])
-    found = [
+    specs = [row_spec(block_rows, head_dim)]
+    specs += [pl.BlockSpec((1, block_rows, LANES), lambda b, h, q, j, *s: (b, q, 0))]
+    specs += [store_spec(x, order) for x, order in zip(leaves, orders, strict=True)]
+    stats_spec = pl.BlockSpec((1, heads, SUBLANES, block_rows), lambda b, h, q, j, *s: (b, h, 0, q))
+    out_specs = [stats_spec, row_spec(block_rows, head_dim)]
+    widths = 1, 1, inputs.fold * head_dim
+    scratch = [pltpu.VMEM((heads, block_rows, n), jnp.float32) for n in widths]
+    start_from = () if before is None else _as_outputs(before, padded)
+    aliases = {2 + len(specs) + n: n for n in range(len(start_from))}  # after scalars and pages
+    specs += out_specs[: len(start_from)]
+    # The inverse transform as a matrix, because a kernel can't hold constants.
+    inverse = []
+    if values.transforms:
+        inverse.append(values.inverse_transform(jnp.eye(head_dim, dtype=jnp.float32)))
+    specs += [pl.BlockSpec((head_dim, head_dim), lambda b, h, q, j, *s: (0, 0)) for _ in inverse]
+    flat, tree = jax.tree.flatten(((section.keys, section.values), start_from, inverse))
+    arrays, axes = control_flow.match_varying([scalars, pages, queries, at, tiles, *flat])
+    out_shapes = [
         jax_0_10_varying_shape((batch, kv_heads, *shape), jnp.float32, axes)
         for shape in ((SUBLANES, padded), (padded, head_dim))
     ]
 
     def run(
-        scalars: Array, pages: Array, queries: Array, at: Array, tiles: Array, *given: Array,
+        scalars: Array,
+        pages: Array,
+        queries: Array,
+        at: Array,
+        tiles: Array,
+        *flat: Array,
         interpret: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if interpret is False:
-            stores, *rest = jax.tree.unflatten(tree, given)
-            given = tuple(jax.tree.leaves((jax.tree.map(_where_it_is, stores), *rest)))
+            stores, *rest = jax.tree.unflatten(tree, flat)
+            flat = tuple(jax.tree.leaves((jax.tree.map(_in_hbm, stores), *rest)))
         return pl.pallas_call(
-            functools.partial(_kernel, reading.bare(), tree, tile, blocks),
-            out_shape=found,
+            functools.partial(_kernel, inputs.without_arrays(), tree, tile, blocks),
+            out_shape=out_shapes,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(batch, kv_heads // heads, blocks, tiles),
@@ -125,128 +174,151 @@ def decode(reading: Reading, before: Partial | None = None) -> Partial:
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(scalars, pages, queries, at, *given)
+        )(scalars, pages, queries, at, *flat)
 
-    # JAX's own rule for kernels whose grids differ is such a loop, and knows no aliases.
+    # Under vmap, a loop over the kernel. JAX's rule for kernels whose grids differ is a loop as
+    # well, but it does not support aliases.
     call = custom_batching.sequential_vmap(functools.partial(compiled, run))
-    stats, mixed = call(*arrays)
-    return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], mixed[:, :, :rows])
+    stats, output = call(*arrays)
+    return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], output[:, :, :rows])
 
 
-def _where_it_is(store: Array) -> Array:
-    """A store, not moved before its tiles are fetched, each once: a compiler with room for it in
-    the fast memory would copy it there first, and back behind its update. Rows narrower than the
-    lanes are left to the compiler: they have to be turned, and are copied in any case."""
+def tile_sizes(inputs: KernelInputs, capacity: int) -> tuple[int, int, int]:
+    """Key-value heads, tokens and query rows that a step of the kernel processes, so that its
+    arrays fit in VMEM."""
+    _, kv_heads, rows, head_dim = inputs.queries.shape
+    block_rows = min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
+    lanes = inputs.fold * head_dim
+    # Numbers per token: of keys or values, or scores. The scores of all subblocks are computed
+    # before the first becomes a weight.
+    width = max(lanes, block_rows * max(*inputs.groups, inputs.subblocks // 2)) * 4
+    section, least = inputs.section, LANES
+    if section.unit > 1:
+        for order in jax.tree.leaves(section.orders):
+            units = -(-order.alignment // order.stride)
+            least = max(least, units * section.unit // inputs.subblocks)
+    # The accumulator, and the output twice.
+    per_head = max(least * width, OUTPUT_ARRAYS * block_rows * lanes * 4)
+    fitting = (n for n in range(2, kv_heads + 1) if n * per_head <= MAX_BYTES)
+    heads = max((n for n in fitting if kv_heads % n == 0), default=1)
+    tokens = max(MAX_BYTES // (heads * width), least)
+    tokens = min(1 << tokens.bit_length() - 1, max(MAX_TOKENS, least))
+    # Sinks share an array with a ring: read no more than them.
+    multiple = max(ROW_MULTIPLE, *(order.alignment for order in jax.tree.leaves(section.orders)))
+    needed = -(-(section.first + section.size) * section.unit // multiple) * multiple
+    tile = min(tokens * inputs.subblocks, capacity, needed if section.unit == 1 else capacity)
+    return heads, tile, block_rows
+
+
+def _in_hbm(store: Array) -> Array:
+    """Pin a store to HBM. Otherwise XLA may copy it to fast memory before the kernel and back after
+    its update, although each tile is fetched only once. Rows narrower than the lanes are left to
+    XLA, which must transpose and copy them in any case."""
     narrow = store.shape[3] < LANES
     return store if narrow else jax_0_8_in_hbm(store)
 
 
-def _in_stats(found: Partial, rows: int) -> tuple[Array, Array]:
-    """A softmax as the kernel keeps it, of so many rows: the highest score and the total along the
-    lanes, [batch, kv_heads, 8, rows], and mixtures."""
-    more = rows - found.total.shape[2]
-    both = jnp.stack([found.highest, *[found.total] * (SUBLANES - 1)], axis=2)
-    both = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, more)))
-    return both, jnp.pad(found.mixed, ((0, 0), (0, 0), (0, more), (0, 0)))
+def _as_outputs(partial: Partial, rows: int) -> tuple[Array, Array]:
+    """A softmax in the form of the kernel's outputs, padded to ``rows``: the highest score and the
+    total along the lanes, [batch, kv_heads, 8, rows], and the weighted values."""
+    padding = rows - partial.total.shape[2]
+    stats = jnp.stack([partial.highest, *[partial.total] * (SUBLANES - 1)], axis=2)
+    stats = jnp.pad(stats, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    return stats, jnp.pad(partial.weighted, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
 
-def _turned(section: Section) -> Section:
-    """A raw section with its channels before its tokens, which is how they lie in memory."""
-    turn = Turned(axis=3)
+def _transposed(section: Section) -> Section:
+    """A raw section with channels before tokens, which is how XLA lays it out in memory."""
+    order = Transposed(axis=3)
     return replace(
-        section, keys=turn.keep(section.keys), values=turn.keep(section.values), orders=(turn, turn)
+        section,
+        keys=order.arrange(section.keys),
+        values=order.arrange(section.values),
+        orders=(order, order),
     )
 
 
 def _kernel(
-    reading: Reading, tree: Any, tile: int, blocks: int, scalars_ref: Any, _: Any,
-    queries_ref: Any, at_ref: Any, *refs: Any,
-) -> None:  # fmt: skip
-    """One tile of a row, for some of its heads of keys and some of its queries."""
-    stores, goes_on, back = jax.tree.unflatten(tree, refs[:-5])
-    stats_ref, mixed_out, highest_ref, total_ref, mixed_ref = refs[-5:]
+    inputs: KernelInputs,
+    tree: Any,
+    tile: int,
+    blocks: int,
+    scalars_ref: Any,
+    _: Any,
+    queries_ref: Any,
+    at_ref: Any,
+    *refs: Any,
+) -> None:
+    """One tile of a row, for some key-value heads and one block of query rows."""
+    stores, start_from, inverse = jax.tree.unflatten(tree, refs[:-5])
+    stats_ref, output_ref, highest_ref, total_ref, weighted_ref = refs[-5:]
     row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
-    head_dim = mixed_out.shape[3]
+    head_dim = output_ref.shape[3]
 
     @pl.when(number == 0)
     def _() -> None:
         highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-        mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
-        if goes_on:
-            stats = jnp.swapaxes(goes_on[0][0], 1, 2)
+        weighted_ref[...] = jnp.zeros(weighted_ref.shape, jnp.float32)
+        if start_from:
+            stats = jnp.swapaxes(start_from[0][0], 1, 2)
             highest_ref[...], total_ref[...] = stats[:, :, :1], stats[:, :, 1:2]
-            mixed_ref[:, :, :head_dim] = goes_on[1][0]
+            weighted_ref[:, :, :head_dim] = start_from[1][0]
 
     @pl.when(number < scalars_ref[row, 1])
     def _() -> None:
-        numbers = [jnp.full((1, 1), scalars_ref[row, n]) for n in range(2, scalars_ref.shape[1])]
+        scalars = [jnp.full((1, 1), scalars_ref[row, n]) for n in range(2, scalars_ref.shape[1])]
         start = (scalars_ref[row, 0] + number) * tile
-        runs = range(reading.parts)
+        subblocks = range(inputs.subblocks)
         keys, values = (jax.tree.map(lambda ref: ref[0], store) for store in stores)
-        queries = spread_out(queries_ref[0], reading.sides, reading.groups[0])
-        found = []
-        for part in runs:
-            slots = start + reading.slots(part, tile, lambda n: _along(n, 1))
-            positions = reading.positions(slots, numbers)
-            seen = reading.sees(at_ref[0, :, :1][None], positions, numbers)
-            tiles = reading.tiles(0, keys, part)
-            every = [scores_of(each, queries, reading) for each in tiles]
-            products = functools.reduce(jnp.add, every)
-            found.append((jnp.where(seen, reading.scores(products), LOWEST), positions))
+        key_codec, value_codec = (core_of(codec).codec for codec in inputs.section.codecs)
+        key_orders, value_orders = inputs.section.orders
+        queries = repeat_queries(queries_ref[0], inputs.fold, inputs.groups[0])
+        scored = []
+        for index in subblocks:
+            slots = start + inputs.slots(index, tile, lambda n: _iota(n, 1))
+            positions = inputs.positions(slots, scalars)
+            seen = inputs.sees(at_ref[0, :, :1][None], positions, scalars)
+            tiles = tiles_of(key_codec, keys, key_orders, index, inputs.subblocks)
+            products = functools.reduce(
+                jnp.add, [tile_scores(each, queries, inputs) for each in tiles]
+            )
+            scored.append((jnp.where(seen, inputs.scores(products), LOWEST), positions))
         before = highest_ref[...]
-        above = jnp.maximum(before, LOWEST / 2)  # see Partial.of
-        for scores, _ in found:
-            above = jnp.maximum(above, scores.max(-1, keepdims=True))
-        shrink = jnp.exp(before - above)
-        total, mixed = total_ref[...] * shrink, mixed_ref[...] * shrink
-        for part, (scores, positions) in zip(runs, found, strict=True):
-            weights = jnp.exp(scores - above)
+        highest = jnp.maximum(before, LOWEST / 2)  # see Partial.of
+        for scores, _ in scored:
+            highest = jnp.maximum(highest, scores.max(-1, keepdims=True))
+        shrink = jnp.exp(before - highest)
+        total, weighted = total_ref[...] * shrink, weighted_ref[...] * shrink
+        for index, (scores, positions) in zip(subblocks, scored, strict=True):
+            weights = jnp.exp(scores - highest)
             total += weights.sum(-1, keepdims=True)
 
-            def there(part: int = part) -> Array:
-                down = start + reading.slots(part, tile, lambda n: _along(n, 0))
-                return reading.positions(down, numbers) >= 0
+            def present_rows(index: int = index) -> Array:
+                slots = start + inputs.slots(index, tile, lambda n: _iota(n, 0))
+                return inputs.positions(slots, scalars) >= 0
 
-            tiles = reading.tiles(1, values, part)
-            for each in tiles:
-                mixed += mixture_of(
-                    each, weights, positions >= 0, there, reading, queries_ref.dtype
+            for each in tiles_of(value_codec, values, value_orders, index, inputs.subblocks):
+                weighted += tile_weighted_values(
+                    each, weights, positions >= 0, present_rows, inputs, queries_ref.dtype
                 )
-        highest_ref[...], total_ref[...], mixed_ref[...] = above, total, mixed
+        highest_ref[...], total_ref[...], weighted_ref[...] = highest, total, weighted
 
     @pl.when(number == pl.num_programs(3) - 1)
     def _() -> None:
-        # Along the lanes, of which one for each row would be a whole tile.
+        # Along the lanes: a column with one number per row would take a tile each.
         highest, total = (
             jnp.swapaxes(jnp.broadcast_to(ref[...], (*ref.shape[:2], LANES)), 1, 2)[:, :SUBLANES]
             for ref in (highest_ref, total_ref)
         )
         first = lax.broadcasted_iota(jnp.int32, highest.shape, 1) == 0
         stats_ref[0] = jnp.where(first, highest, total)
-        mixed = mixed_ref[...]
-        sides = [mixed[:, :, n : n + head_dim] for n in range(0, mixed.shape[2], head_dim)]
-        found = functools.reduce(jnp.add, sides)
-        mixed_out[0] = times(found, back[0][...]) if back else found
+        weighted = weighted_ref[...]
+        folds = [weighted[:, :, n : n + head_dim] for n in range(0, weighted.shape[2], head_dim)]
+        output = functools.reduce(jnp.add, folds)
+        output_ref[0] = times_matrix(output, inverse[0][...]) if inverse else output
 
 
-def _along(count: int, axis: int) -> Array:
-    """0, 1, 2 … along an axis of two."""
+def _iota(count: int, axis: int) -> Array:
+    """0 to ``count - 1`` along one of two axes."""
     return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)
-
-
-def refusals(section: Section, rows: Array) -> dict[str, object]:
-    """What the kernel can't read for rows of queries [batch, kv_heads, rows, head_dim], and whether
-    a section is such."""
-    head_dim = rows.shape[3]
-    parts = max(in_tiles(codec).parts for codec in section.codecs) * folded_sides(section.orders)
-    ordered = all(order.read_by_tiles for order in jax.tree.leaves(section.orders))
-    readable = (section.unit == 1 or ordered) and all(
-        in_tiles(codec).core.tiled(section.unit, parts, head_dim) for codec in section.codecs
-    )
-    return {
-        f"can't read {section.codecs} tile by tile": not readable,
-        f"takes blocks of {SUBLANES * parts} tokens at least here": (
-            section.unit > 1 and section.unit < SUBLANES * parts
-        ),
-    }

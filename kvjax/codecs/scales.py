@@ -1,5 +1,4 @@
-"""What codecs with scales have in common: groups of numbers that share one, its 16 bits, and what
-stores decode to."""
+"""What codecs with scales share: groups of numbers under one scale, and rounding of scales."""
 
 import math
 from abc import abstractmethod
@@ -10,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs._tiles import InTiles, Tile, each_token
-from kvjax.codecs.codec import Store, plain_scores
+from kvjax.codecs.codec import Codec, Store, plain_scores
 from kvjax.codecs.raw import Raw, without_gradient
 from kvjax.core.validation import as_int
 
 PER = ("token", "channel", "head", "tensor")
 DEFAULT_GROUP = 64
-"""Numbers that share a scale, at most, where the user does not say."""
+"""The largest group size that is chosen by default."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,8 @@ class Groups:
     """Which numbers of a block [block, head_dim] share a scale.
 
     ``per``: ``"token"``: ``size`` channels of one token. ``"channel"``: ``size`` tokens of one
-    channel. ``"head"``: all of a head's. ``"tensor"``: those of all heads together, a row.
-    ``size``: None is all, up to 64.
+    channel. ``"head"``: all numbers of a head. ``"tensor"``: all numbers of all heads of a row.
+    ``size``: numbers in a group; None is as many as possible, up to 64.
     """
 
     per: str
@@ -44,21 +42,21 @@ class Groups:
         """Tokens and channels of a group.
 
         Raises:
-          ValueError: if the size is larger than what it divides, or does not divide it.
+          ValueError: if the group size does not divide the block or head_dim.
         """
         if self.per in ("head", "tensor"):
             return block, head_dim
         tokens = self.per == "channel"
         whole, name = (block, "the block's tokens") if tokens else (head_dim, "head_dim")
-        fitting = (n for n in range(1, min(DEFAULT_GROUP, whole) + 1) if whole % n == 0)
-        size = max(fitting) if self.size is None else self.size
+        divisors = (n for n in range(1, min(DEFAULT_GROUP, whole) + 1) if whole % n == 0)
+        size = max(divisors) if self.size is None else self.size
         if whole % size:
             raise ValueError(f"a group of {size} does not divide {name}, {whole}")
         return (size, 1) if tokens else (1, size)
 
     def split(self, x: Array) -> Array:
-        """[..., block, head_dim] as [..., groups of tokens, tokens, groups of channels, channels];
-        a scale stands at index 0 of axes -3 and -1."""
+        """Reshape [..., block, head_dim] to [..., groups of tokens, tokens, groups of channels,
+        channels]. A scale has length 1 on axes -3 and -1."""
         block, head_dim = x.shape[-2:]
         tokens, channels = self.sizes(block, head_dim)
         return x.reshape(*x.shape[:-2], block // tokens, tokens, head_dim // channels, channels)
@@ -69,18 +67,18 @@ class Groups:
         return x.reshape(*x.shape[:-4], a * b, c * d)
 
     def axes(self, ndim: int) -> tuple[int, ...]:
-        """Axes of what ``split`` gives that share a scale."""
+        """The axes of split numbers that share a scale."""
         heads = (1,) if self.per == "tensor" else ()
         return (*heads, ndim - 3, ndim - 1)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of blocks of ``shape``."""
+        """The shape of the stored scales of blocks of ``shape``."""
         tokens, channels = self.sizes(*shape[-2:])
         heads = 1 if self.per == "tensor" else shape[1]
         return (shape[0], heads, *shape[2:-2], shape[-2] // tokens, shape[-1] // channels)
 
     def pack(self, scale: Array) -> Array:
-        """A scale of ``split`` numbers without the axes of length 1."""
+        """The scale of split numbers, without the axes of length 1."""
         return scale.reshape(*scale.shape[:-4], scale.shape[-4], scale.shape[-2])
 
     def unpack(self, scale: Array) -> Array:
@@ -88,9 +86,9 @@ class Groups:
         return scale[..., :, None, :, None]
 
 
-class WithScales(InTiles):
-    """A codec of blocks whose groups of numbers have scales in 16 bits. Abstract: the fields are
-    the codec's own, and it says what its store is in float32."""
+class ScaledCodec(Codec):
+    """A codec of blocks in which each group of numbers has a 16-bit scale. Abstract: subclasses
+    have the fields, and decode a store to float32."""
 
     per: str
     group: int | None
@@ -102,12 +100,19 @@ class WithScales(InTiles):
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", Groups(self.per, self.group).size)
         if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
-            raise ValueError(f"scales have 16 bits, not those of {self.scales.dtype}")
+            raise ValueError(f"scales are float16 or bfloat16, not {self.scales.dtype}")
 
     @property
     def groups(self) -> Groups:
         """Which numbers share a scale."""
         return Groups(self.per, self.group)
+
+    @property
+    def scale_codec(self) -> Raw:
+        """How scales are stored."""
+        if self.scales is None:
+            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
+        return self.scales
 
     @property
     def joins_heads(self) -> bool:
@@ -119,52 +124,18 @@ class WithScales(InTiles):
         return replace(changed, scales=scales, dtype=dtype)
 
     @abstractmethod
-    def wide(self, store: Any) -> Array:
-        """Numbers in float32."""
+    def to_float32(self, store: Any) -> Array:
+        """Decode a store to float32."""
 
     def decode(self, store: Store) -> Array:
-        return self.wide(store).astype(self.dtype)
+        return self.to_float32(store).astype(self.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
-        return plain_scores(queries, self.wide(store))
+        return plain_scores(queries, self.to_float32(store))
 
-    def each(self, scale: Array) -> Array:
-        """A store's scales, or zero points, in float32, for split numbers."""
-        return self.groups.unpack(self._scales.decode(scale).astype(jnp.float32))
-
-    def tiled(self, block: int, parts: int, head_dim: int) -> bool:
-        if self.per not in ("token", "channel"):
-            return False
-        tokens, channels = self.groups.sizes(block, head_dim)
-        return channels > 1 if self.per == "token" else tokens * parts >= block
-
-    def scaled(
-        self, numbers: Array, side: int, store: Any, orders: Any, part: int, parts: int
-    ) -> Tile:
-        """A tile of a run's ``numbers`` under a store's ``scale``, and its ``zero``, if it has one.
-        Scales of channels are undone, those of tokens are left to who multiplies."""
-        zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
-        if self.per == "token":
-
-            def some(x: Array, order: Any) -> Array:
-                return self._scales.decode(order.part(x, part)).astype(jnp.float32)
-
-            offset = None if zero is None else some(zero, zero_order)
-            return Tile(numbers, side, some(store.scale, orders.scale), offset)
-        _, tokens, lanes = numbers.shape
-
-        def each(x: Array, order: Any) -> Array:
-            rows = order.of_each(x, part, parts)
-            return each_token(self._scales.decode(rows).astype(jnp.float32), tokens, lanes)
-
-        numbers = numbers * each(store.scale, orders.scale)
-        return Tile(numbers if zero is None else numbers + each(zero, zero_order), side)
-
-    @property
-    def _scales(self) -> Raw:
-        if self.scales is None:
-            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
-        return self.scales
+    def decode_scale(self, scale: Array) -> Array:
+        """Stored scales or zero points in float32, in a shape that broadcasts to split numbers."""
+        return self.groups.unpack(self.scale_codec.decode(scale).astype(jnp.float32))
 
 
 undifferentiable = without_gradient(
@@ -172,11 +143,12 @@ undifferentiable = without_gradient(
     "no gradient passes through a quantized cache (its codes are whole numbers): use a raw one to "
     "differentiate",
 )
-"""``x`` as it is."""
+"""Returns ``x``; differentiating it raises ``ValueError``."""
 
 
 def in_range(x: Array, dtype: str | None) -> Array:
-    """float32 numbers that ``dtype`` has too: scales, rounded up, may lead beyond float16's."""
+    """Clip float32 numbers to the range of ``dtype``. Scales that were rounded up may decode to
+    numbers beyond the range of float16."""
     if dtype != "float16":
         return x
     largest = float(jnp.finfo(jnp.float16).max)
@@ -186,41 +158,41 @@ def in_range(x: Array, dtype: str | None) -> Array:
 def with_dtypes(
     dtype: str | None, scales: Raw | None, model_dtype: str | None, platform: str
 ) -> tuple[str | None, Raw]:
-    """The dtype that is decoded to, and the codec of scales: float16 beside float16, else bfloat16,
-    which has float32's range."""
+    """The dtype to decode to, and the codec of scales: float16 if numbers are float16, otherwise
+    bfloat16, which has the range of float32."""
     fixed = Raw(dtype).resolve(model_dtype, platform).dtype
     usual = "float16" if fixed == "float16" else "bfloat16"
     return fixed, (scales or Raw()).resolve(usual, platform)
 
 
 def rounded(x: Array, dtype: str, *, up: bool) -> Array:
-    """float32 numbers that ``dtype``, of 16 bits, has: the nearest one that is not below ``x``
-    (``up``), or not above. Beyond its range, its largest number."""
+    """Round float32 numbers to a 16-bit ``dtype``: to the nearest one that is not below ``x`` if
+    ``up``, otherwise to the nearest one that is not above. Numbers out of range are clipped."""
     kind: Any = jnp.dtype(dtype)
     largest = float(jnp.finfo(kind).max)
     x = jnp.clip(x, -largest, largest)
     near = x.astype(kind)
     wide = near.astype(jnp.float32)
     bits = lax.bitcast_convert_type(near, jnp.uint16)
-    # Away from zero is one more as a whole number, whatever the sign.
+    # Adding 1 to the bits moves away from zero, for either sign.
     wrong = (wide < x) if up else (wide > x)
     away = (x > 0) if up else (x < 0)
     beyond = lax.bitcast_convert_type(bits + jnp.uint16(1), kind).astype(jnp.float32)
     within = lax.bitcast_convert_type(bits - jnp.uint16(1), kind).astype(jnp.float32)
-    # Of the nearest number and its neighbour towards zero, one lies on the wanted side.
+    # Either the nearest number or its neighbor is on the requested side.
     return jnp.where(wrong, jnp.where(away, beyond, within), wide)
 
 
 def mean(x: Array, axes: tuple[int, ...]) -> Array:
-    """The mean over ``axes``, kept, by a sum that can't overflow: of what a power of two, and so
-    exactly, made smaller."""
+    """The mean over ``axes``, which are kept. The sum can't overflow, because the numbers are first
+    divided by a power of two, which is exact."""
     count = math.prod(x.shape[axis] for axis in axes)
     shrink = 2.0 ** -(count - 1).bit_length()
     return jnp.sum(x * shrink, axes, keepdims=True) / (count * shrink)
 
 
 def finite(x: Array) -> Array:
-    """float32 within a quarter of its range, so that differences are numbers too; 0 for what is
-    none."""
+    """float32 numbers clipped to a quarter of its range, so that their differences are finite. NaN
+    becomes 0."""
     x, largest = x.astype(jnp.float32), float(jnp.finfo(jnp.float32).max) / 4
     return jnp.where(jnp.isnan(x), 0.0, jnp.clip(x, -largest, largest))

@@ -1,17 +1,16 @@
-"""What a codec that wraps another leaves to it."""
+"""The base of codecs that wrap another codec."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from jaxtyping import Array
 
-from kvjax.codecs._tiles import InTiles, in_tiles
-from kvjax.codecs.codec import Store
+from kvjax.codecs.codec import Codec, Store
 
 
 @dataclass(frozen=True)
-class Wrapping(InTiles):
-    """A codec that changes something about ``codec``, and leaves the rest to it. Abstract."""
+class CodecWrapper(Codec):
+    """A codec that changes one step of ``codec`` and delegates the rest. Abstract."""
 
     codec: Any
 
@@ -33,24 +32,6 @@ class Wrapping(InTiles):
     def joins_heads(self) -> bool:
         return self.codec.joins_heads
 
-    @property
-    def parts(self) -> int:
-        return in_tiles(self.codec).parts
-
-    @property
-    def core(self) -> Any:
-        return in_tiles(self.codec).core
-
-    @property
-    def turning(self) -> bool:
-        return in_tiles(self.codec).turning
-
-    def turn(self, queries: Array) -> Array:
-        return in_tiles(self.codec).turn(queries)
-
-    def unturn(self, mixed: Array) -> Array:
-        return in_tiles(self.codec).unturn(mixed)
-
     def resolve(self, model_dtype: str | None, platform: str) -> Self:
         return replace(self, codec=self.codec.resolve(model_dtype, platform))
 
@@ -66,5 +47,5 @@ class Wrapping(InTiles):
     def scores(self, queries: Array, store: Store) -> Array:
         return self.codec.scores(queries, store)
 
-    def mix(self, weights: Array, store: Store) -> Array:
-        return self.codec.mix(weights, store)
+    def weighted_values(self, weights: Array, store: Store) -> Array:
+        return self.codec.weighted_values(weights, store)

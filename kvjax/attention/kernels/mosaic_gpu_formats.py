@@ -1,0 +1,202 @@
+"""Storage formats that the Mosaic GPU kernel reads.
+
+A codec that the kernel reads registers ``format_of`` here. Numbers are fetched as rows of channels,
+as they are stored. Tensor cores multiply 16-bit floats, so numbers of other types are converted in
+shared memory into ``planes`` of 16-bit numbers: codes become floats without their scales, one plane
+per code of a byte, and a float32 number becomes the sum of three 16-bit terms. The scales and zero
+points of tokens are applied to scores and weights, those of channels to queries and outputs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.attention.kernels.common import core_of
+from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
+from kvjax.codecs.float8 import FIELDS
+from kvjax.codecs.scales import ScaledCodec
+from kvjax.core.typing import Array
+
+TERMS = 3
+"""16-bit numbers whose sum is a 32-bit number, except for about its last bit."""
+
+
+def terms_of(x: Array, dtype: Any, count: int) -> list[Array]:
+    """float32 numbers as a sum of ``count`` 16-bit numbers."""
+    terms = []
+    for n in range(count):
+        terms.append(x.astype(dtype))
+        if n + 1 < count:
+            x = x - terms[-1].astype(jnp.float32)
+    return terms
+
+
+@dataclass(frozen=True)
+class StoreFormat:
+    """How the kernel reads a codec's store.
+
+    ``rows``: rows of numbers per unit. ``dtype``: of the stored numbers. ``bits``: the width of a
+    code; 0 if the numbers are floats. ``fraction``: fraction bits of an 8-bit float; 0 otherwise.
+    ``groups``: groups of channels with separate scales per token. ``tokens_per_scale``: tokens that
+    share the scale of a channel; 0 if scales belong to tokens. ``middle``: the code of 0, if there
+    is no zero point. ``arrays``: the names of the kernel's input arrays, in order.
+    """
+
+    rows: int
+    dtype: Any
+    bits: int = 0
+    fraction: int = 0
+    groups: int = 1
+    tokens_per_scale: int = 0
+    middle: float = 0.0
+    arrays: tuple[str, ...] = ("numbers",)
+
+    @property
+    def subblocks(self) -> int:
+        """Subblocks of a unit's tokens whose codes share bytes."""
+        return 8 // self.bits if self.bits else 1
+
+    @property
+    def token_arrays(self) -> tuple[str, ...]:
+        """The names of the arrays with numbers per token."""
+        return () if self.tokens_per_scale else tuple(x for x in self.arrays if x in SCALES)
+
+    @property
+    def offsets_tokens(self) -> bool:
+        """Whether the numbers of a token have an offset in addition to a scale."""
+        return bool(self.token_arrays) and (self.middle != 0 or "zero" in self.arrays)
+
+    @property
+    def offsets_channels(self) -> bool:
+        """Whether the numbers of a channel have an offset."""
+        shifted = self.tokens_per_scale and (self.middle != 0 or "zero" in self.arrays)
+        return bool(shifted) or "mean" in self.arrays
+
+    def terms(self, queries: Any) -> int:
+        """16-bit terms of a stored number, if queries have this dtype."""
+        return TERMS if self.dtype == queries == jnp.float32 else 1
+
+    def planes(self, queries: Any, product: Any) -> int:
+        """Planes of numbers that are converted in shared memory; 0 if the stored numbers are
+        multiplied directly. ``queries``, ``product``: dtypes."""
+        if self.bits or self.fraction:
+            return self.subblocks
+        return 0 if self.dtype == product else self.terms(queries)
+
+    def plane_scale(self, plane: int) -> float:
+        """The factor by which the numbers of a plane are too large."""
+        if self.fraction:  # 16-bit floats have another exponent bias
+            bias = next(bias for fraction, bias in FIELDS.values() if fraction == self.fraction)
+            return 2.0 ** (bias - 15)
+        return 2.0 ** (self.bits * plane)  # codes are masked, but not shifted
+
+    def convert(self, stored: Array, queries: Any, product: Any) -> list[Array]:
+        """Convert fetched rows to planes. ``queries``, ``product``: dtypes."""
+        if self.fraction:
+            wide = stored.astype(jnp.uint16)
+            wide = ((wide & 128) << 8) | ((wide & 127) << (10 - self.fraction))
+            floats = lax.bitcast_convert_type(wide, jnp.float16)
+            if product != jnp.float16:
+                floats = floats.astype(jnp.float32).astype(product)
+            return [floats]
+        if self.bits:
+            ones = 2**self.bits - 1
+            codes = [stored & jnp.uint8(ones << self.bits * n) for n in range(self.subblocks)]
+            return [x.astype(product) for x in codes]
+        return terms_of(stored.astype(jnp.float32), product, self.terms(queries))
+
+
+SCALES = "scale", "zero"
+"""The names of the arrays with scales and zero points."""
+
+
+@functools.singledispatch
+def format_of(codec: Codec, block: int, head_dim: int) -> StoreFormat | None:
+    """How the kernel reads the store of a codec's core, in units of ``block`` tokens. None if it
+    can't."""
+    return None
+
+
+@format_of.register
+def _(codec: Raw, block: int, head_dim: int) -> StoreFormat | None:
+    return None if codec.as_bits else StoreFormat(block, jnp.dtype(codec.dtype))
+
+
+@format_of.register
+def _(codec: Integer, block: int, head_dim: int) -> StoreFormat | None:
+    if codec.bits == 3 or codec.per not in ("token", "channel"):
+        return None
+    return StoreFormat(
+        block * codec.bits // 8,
+        jnp.dtype(jnp.uint8),
+        codec.bits,
+        middle=0.0 if codec.zero_point else codec.middle,
+        arrays=("numbers", *SCALES) if codec.zero_point else ("numbers", "scale"),
+        **_scale_groups(codec, block, head_dim),
+    )
+
+
+@format_of.register
+def _(codec: Float8, block: int, head_dim: int) -> StoreFormat | None:
+    if codec.per not in ("token", "channel"):
+        return None
+    return StoreFormat(
+        block,
+        jnp.dtype(jnp.uint8),
+        fraction=FIELDS[codec.kind][0],
+        arrays=("numbers", "scale"),
+        **_scale_groups(codec, block, head_dim),
+    )
+
+
+@format_of.register
+def _(codec: Centered, block: int, head_dim: int) -> StoreFormat | None:
+    core = core_of(codec.codec)
+    if core.transforms or isinstance(core.codec, Centered):
+        return None  # the kernel adds a single mean, and does not transform it
+    inner = format_of(core.codec, block, head_dim)
+    return inner and replace(inner, arrays=(*inner.arrays, "mean"))
+
+
+def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, int]:
+    """Which numbers share a scale, as fields of ``StoreFormat``."""
+    tokens, channels = codec.groups.sizes(block, head_dim)
+    if codec.per == "channel":
+        return {"tokens_per_scale": tokens}
+    return {"groups": head_dim // channels}
+
+
+def arrays_of(codec: Codec, store: Store) -> list[Array]:
+    """The arrays of the store of a codec's core [batch, kv_heads, units, ...], in the order of its
+    format. Numbers are reshaped to rows [batch, kv_heads, rows, head_dim]."""
+    mean = []
+    if isinstance(codec, Centered):
+        store, mean = store.rest, [store.mean]
+    numbers, *rest = jax.tree.leaves(store)
+    return [numbers.reshape(*numbers.shape[:2], -1, numbers.shape[-1]), *rest, *mean]
+
+
+class ScaleOffset(NamedTuple):
+    """The number that a plane's number stands for is ``number * scale + offset``, per token or per
+    channel. None is 1, and 0."""
+
+    scale: Array | None
+    offset: Array | None
+
+
+def scale_offset(form: StoreFormat, load: Callable[[str], Array], plane: int) -> ScaleOffset:
+    """The scale and offset of a plane. ``load`` returns a scale or a zero point in float32."""
+    if "scale" not in form.arrays:
+        return ScaleOffset(None, None)
+    scale, offset = load("scale"), None
+    if "zero" in form.arrays:
+        offset = load("zero")
+    elif form.middle:
+        offset = scale * -form.middle
+    factor = form.plane_scale(plane)
+    return ScaleOffset(scale if factor == 1 else scale * (1 / factor), offset)

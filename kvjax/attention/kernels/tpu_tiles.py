@@ -1,0 +1,264 @@
+"""Tiles of a store for the TPU kernel, and products with them.
+
+A codec that the kernel reads registers ``can_tile`` and ``tiles_of`` here. Tiles have codes as
+plain numbers. The scales of tokens are not applied to them but to scores and weights, which are
+much smaller.
+
+If a token has several scales, one per group of channels, queries are repeated once per group, with
+zeros in the channels of the other groups. One matrix product then gives the products of all groups.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.attention.kernels.common import KernelInputs
+from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
+from kvjax.codecs.centered import CenteredStore
+from kvjax.codecs.float8 import FIELDS, Scaled
+from kvjax.codecs.integer import Packed
+from kvjax.codecs.scales import ScaledCodec
+from kvjax.core.typing import Array
+
+
+class Tile(NamedTuple):
+    """A tile of keys or values: ``numbers * scale + offset``.
+
+    ``numbers``: [kv_heads, tokens, lanes], where the ``lane_group``-th run of ``head_dim`` lanes
+    belongs to these tokens; if ``transposed``, [kv_heads, head_dim, tokens].
+    ``scale``, ``offset``: float32[kv_heads, groups, tokens], one number per group of channels;
+    None is 1, and 0.
+    """
+
+    numbers: Array
+    lane_group: int = 0
+    scale: Array | None = None
+    offset: Array | None = None
+    transposed: bool = False
+
+
+@functools.singledispatch
+def can_tile(codec: Codec, block: int, subblocks: int, head_dim: int) -> bool:
+    """Whether the kernel can read blocks of this size, one of ``subblocks`` at a time."""
+    return False
+
+
+@functools.singledispatch
+def tiles_of(codec: Codec, store: Store, orders: Any, index: int, subblocks: int) -> list[Tile]:
+    """The tokens of one subblock of each block of a store, as a sum of tiles.
+
+    Args:
+      codec: that ``can_tile`` accepts.
+      store: the stored blocks of a tile, without the axis of rows, in their storage orders.
+      orders: the storage orders of the store.
+      index: which of the ``subblocks`` of each block.
+    """
+    raise ValueError(f"{codec!r} can't be read tile by tile")
+
+
+@can_tile.register
+def _(codec: Raw, block: int, subblocks: int, head_dim: int) -> bool:
+    return not codec.as_bits
+
+
+@tiles_of.register
+def _(codec: Raw, store: Array, orders: Any, index: int, subblocks: int) -> list[Tile]:
+    return [Tile(*orders.subblock(store, index, subblocks), transposed=orders.transposed)]
+
+
+@can_tile.register
+def _(codec: ScaledCodec, block: int, subblocks: int, head_dim: int) -> bool:
+    if codec.per not in ("token", "channel"):
+        return False
+    tokens, channels = codec.groups.sizes(block, head_dim)
+    return channels > 1 if codec.per == "token" else tokens * subblocks >= block
+
+
+@can_tile.register
+def _(codec: Integer, block: int, subblocks: int, head_dim: int) -> bool:
+    return codec.bits != 3 and can_tile.dispatch(ScaledCodec)(codec, block, subblocks, head_dim)
+
+
+@tiles_of.register
+def _(codec: Integer, store: Packed, orders: Any, index: int, subblocks: int) -> list[Tile]:
+    per_code = subblocks // (8 // codec.bits)  # subblocks per code of a byte
+    codes = store.codes.astype(jnp.int32)
+    if codec.bits < 8:
+        codes = (codes >> (index // per_code * codec.bits)) & (2**codec.bits - 1)
+    codes, lane_group = orders.codes.subblock(codes, index % per_code, per_code)
+    numbers = codes.astype(jnp.float32)
+    if store.zero is None:
+        numbers = numbers - codec.middle
+    return [_scaled_tile(codec, numbers, lane_group, store, orders, index, subblocks)]
+
+
+@tiles_of.register
+def _(codec: Float8, store: Scaled, orders: Any, index: int, subblocks: int) -> list[Tile]:
+    bits, lane_group = orders.bits.subblock(store.bits.astype(jnp.int32), index, subblocks)
+    numbers = _float8_to_float32(bits, *FIELDS[codec.kind])
+    return [_scaled_tile(codec, numbers, lane_group, store, orders, index, subblocks)]
+
+
+@can_tile.register
+def _(codec: Centered, block: int, subblocks: int, head_dim: int) -> bool:
+    return can_tile(codec.codec, block, subblocks, head_dim)
+
+
+@tiles_of.register
+def _(codec: Centered, store: CenteredStore, orders: Any, index: int, subblocks: int) -> list[Tile]:
+    rest = tiles_of(codec.codec, store.rest, orders.rest, index, subblocks)
+    _, tokens, lanes = rest[0].numbers.shape
+    mean = _repeat_rows(codec.decode_mean(store), tokens, lanes)
+    return [*rest, Tile(mean, rest[0].lane_group)]
+
+
+def _scaled_tile(
+    codec: ScaledCodec,
+    numbers: Array,
+    lane_group: int,
+    store: Any,
+    orders: Any,
+    index: int,
+    subblocks: int,
+) -> Tile:
+    """A tile of ``numbers`` with the scales and zero points of a store. Those of channels are
+    applied here, those of tokens are left to the products."""
+    zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
+    if codec.per == "token":
+
+        def of_tokens(x: Array, order: Any) -> Array:
+            return codec.scale_codec.decode(order.of_subblock(x, index)).astype(jnp.float32)
+
+        offset = None if zero is None else of_tokens(zero, zero_order)
+        return Tile(numbers, lane_group, of_tokens(store.scale, orders.scale), offset)
+    _, tokens, lanes = numbers.shape
+
+    def of_channels(x: Array, order: Any) -> Array:
+        rows = codec.scale_codec.decode(order.shared_rows(x, index, subblocks))
+        return _repeat_rows(rows.astype(jnp.float32), tokens, lanes)
+
+    numbers = numbers * of_channels(store.scale, orders.scale)
+    return Tile(numbers if zero is None else numbers + of_channels(zero, zero_order), lane_group)
+
+
+def _repeat_rows(rows: Array, tokens: int, lanes: int) -> Array:
+    """Repeat a row per block [kv_heads, blocks, head_dim] for each of ``tokens`` tokens, and as
+    often side by side as it fits in ``lanes``: [kv_heads, tokens, lanes]."""
+    heads, blocks, width = rows.shape
+    if width < lanes:
+        rows = jnp.concatenate([rows] * (lanes // width), axis=-1)
+    wide = jnp.broadcast_to(rows[:, :, None], (heads, blocks, tokens // blocks, lanes))
+    return wide.reshape(heads, tokens, lanes)
+
+
+def _float8_to_float32(bits: Array, fraction: int, bias: int) -> Array:
+    """Decode 8-bit floats, given as integers, by integer operations alone. Not every device can
+    reinterpret the bits as floats."""
+    exponent, rest = (bits & 127) >> fraction, bits & (2**fraction - 1)
+    # Subnormal numbers have no leading 1, and the exponent of the smallest normal ones.
+    significand = jnp.where(exponent > 0, rest + 2**fraction, rest)
+    power = jnp.maximum(exponent, 1) - bias - fraction + 127
+    size = significand.astype(jnp.float32) * lax.bitcast_convert_type(power << 23, jnp.float32)
+    return jnp.where(bits > 127, -size, size)
+
+
+def repeat_queries(queries: Array, fold: int, groups: int) -> Array:
+    """Queries [kv_heads, rows, head_dim], repeated for each of ``fold`` lane groups and each group
+    of channels, with zeros in all other lanes: [kv_heads, fold * groups * rows, lanes]."""
+    if fold == groups == 1:
+        return queries
+    head_dim = queries.shape[2]
+    wide = jnp.concatenate([queries.astype(jnp.float32)] * fold, axis=2)
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, wide.shape[2]), 2)
+    owner = lane // head_dim * groups + lane % head_dim // (head_dim // groups)
+    copies = [jnp.where(owner == number, wide, 0.0) for number in range(fold * groups)]
+    return jnp.concatenate(copies, axis=1).astype(queries.dtype)
+
+
+def tile_scores(tile: Tile, queries: Array, inputs: KernelInputs) -> Array:
+    """Products of queries and keys, float32[kv_heads, rows, tokens].
+
+    ``queries``: [kv_heads, fold * groups * rows, lanes], of ``repeat_queries``.
+    """
+    groups = inputs.groups[0]
+    rows = queries.shape[1] // (inputs.fold * groups)
+    own = queries[:, tile.lane_group * groups * rows : (tile.lane_group + 1) * groups * rows]
+    products = _dot(own, tile.numbers.astype(queries.dtype), 1 if tile.transposed else 2)
+    total = jnp.float32(0)
+    for group in range(groups):
+        of_group = slice(group * rows, (group + 1) * rows)
+        product = products[:, of_group]
+        if tile.scale is not None:
+            product *= tile.scale[:, group : group + 1]
+        if tile.offset is not None:
+            sums = own[:, of_group].astype(jnp.float32).sum(-1, keepdims=True)
+            product += sums * tile.offset[:, group : group + 1]
+        total += product
+    return total
+
+
+def tile_weighted_values(
+    tile: Tile,
+    weights: Array,
+    present: Array,
+    present_rows: Callable[[], Array],
+    inputs: KernelInputs,
+    dtype: Any,
+) -> Array:
+    """Weights [kv_heads, rows, tokens] times values: float32[kv_heads, rows, lanes].
+
+    Args:
+      tile, weights: the values, and the softmax weights.
+      present: bool, which tokens exist, along the last axis. Slots without tokens and reads past
+        the end of an array may hold NaN, and 0 * NaN is NaN.
+      present_rows: returns the same along the axis before the last.
+      inputs: of the kernel.
+      dtype: the dtype to multiply in.
+    """
+    groups, numbers = inputs.groups[1], tile.numbers
+    if tile.scale is not None and dtype == jnp.float16:
+        dtype = jnp.float32  # a weight times a scale may underflow in float16
+    if tile.scale is None:
+        mask = present if tile.transposed else present_rows()
+        numbers = jnp.where(mask, numbers, jnp.zeros_like(numbers))
+        groups = 1
+    rows, lanes = weights.shape[1], numbers.shape[1 if tile.transposed else 2]
+    scales = [None] * groups
+    if tile.scale is not None:
+        scales = [jnp.where(present, tile.scale[:, n : n + 1], 0.0) for n in range(groups)]
+    scaled = [weights if scale is None else weights * scale for scale in scales]
+    own = scaled[0] if groups == 1 else jnp.concatenate(scaled, axis=1)
+    values = _dot(own.astype(dtype), numbers.astype(dtype), 2 if tile.transposed else 1)
+    if groups == inputs.fold == 1 and tile.offset is None:
+        return values
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
+    width = lanes // inputs.fold
+    total = jnp.zeros((weights.shape[0], rows, lanes), jnp.float32)
+    for group in range(groups):
+        part = values[:, group * rows : (group + 1) * rows]
+        if tile.offset is not None:
+            offset = jnp.where(present, tile.offset[:, group : group + 1], 0.0)
+            part += (weights * offset).sum(-1, keepdims=True)
+        in_group = lane % width // (width // groups) == group
+        total += jnp.where(in_group & (lane // width == tile.lane_group), part, 0.0)
+    return total
+
+
+def times_matrix(x: Array, matrix: Array) -> Array:
+    """Rows [kv_heads, rows, head_dim] times a matrix [head_dim, head_dim], float32."""
+    return _dot(x, jnp.broadcast_to(matrix, (x.shape[0], *matrix.shape)), 1)
+
+
+def _dot(a: Array, b: Array, axis: int) -> Array:
+    """Batched products that contract the last axis of ``a`` with an axis of ``b``."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a,
+        b,
+        (((2,), (axis,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
