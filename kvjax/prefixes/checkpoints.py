@@ -98,7 +98,7 @@ def take_checkpoints(
     return replace(cache, pools=pools), found
 
 
-@functools.partial(jax.jit, static_argnames="kinds")
+@functools.partial(jax.jit, static_argnames="groups")
 def _take(cache: KVCache, which: Array, partly: list[Array], *, groups: Any) -> Any:
     pools: list[PageAllocator] = []
     tables: list[Array | None] = []

@@ -199,7 +199,7 @@ def _padded(pages: Sequence[int]) -> np.ndarray:
     return found
 
 
-@functools.partial(jax.jit, static_argnames="forms")
+@functools.partial(jax.jit, static_argnames="specs")
 def _read(bodies: Any, pages: Array, *, specs: Any) -> Any:
     return [
         pages_at(body, orders, placement, pages)
@@ -207,7 +207,7 @@ def _read(bodies: Any, pages: Array, *, specs: Any) -> Any:
     ]
 
 
-@functools.partial(jax.jit, static_argnames="forms", donate_argnames="bodies")
+@functools.partial(jax.jit, static_argnames="specs", donate_argnames="bodies")
 def _write(bodies: Any, pages: Array, contents: Any, specs: Any) -> Any:
     return [
         with_pages_at(body, orders, placement, pages, new)
