@@ -230,18 +230,18 @@ FAULTS = (
     ),
     Fault(
         "a hit forgets the tenant", "prefixes/tree.py",
-        "key = Namespace(tenant, self.weights, rows)",
-        "key = Namespace(None, self.weights, rows)", ("prefixes",),
+        "namespace = Namespace(tenant, self.weights, rows)",
+        "namespace = Namespace(None, self.weights, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets the version of the weights", "prefixes/tree.py",
-        "key = Namespace(tenant, self.weights, rows)",
-        "key = Namespace(tenant, 0, rows)", ("prefixes",),
+        "namespace = Namespace(tenant, self.weights, rows)",
+        "namespace = Namespace(tenant, 0, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets how many rows were computed together", "prefixes/tree.py",
-        "key = Namespace(tenant, self.weights, rows)",
-        "key = Namespace(tenant, self.weights, None)", ("prefixes",),
+        "namespace = Namespace(tenant, self.weights, rows)",
+        "namespace = Namespace(tenant, self.weights, None)", ("prefixes",),
     ),
     Fault(
         "texts that were found are not locked", "prefixes/lease.py",
@@ -250,8 +250,8 @@ FAULTS = (
     ),
     Fault(
         "the whole prompt is found, and nothing is left to ask", "prefixes/sequences.py",
-        "path = sequences.radix.match(key, tokens[: len(tokens) - 1])",
-        "path = sequences.radix.match(key, tokens)", ("prefixes",),
+        "path = sequences.radix.match(namespace, tokens[: len(tokens) - 1])",
+        "path = sequences.radix.match(namespace, tokens)", ("prefixes",),
     ),
     Fault(
         "a state is taken a chunk late", "prefixes/lease.py",
@@ -270,13 +270,13 @@ FAULTS = (
     ),
     Fault(
         "rows of a request begin where each of them can", "prefixes/sequences.py",
-        "row.path, row.hit = row.path[:common], common * node_tokens",
-        "row.path, row.hit = row.path, row.hit", ("prefixes",),
+        "match.path, match.hit = match.path[:common], common * node_tokens",
+        "match.path, match.hit = match.path, match.hit", ("prefixes",),
     ),
     Fault(
         "what a step computed is kept as if a chunk had", "prefixes/lease.py",
-        "held = min(held, len(prompt) // config.prefill_chunk * config.prefill_chunk)",
-        "held = min(held, len(prompt) + 64)", ("prefixes",),
+        "length = min(length, len(prompt) // config.prefill_chunk * config.prefill_chunk)",
+        "length = min(length, len(prompt) + 64)", ("prefixes",),
     ),
     Fault(
         "the page that was used last leaves first", "prefixes/radix.py",
@@ -285,21 +285,21 @@ FAULTS = (
     ),
     Fault(
         "a page of the tree is counted twice", "prefixes/sequences.py",
-        "            self.pool.allocators[group].retain(number)",
-        "            [self.pool.allocators[group].retain(number) for _ in range(2)]",
+        "            self.pool.allocators[group].retain(pool_page)",
+        "            [self.pool.allocators[group].retain(pool_page) for _ in range(2)]",
         ("prefixes",),
     ),
     Fault(
         "what left the host is counted there still", "prefixes/tiers.py",
-        "self.bytes[kept.tier] -= kept.nbytes", "self.bytes[kept.tier] -= 0", ("prefixes",),
+        "self.bytes[entry.tier] -= entry.nbytes", "self.bytes[entry.tier] -= 0", ("prefixes",),
     ),
     Fault(
         "pages come back as one another", "prefixes/pool.py",
-        "found[: len(pages)] = pages", "found[: len(pages)] = sorted(pages)", ("prefixes",),
+        "padded[: len(pages)] = pages", "padded[: len(pages)] = sorted(pages)", ("prefixes",),
     ),
     Fault(
         "states that a text has passed stay", "prefixes/radix.py",
-        "passed = kept is node.checkpoint and len(node.children) == 1", "passed = False",
+        "passed = entry is node.checkpoint and len(node.children) == 1", "passed = False",
         ("prefixes",),
     ),
     Fault(
@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "a state of tokens that nobody knows is kept", "prefixes/lease.py",
-        "if row_tokens is not None and whole[row] and len(row_tokens[row]) >= state.tokens:",
-        "if row_tokens is not None and whole[row]:", ("prefixes",),
+        "if row_tokens is not None and valid[row] and len(row_tokens[row]) >= length:",
+        "if row_tokens is not None and valid[row]:", ("prefixes",),
     ),
     Fault(
         "samples share what is in their tails", "generation/cache_choice.py",
@@ -384,7 +384,7 @@ FAULTS = (
     Fault(
         "other tenants share", "engine/scheduler.py",
         "key = Namespace(handle.request.tenant, self._cache_manager.weights, rows)",
-        "key = Namespace(None, self._cache_manager.weights, rows)", ("engine",),
+        "namespace = Namespace(None, self._cache_manager.weights, rows)", ("engine",),
     ),
     Fault(
         "texts of other weights are found", "engine/cache_manager.py",

@@ -222,7 +222,10 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
     long = InferenceLimits(max_batch_size=1, max_seq_len=2**30)
     with pytest.raises(kvjax.CacheMemoryError, match="no memory for the cache: 1 row"):
         kvjax.Engine(tiny_llama, limits=long)
-    with pytest.raises(kvjax.CacheMemoryError, match="no memory for the pool's pages; give fewer"):
+    with pytest.raises(
+        kvjax.CacheMemoryError,
+        match="page pool does not fit into the device's memory; use fewer pages",
+    ):
         kvjax.PrefixTree(tiny_llama, pages=2**24, max_len=64)
     with pytest.raises(kvjax.CacheMemoryError, match="no memory to grow the cache to 1,073,741,82"):
         kvjax.grow(cache(), 2**30)

@@ -1,4 +1,4 @@
-"""Beginnings of texts that requests share: pages that are kept, found again, and lent."""
+"""Prefix caching: requests share the pages of sequences that begin alike."""
 
 from kvjax.prefixes.tree import PrefixStats, PrefixTree
 

@@ -1,5 +1,7 @@
-"""What rows have beside full pages, taken at a position and put back: by the rule of sight a text
-can only go on from there with what was raw there, a window, and a page that is not full.
+"""Checkpoints: the state of a row at one position that its full pages do not hold.
+
+If rows have such state (a raw tail, a window outside of pages, a partial page of blocks), a cached
+sequence can only be resumed where a checkpoint was taken.
 """
 
 import functools
@@ -18,12 +20,12 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator
 from kvjax.placement.pages import pages_at
-from kvjax.prefixes.pool import CacheGroup
+from kvjax.prefixes.pool import CacheGroup, PageArrays
 
 
 class Checkpoint(NamedTuple):
-    """What a row had beside its full pages where its text had so many ``tokens``: ``arrays``, and
-    of each kind of layers with a window its table, int32[columns], of pages that were retained."""
+    """A row's state after ``tokens`` tokens: ``arrays`` on the host, and for each windowed cache
+    group a page table, int32[columns], whose pages have been retained (None for other groups)."""
 
     tokens: int
     arrays: list[np.ndarray]
@@ -32,12 +34,12 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingCheckpoints:
-    """What was taken of a cache's rows, on its way to the host.
+    """Checkpoints that are being copied to the host.
 
-    ``which``, ``tokens``: bool[batch], of which rows, and int[batch], how many tokens they had.
-    ``tables``: of each kind of layers with a window int32[batch, columns], the pages that were
-    retained for whoever has this, -1 elsewhere; None of the others, whose rows keep theirs.
-    ``rows``: arrays [batch, ...], see ``own``; ``parts``: pages that were not full, [batch, ...].
+    ``which``: bool[batch], the rows that have one; ``tokens``: int[batch], their lengths;
+    ``tables``: for each windowed cache group int32[batch, columns], the retained pages, -1
+    elsewhere, and None for other groups, whose rows keep their pages;
+    ``rows``: the layers' ``row_arrays``, [batch, ...]; ``parts``: partial pages, [batch, ...].
     """
 
     which: np.ndarray
@@ -47,111 +49,117 @@ class PendingCheckpoints:
     parts: list[Any]
 
     def fetched(self) -> list[tuple[int, Checkpoint]]:
-        """Of each row that it was taken of, on the host."""
-        tables, *rest = fetch((self.tables, self.rows, self.parts))
-        found = []
+        """Wait for the copies; the rows, and their checkpoints."""
+        tables, *arrays = fetch((self.tables, self.rows, self.parts))
+        checkpoints = []
         for row in np.flatnonzero(self.which).tolist():
-            arrays = [np.array(x[row]) for x in jax.tree.leaves(rest)]
-            some = [None if x is None else x[row] for x in tables]
-            found.append((row, Checkpoint(int(self.tokens[row]), arrays, some)))
-        return found
+            state = [np.array(x[row]) for x in jax.tree.leaves(arrays)]
+            row_tables = [None if table is None else table[row] for table in tables]
+            checkpoints.append((row, Checkpoint(int(self.tokens[row]), state, row_tables)))
+        return checkpoints
 
 
-def row_arrays(held: LayerCache) -> Any:
-    """A layer's arrays that have rows."""
-    body = None if held.policy.page_group else (held.keys, held.values)
-    return body, held.tail, held.low
+def row_arrays(layer: LayerCache) -> Any:
+    """The arrays of a layer that have a batch axis: all but pages."""
+    body = None if layer.policy.page_group else (layer.keys, layer.values)
+    return body, layer.tail, layer.low
 
 
-def with_row_arrays(held: LayerCache, arrays: Any) -> LayerCache:
-    """A layer with these instead, placed."""
+def with_row_arrays(layer: LayerCache, arrays: Any) -> LayerCache:
+    """A layer with other ``row_arrays``, moved to where its placement keeps them."""
     body, tail, low = arrays
-    placement = held.policy.placement
+    placement = layer.policy.placement
     if body is not None:
-        keys, values = placement.store(body, held.orders)
-        held = replace(held, keys=keys, values=values)
-    return replace(held, tail=placement.put_tokens(tail), low=placement.put(low))
+        keys, values = placement.store(body, layer.orders)
+        layer = replace(layer, keys=keys, values=values)
+    return replace(layer, tail=placement.put_tokens(tail), low=placement.put(low))
 
 
 def take_checkpoints(
     cache: KVCache, groups: Sequence[CacheGroup], which: np.ndarray, tokens: np.ndarray
 ) -> tuple[KVCache, PendingCheckpoints]:
-    """What rows of a cache have where their texts have so many tokens, without waiting for it; and
-    the cache, in which pages that windows will leave are retained.
+    """Start copying the state of some rows to the host, without waiting for it.
+
+    Returns the cache too: in it, pages that windows will leave later have one more reference.
 
     Args:
-      which: bool[batch], rows that it is taken of; of others it is anything.
-      tokens: int[batch].
+      which: bool[batch], the rows to copy.
+      tokens: int[batch], tokens that each row holds; any number for other rows.
     """
-    partly = []
+    partial_columns = []
     for group in groups:
-        pages = [group.pages_for(int(n))[1] for n in tokens]
-        columns = [0 if page is None else group.column(page) for page in pages]
-        partly.append(np.array(columns, np.int32))
+        partial = [group.pages_for(int(n))[1] for n in tokens]
+        columns = [0 if page is None else group.column(page) for page in partial]
+        partial_columns.append(np.array(columns, np.int32))
     static = tuple(
         (group.layers, group.windowed, group.page_group.split is not None) for group in groups
     )
-    pools, *rest = _take(cache, which, partly, groups=static)
-    found = PendingCheckpoints(which, tokens.copy(), *rest)
-    for x in jax.tree.leaves((found.tables, found.rows, found.parts)):
+    pools, *copies = _take(cache, which, partial_columns, groups=static)
+    pending = PendingCheckpoints(which, tokens.copy(), *copies)
+    for x in jax.tree.leaves((pending.tables, pending.rows, pending.parts)):
         x.copy_to_host_async()
-    return replace(cache, pools=pools), found
+    return replace(cache, pools=pools), pending
 
 
 @functools.partial(jax.jit, static_argnames="groups")
-def _take(cache: KVCache, which: Array, partly: list[Array], *, groups: Any) -> Any:
+def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups: Any) -> Any:
     pools: list[PageAllocator] = []
     tables: list[Array | None] = []
     parts: list[Any] = []
-    for pool, columns, (entries, windowed, splits) in zip(cache.pools, partly, groups, strict=True):
+    for pool, columns, group in zip(cache.pools, partial_columns, groups, strict=True):
+        layers, windowed, has_split = group
         table = jnp.where(which[:, None], pool.table, -1)
         pools.append(pool.retain(table.ravel()) if windowed else pool)
         tables.append(table if windowed else None)
         page = jnp.take_along_axis(pool.table, columns[:, None], axis=1)[:, 0]
-        for entry in entries if splits else ():
-            held = cache.layers[entry]
-            body, placement = (held.keys, held.values), held.policy.placement
-            parts.append(pages_at(body, held.orders, placement, page))
-    rows = [jax.tree.map(jnp.copy, row_arrays(held.near())) for held in cache.layers]
+        for number in layers if has_split else ():
+            layer = cache.layers[number]
+            body, placement = (layer.keys, layer.values), layer.policy.placement
+            parts.append(pages_at(body, layer.orders, placement, page))
+    rows = [jax.tree.map(jnp.copy, row_arrays(layer.near())) for layer in cache.layers]
     return tuple(pools), tables, (rows, cache.written), parts
 
 
-def checkpoint_bytes(cache_shapes: KVCache, groups: Sequence[CacheGroup]) -> int:
-    """What a row's state takes, by the cache's shapes."""
-    rows = tree_bytes([row_arrays(held) for held in cache_shapes.layers]) + tree_bytes(
-        cache_shapes.written
-    )
+def checkpoint_bytes(cache: KVCache, groups: Sequence[CacheGroup]) -> int:
+    """Bytes of one checkpoint; ``cache`` may hold shapes."""
+    rows = tree_bytes([row_arrays(layer) for layer in cache.layers]) + tree_bytes(cache.written)
     parts = sum(group.page_bytes for group in groups if group.page_group.split is not None)
-    return rows // cache_shapes.batch + parts
+    return rows // cache.batch + parts
 
 
 def restore_checkpoints(
     cache: KVCache, groups: Sequence[CacheGroup], states: Sequence[list[np.ndarray] | None]
-) -> tuple[KVCache, list[list[list[np.ndarray] | None]]]:
-    """A cache of empty rows, with the arrays of some rows' states; and of each kind, for each of
-    these, what stands in the page that is not full.
+) -> tuple[KVCache, list[list[PageArrays | None]]]:
+    """Make a cache whose rows start from checkpoints.
 
-    ``cache``: as shapes, which its pages stay.
+    Args:
+      cache: of shapes; its pages stay shapes.
+      states: for each row the arrays of its checkpoint, or None for an empty row.
+
+    Returns:
+      The cache, and for each cache group and row the content of the partial page.
     """
-    like = [row_arrays(held) for held in cache.layers], cache.written
-    cache_shapes, form = jax.tree.flatten(like)
-    rows = []
-    for number, x in enumerate(cache_shapes):
+    shapes, structure = jax.tree.flatten(
+        ([row_arrays(layer) for layer in cache.layers], cache.written)
+    )
+    leaves = []
+    for number, x in enumerate(shapes):
         array = np.zeros(x.shape, x.dtype)
         for row, state in enumerate(states):
             if state is not None:
                 array[row] = state[number]
-        rows.append(array)
-    owns, written = jax.tree.unflatten(form, rows)
-    layers = tuple(with_row_arrays(*each) for each in zip(cache.layers, owns, strict=True))
+        leaves.append(array)
+    by_layer, written = jax.tree.unflatten(structure, leaves)
+    layers = tuple(map(with_row_arrays, cache.layers, by_layer))
     cache = replace(cache, layers=layers, written=layers[0].policy.placement.put(written))
-    parts: list[list[list[np.ndarray] | None]] = []
-    at = len(cache_shapes)
+    parts: list[list[PageArrays | None]] = []
+    start = len(shapes)
     for group in groups:
         count = 0
         if group.page_group.split is not None:
             bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in group.layers]
             count = len(jax.tree.leaves(bodies))
-        parts.append([None if state is None else state[at : at + count] for state in states])
-        at += count
+        end = start + count
+        parts.append([None if state is None else state[start:end] for state in states])
+        start = end
     return cache, parts

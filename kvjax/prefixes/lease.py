@@ -1,11 +1,10 @@
-"""A request's use of a tree: what it finds, what it is lent, and what it leaves."""
+"""A lease: one request's use of a prefix tree, from matched pages to new ones."""
 
 import contextlib
 import gc
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from kvjax.cache.checks import REWOUND_TOO_FAR
 from kvjax.cache.state import KVCache
 from kvjax.core.transfer import fetch
 from kvjax.operations.rows import rewind, rewindable
+from kvjax.paging.allocator import PageAllocator
 from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.checkpoints import (
     Checkpoint,
@@ -21,90 +21,95 @@ from kvjax.prefixes.checkpoints import (
     restore_checkpoints,
     take_checkpoints,
 )
+from kvjax.prefixes.pool import PageArrays
 from kvjax.prefixes.radix import Namespace
 from kvjax.prefixes.sequences import CachedSequences, match_prompts
 from kvjax.prefixes.tiers import SwappedPage, retry_lost_entries
 
 
 class Lease:
-    """The pages of a tree's texts, in the cache of a request, until ``settle``.
+    """A cache for one request, on the pages of a prefix tree, which it holds until ``finish``.
 
-    ``key``: among whose texts prompts are looked for. ``new``: tokens that may be added to each;
-    ``samples``: continuations of each. ``hits``: int[batch], tokens of its prompts that the cache
-    to ``take`` has already.
+    ``hits``: int[batch], tokens of each prompt that the cache already has.
+
+    Args:
+      sequences: the tree's cached sequences.
+      namespace: the sequences to match against.
+      prompts: the token ids of each row.
+      new: the most tokens that will be added to each row.
+      samples: continuations of each prompt.
 
     Raises:
-      ValueError: if there are too few pages for the request, whatever else leaves.
+      ValueError: if the request needs more pages than can be freed.
     """
 
     def __init__(
         self,
         sequences: CachedSequences,
-        key: Namespace,
+        namespace: Namespace,
         prompts: Sequence[list[int]],
         new: int,
         samples: int,
     ) -> None:
-        self._sequences, self._config, self._key, self._samples = (
-            sequences,
-            sequences.pool_config,
-            key,
-            samples,
-        )
+        self._sequences, self._config = sequences, sequences.pool_config
+        self._namespace, self._samples = namespace, samples
         self._in_flight: list[tuple[PendingCheckpoints, int]] = []
         self._checkpoints: list[tuple[int, Checkpoint]] = []
         self.finished = False
-        self._rows, away, states = retry_lost_entries(
-            lambda: match_prompts(sequences, key, prompts)
+        self._rows, swapped, states = retry_lost_entries(
+            lambda: match_prompts(sequences, namespace, prompts)
         )
         self.hits = np.array([row.hit for row in self._rows], np.int32)
         for row in self._rows:
             for node in row.path:
                 node.lock_count += 1
-        least = self._min_pages(new, away)
+        least = self._pages_needed(new, swapped)
         with self._clear_on_error():
             if enough := self._reserve(least):
-                sequences.tiers.swap_in(away)
+                sequences.tiers.swap_in(swapped)
                 sequences.tiers.enforce_limits()
-                begun = restore_checkpoints(
-                    self._config.cache_shapes(len(self._rows)), self._config.groups, states
-                )
-                self._cache: KVCache | None = self._with_tables(begun)
+                shapes = self._config.cache_shapes(len(self._rows))
+                cache, parts = restore_checkpoints(shapes, self._config.groups, states)
+                self._cache: KVCache | None = self._with_pages(cache, parts)
         if not enough:
             self._unlock()
             raise ValueError(
-                f"the request may need {max(least)} pages more than it finds, and the prefix "
-                f"tree's pool has {len(sequences.pool.allocators[0].refs)} in all: give it more "
-                "pages, or "
-                "ask for less"
+                f"the request may need {max(least)} more pages, but the prefix tree's pool has "
+                f"{len(sequences.pool.allocators[0].refs)} in all; use a larger pool or a smaller "
+                "request"
             )
 
     def take_cache(self) -> KVCache:
-        """The cache, once: it is used up by whoever goes on with it."""
+        """The cache. It can be taken once: whoever uses it donates it."""
         cache, self._cache = self._cache, None
         assert cache is not None
         return cache
 
     def after_chunk(self, cache: KVCache, tokens: np.ndarray) -> KVCache:
-        """The cache after a chunk of the prompts, when rows hold so many tokens, int[batch]: where
-        it is time, their state is taken."""
+        """Take checkpoints after a prefill chunk, where they are due; call it after each chunk.
+
+        Args:
+          cache: used from now on in the form returned.
+          tokens: int[batch], tokens that each row holds.
+        """
         which = np.array(
             [int(n) in row.checkpoint_positions for n, row in zip(tokens, self._rows, strict=True)]
         )
-        self._collect()  # what was taken a chunk before has come by now
+        self._collect()  # checkpoints of earlier chunks, which have arrived by now
         if which.any():
-            cache, found = take_checkpoints(cache, self._config.groups, which, tokens)
-            self._in_flight.append((found, self._samples))
+            cache, pending = take_checkpoints(cache, self._config.groups, which, tokens)
+            self._in_flight.append((pending, self._samples))
             for n, row in zip(tokens, self._rows, strict=True):
-                row.checkpoint_positions.discard(int(n))  # a row that has ended stands there still
+                # A row whose prompt is complete is at this position after later chunks too.
+                row.checkpoint_positions.discard(int(n))
         return cache
 
     def finish(self, cache: KVCache | None, row_tokens: Sequence[Sequence[int]] | None) -> None:
-        """Give the pages back; what is worth it stays in the tree.
+        """Return the pages, and add the request's sequences to the tree.
 
         Args:
-          cache: of the request, as it ended; None where it was lost.
-          texts: the tokens of each of its rows, as far as they are known; None to keep nothing.
+          cache: as the request left it; None if it was lost.
+          row_tokens: the known tokens of each row; None to add nothing.
         """
         with self._sequences.lock:
             self.finished = True
@@ -112,93 +117,107 @@ class Lease:
                 if cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache)):
                     self._sequences.clear()
                 else:
-                    self._keep(cache, row_tokens)
+                    self._return_pages(cache, row_tokens)
             self._unlock()
 
-    def _keep(self, cache: KVCache, row_tokens: Sequence[Sequence[int]] | None) -> None:
+    def _return_pages(self, cache: KVCache, row_tokens: Sequence[Sequence[int]] | None) -> None:
         pool, config = self._sequences.pool, self._config
         if row_tokens is not None and not config.exact_prefix and config.needs_checkpoints:
             cache = self._rewind_to_pages(cache, row_tokens)
         pool.adopt(cache.layers)
-        length, status, pools = fetch((cache.length, cache.status, cache.pools))
-        whole = status & ~REWOUND_TOO_FAR == 0
-        for allocator, each in zip(pool.allocators, pools, strict=True):
-            allocator.update_from(each)
+        lengths, status, pools = fetch((cache.length, cache.status, cache.pools))
+        valid = status & ~REWOUND_TOO_FAR == 0
+        for host, device in zip(pool.allocators, pools, strict=True):
+            host.update_from(device)
         self._collect()
-        for row, state in self._checkpoints:
-            if row_tokens is not None and whole[row] and len(row_tokens[row]) >= state.tokens:
-                self._sequences.keep_checkpoint(self._key, row_tokens[row][: state.tokens], state)
-            self._release_pages(state.tables)
-        for row, text in enumerate(row_tokens or ()):
-            held = int(length[row]) if whole[row] else 0
+        for row, checkpoint in self._checkpoints:
+            length = checkpoint.tokens
+            if row_tokens is not None and valid[row] and len(row_tokens[row]) >= length:
+                tokens = row_tokens[row][:length]
+                self._sequences.keep_checkpoint(self._namespace, tokens, checkpoint)
+            self._release_pages(checkpoint.tables)
+        for row, tokens in enumerate(row_tokens or ()):
+            length = int(lengths[row]) if valid[row] else 0
             if config.exact_prefix:
                 prompt = self._rows[row // self._samples].tokens
-                held = min(held, len(prompt) // config.prefill_chunk * config.prefill_chunk)
-            self._sequences.keep_pages(self._key, text[:held], [each.table[row] for each in pools])
-        self._release_pages([each.table for each in pools])
+                length = min(length, len(prompt) // config.prefill_chunk * config.prefill_chunk)
+            tables = [allocator.table[row] for allocator in pools]
+            self._sequences.keep_pages(self._namespace, tokens[:length], tables)
+        self._release_pages([allocator.table for allocator in pools])
         self._unlock()
         self._sequences.tiers.enforce_limits()
 
-    def _min_pages(self, new: int, away: Sequence[SwappedPage]) -> list[int]:
-        """Pages of each kind that the request can't do without, beside what it finds there."""
-        found = []
+    def _pages_needed(self, new: int, swapped: Sequence[SwappedPage]) -> list[int]:
+        """Free pages of each group that the request may need, in addition to matched pages on the
+        device."""
+        needed = []
         for number, group in enumerate(self._config.groups):
-            count = sum(each.group == number for each in away)
+            count = sum(page.group == number for page in swapped)
             for row in self._rows:
-                full = len(group.pages_for(row.hit)[0])
+                matched = len(group.pages_for(row.hit)[0])
                 most = group.max_pages(positions_needed(len(row.tokens), new))
-                # Samples have the full pages of their prompt in common.
-                whole = 0 if group.windowed else len(group.pages_for(len(row.tokens))[0])
-                count += max(whole - full, 0) + self._samples * (most - whole)
-            found.append(count)
-        return found
+                # Samples share the full pages of their prompt.
+                shared = 0 if group.windowed else len(group.pages_for(len(row.tokens))[0])
+                count += max(shared - matched, 0) + self._samples * (most - shared)
+            needed.append(count)
+        return needed
 
     def _reserve(self, least: list[int]) -> bool:
-        """Have enough free pages, and choose where states are to be taken; whether there are."""
+        """Free the pages that the request needs, and choose where to take checkpoints.
+
+        Returns whether there are enough pages.
+        """
         config, sequences = self._config, self._sequences
         for row in self._rows:
             row.checkpoint_positions = config.checkpoint_positions(
                 row.hit, row.matched, len(row.tokens)
             )
-        states = sum(len(row.checkpoint_positions) for row in self._rows)
-        each = [group.page_group.layout.columns if group.windowed else 0 for group in config.groups]
-        # A state retains what windows would give back, which is worth older texts, and no request.
-        wanted = [n + states * columns for n, columns in zip(least, each, strict=True)]
-        if not sequences.tiers.free_pages(least, wanted):
+        # A checkpoint retains window pages that would become free. It may evict older sequences for
+        # that, but must not make the request fail.
+        count = sum(len(row.checkpoint_positions) for row in self._rows)
+        retained = [
+            group.page_group.layout.columns if group.windowed else 0 for group in config.groups
+        ]
+        target = [n + count * columns for n, columns in zip(least, retained, strict=True)]
+        if not sequences.tiers.free_pages(least, target):
             return False
-        for allocator, n, columns in zip(sequences.pool.allocators, least, each, strict=True):
+        for allocator, n, columns in zip(sequences.pool.allocators, least, retained, strict=True):
             if columns:
                 spare = (len(allocator.free) - n) // (columns * len(self._rows))
-                for row in self._rows:
-                    row.checkpoint_positions = {
-                        *sorted(row.checkpoint_positions, reverse=True)[:spare]
-                    }  # the longest save most
+                for row in self._rows:  # the longest prefixes save most
+                    longest = sorted(row.checkpoint_positions, reverse=True)[:spare]
+                    row.checkpoint_positions = set(longest)
         return True
 
-    def _with_tables(self, begun: tuple[KVCache, list[Any]]) -> KVCache:
-        """The cache with the pool's pages, and its rows' tables."""
-        (cache, parts), pool, rows = begun, self._sequences.pool, self._rows
-        pools: Any = []
+    def _with_pages(self, cache: KVCache, parts: list[list[PageArrays | None]]) -> KVCache:
+        """Put the pool's pages and the rows' page tables into a cache.
+
+        ``parts``: for each group and row the content of its partial page.
+        """
+        pool = self._sequences.pool
+        allocators: list[PageAllocator] = []
         for number, group in enumerate(self._config.groups):
-            allocator, fresh = pool.allocators[number], []
-            table = np.full((len(rows), group.page_group.layout.columns), -1, np.int32)
-            for at, row in enumerate(rows):
-                full, part = group.pages_for(row.hit)
+            allocator = pool.allocators[number]
+            partial_pages, contents = [], []
+            table = np.full((len(self._rows), group.page_group.layout.columns), -1, np.int32)
+            for index, row in enumerate(self._rows):
+                full, partial = group.pages_for(row.hit)
                 for page in full:
-                    found = self._sequences.entry(row.path, number, page).page
-                    allocator.retain(found)
-                    table[at, group.column(page)] = found
-                if part is not None:
-                    found = table[at, group.column(part)] = allocator.allocate()
-                    fresh.append((found, parts[number][at]))
-            pool.write(number, [page for page, _ in fresh], [content for _, content in fresh])
-            pools.append(allocator.to_device(table))
+                    shared = self._sequences.entry(row.path, number, page).page
+                    allocator.retain(shared)
+                    table[index, group.column(page)] = shared
+                if partial is not None:
+                    page = table[index, group.column(partial)] = allocator.allocate()
+                    partial_pages.append(page)
+                    contents.append(parts[number][index] or [])
+            pool.write(number, partial_pages, contents)
+            allocators.append(allocator.to_device(table))
         layers = [
-            held if body is None else replace(held, keys=body[0], values=body[1])
-            for held, body in zip(cache.layers, pool.bodies, strict=True)
+            layer if body is None else replace(layer, keys=body[0], values=body[1])
+            for layer, body in zip(cache.layers, pool.bodies, strict=True)
         ]
         put = layers[0].policy.placement.put
-        length, status, pools = put((self.hits, np.zeros_like(self.hits), tuple(pools)))
+        length, status, pools = put((self.hits, np.zeros_like(self.hits), tuple(allocators)))
         written = cache.written
         if not self._config.needs_checkpoints:
             written = put(np.repeat(self.hits[:, None], len(layers), axis=1))
@@ -212,27 +231,29 @@ class Lease:
                 allocator.release(page)
 
     def _rewind_to_pages(self, cache: KVCache, row_tokens: Sequence[Sequence[int]]) -> KVCache:
-        """Rows taken back to where pages of known tokens are whole, as far as they can be, and
-        their states."""
+        """Rewind rows to the end of their last full page of known tokens, as far as they can be
+        rewound, and take checkpoints there."""
         node_tokens = self._config.node_tokens
-        length, can = fetch((cache.length, rewindable(cache)))
-        whole = np.minimum(length, list(map(len, row_tokens))) // node_tokens * node_tokens
-        which = (length - whole <= can) & (whole > 0)
+        lengths, limits = fetch((cache.length, rewindable(cache)))
+        known = np.minimum(lengths, list(map(len, row_tokens)))
+        ends = known // node_tokens * node_tokens
+        which = (lengths - ends <= limits) & (ends > 0)
         if which.any():
-            cache = rewind(cache, np.where(which, length - whole, 0).astype(np.int32))
-            at = np.where(which, whole, length).astype(np.int32)
-            cache, found = take_checkpoints(cache, self._config.groups, which, at)
-            self._in_flight.append((found, 1))
+            cache = rewind(cache, np.where(which, lengths - ends, 0).astype(np.int32))
+            tokens = np.where(which, ends, lengths).astype(np.int32)
+            cache, pending = take_checkpoints(cache, self._config.groups, which, tokens)
+            self._in_flight.append((pending, 1))
         return cache
 
     def _collect(self) -> None:
-        for found, samples in self._in_flight:
-            self._checkpoints += [(row * samples, state) for row, state in found.fetched()]
+        """Wait for the checkpoints in flight."""
+        for pending, samples in self._in_flight:
+            self._checkpoints += [(row * samples, each) for row, each in pending.fetched()]
         self._in_flight = []
 
     @contextlib.contextmanager
     def _clear_on_error(self) -> Iterator[None]:
-        """What is stopped in the middle leaves an empty tree, and no page with two owners."""
+        """Empty the tree if the work inside is interrupted, so that no page has two owners."""
         try:
             yield
         except BaseException:
@@ -248,7 +269,7 @@ class Lease:
 
 
 class LeaseLock:
-    """``lease``: the newest that the pages were lent by."""
+    """Lets one thread at a time use a tree's pages. ``lease``: the newest lease."""
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -256,22 +277,22 @@ class LeaseLock:
 
     @contextlib.contextmanager
     def acquire(self) -> Iterator[None]:
-        """Keep other threads out of the pages: they wait for the end of this.
+        """Hold the lock; other threads wait for it.
 
         Raises:
-          ValueError: if a stream that has not ended holds them.
+          ValueError: if the pages are leased to a stream that has not finished.
         """
         with self._lock:
-            if self._lent:
-                gc.collect()  # a stream that was dropped is part of a reference cycle
-            if self._lent:
+            if self._leased:
+                gc.collect()  # an abandoned stream is part of a reference cycle
+            if self._leased:
                 raise ValueError(
-                    "the prefix tree's pages are with a stream that has not ended: iterate it to "
-                    "its end, or close it; a kvjax.Engine streams to many at once, and shares "
-                    "prefixes too"
+                    "the prefix tree's pages are leased to a stream that has not finished; iterate "
+                    "it to its end or close it, or use a kvjax.Engine, which serves many streams "
+                    "at once"
                 )
             yield
 
     @property
-    def _lent(self) -> bool:
+    def _leased(self) -> bool:
         return self.lease is not None and not self.lease.finished

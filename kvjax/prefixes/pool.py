@@ -1,4 +1,4 @@
-"""The pages of a tree between requests: which are free, and what stands in them."""
+"""The device's page pool and its free lists, which the host keeps."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,11 +15,16 @@ from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator, PageGroup
 from kvjax.placement.pages import pages_at, with_pages_at
 
+PageArrays = list[np.ndarray]
+"""The content of one page on the host: its part of every array of every layer of a group."""
+
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that go by the same tables: ``entries`` of ``KVCache.layers``, and what ``page_bytes``
-    a page of all of them takes. Positions and pages are counted through a text, by whole numbers.
+    """Layers that share page tables.
+
+    ``layers``: their indices in ``KVCache.layers``; ``page_bytes``: bytes of a page, all these
+    layers together. Methods number pages by their position in a sequence, not in the pool.
     """
 
     page_group: PageGroup
@@ -34,28 +39,28 @@ class CacheGroup:
 
     @property
     def windowed(self) -> bool:
-        """Whether a window leaves pages behind."""
+        """Whether pages become unused once a window has passed them."""
         return not self.page_group.layout.straight
 
     def pages_for(self, tokens: int) -> tuple[tuple[int, ...], int | None]:
-        """The full pages that a text of so many tokens has, and that which is not full, or None."""
-        return _needed(self.page_group, tokens)
+        """The full pages of a sequence of ``tokens`` tokens, and its partial page or None."""
+        return _pages_for(self.page_group, tokens)
 
     def column(self, page: int) -> int:
-        """Where a row's table has a page."""
+        """The column of a row's page table that holds a page."""
         return _column(self.page_group, page)
 
     def max_pages(self, tokens: int) -> int:
-        """Pages that a row has at once, at most, on its way to so many tokens."""
+        """The most pages that a row holds at once while it grows to ``tokens`` tokens."""
         layout = self.page_group.layout
         return min(-(-tokens // self.page_tokens), layout.columns)
 
 
 @functools.lru_cache(maxsize=65536)
-def _needed(page_group: PageGroup, tokens: int) -> tuple[tuple[int, ...], int | None]:
+def _pages_for(page_group: PageGroup, tokens: int) -> tuple[tuple[int, ...], int | None]:
     layout, units = page_group.layout, int(page_group.units(tokens))
     first, full = int(layout.gone_before(units)), units // layout.page_size
-    pages = (q for q in range(full) if q >= first or q < layout.sink_pages)
+    pages = (page for page in range(full) if page >= first or page < layout.sink_pages)
     return tuple(pages), full if units % layout.page_size else None
 
 
@@ -65,151 +70,150 @@ def _column(page_group: PageGroup, page: int) -> int:
 
 
 class HostAllocator:
-    """Who has which pages of a pool, as ``PageAllocator`` counts them, on the host."""
+    """Reference counts and the free list of a pool, on the host: what ``PageAllocator`` is inside
+    programs."""
 
     def __init__(self, pages: int) -> None:
         self.refs = np.zeros(pages, np.int32)
         self.free = list(range(pages - 1, -1, -1))
 
-    def take(self) -> int:
-        """A free page, which the caller has."""
+    def allocate(self) -> int:
+        """Take a free page, with one reference."""
         page = self.free.pop()
         self.refs[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
-        """One more has a page."""
+    def retain(self, page: int) -> None:
+        """Add a reference to a page."""
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
-        """One fewer has it; free, if nobody else does."""
+        """Drop a reference to a page; without any it is free."""
         assert self.refs[page] > 0
         self.refs[page] -= 1
         if not self.refs[page]:
             self.free.append(page)
 
     def to_device(self, table: np.ndarray) -> PageAllocator:
-        """The allocator of rows that begin with a table's pages, which they are counted for
-        already."""
+        """The allocator for a cache whose rows start with the pages of a table; these must be
+        counted already."""
         stack = np.zeros(len(self.refs), np.int32)
         stack[: len(self.free)] = self.free
         left = np.array([len(self.free)], np.int32)
         return PageAllocator(table, self.refs.copy(), stack, left)  # type: ignore[arg-type]
 
-    def update_from(self, pool: Any) -> None:
-        """What such rows left, as NumPy's arrays."""
-        self.refs = np.array(pool.refs)
-        self.free = np.asarray(pool.stack)[: int(pool.left[0])].tolist()
+    def update_from(self, allocator: Any) -> None:
+        """Take over the counts that such a cache ended with, as NumPy arrays."""
+        self.refs = np.array(allocator.refs)
+        self.free = np.asarray(allocator.stack)[: int(allocator.left[0])].tolist()
 
 
 class PagePool:
-    """Arrays of pages, a kind of layers after the other, and their counts.
+    """The arrays of all pages, and a ``HostAllocator`` for each cache group.
 
-    ``layers``: of the cache, with its first arrays or their shapes; those of its rows are let go.
+    ``layers``: of a cache, with arrays or with shapes; only its pages are kept.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], layers: Sequence[LayerCache]) -> None:
         self.groups = groups
-        self._forms = [(held.orders, held.policy.placement) for held in layers]
+        self._formats = [(layer.orders, layer.policy.placement) for layer in layers]
         self.bodies: list[Body | None] = [None] * len(layers)
         self.allocators = [HostAllocator(group.page_group.layout.pool or 0) for group in groups]
         self.adopt(layers)
 
     def adopt(self, layers: Sequence[LayerCache]) -> None:
-        """Have the pages of some layers."""
+        """Take over the page arrays of a cache's layers."""
         for group in self.groups:
-            for entry in group.layers:
-                self.bodies[entry] = layers[entry].keys, layers[entry].values
+            for layer in group.layers:
+                self.bodies[layer] = layers[layer].keys, layers[layer].values
 
     @property
     def lost(self) -> bool:
-        """Whether there are no arrays, or they were given away and did not come back."""
+        """Whether the pool has no arrays: none were made, or a cache lost those it was lent."""
         leaves = jax.tree.leaves(self.bodies)
         return any(not isinstance(x, jax.Array) or x.is_deleted() for x in leaves)
 
     @property
     def nbytes(self) -> int:
-        """Of all pages, used or not."""
+        """Bytes of all pages, used or free."""
         return tree_bytes(self.bodies)
 
-    def read(self, group: int, pages: Sequence[int]) -> list[list[np.ndarray]]:
-        """What stands in some pages: of each, arrays [...] of all layers, on the host."""
+    def read(self, group: int, pages: Sequence[int]) -> list[PageArrays]:
+        """Copy pages to the host."""
         return self.start_read(group, pages)()
 
-    def start_read(self, group: int, pages: Sequence[int]) -> Callable[[], list[list[np.ndarray]]]:
-        """``contents``, when they are asked for: on their way from now on, whatever happens to the
-        pages."""
-        specs, bodies = self._of(group)
-        coming = []
-        for some in _pieces(pages):
-            leaves = jax.tree.leaves(_read(bodies, _padded(some), specs=specs))
+    def start_read(self, group: int, pages: Sequence[int]) -> Callable[[], list[PageArrays]]:
+        """Start copying pages to the host. The function returned waits for the copies; the pages
+        may be overwritten before it is called."""
+        formats, bodies = self._bodies_of(group)
+        in_flight = []
+        for batch in _batches(pages):
+            leaves = jax.tree.leaves(_read(bodies, _padded(batch), formats=formats))
             for x in leaves:
                 x.copy_to_host_async()
-            coming.append((len(some), leaves))
+            in_flight.append((len(batch), leaves))
 
-        def landed() -> list[list[np.ndarray]]:
-            found = []
-            for count, leaves in coming:
+        def collect() -> list[PageArrays]:
+            contents = []
+            for count, leaves in in_flight:
                 arrays = fetch(leaves)
-                found += [[np.array(x[n]) for x in arrays] for n in range(count)]
-            return found
+                contents += [[np.array(x[n]) for x in arrays] for n in range(count)]
+            return contents
 
-        return landed
+        return collect
 
     def warm_up(self, group: int) -> None:
-        """Compile what reads and fills pages of a kind, whatever their number."""
+        """Compile the programs that read and write a group's pages, for any number of pages."""
         size = 1
-        while size <= _PIECE:
+        while size <= _BATCH:
             contents = self.read(group, [0] * size)
             self.write(group, [-1] * size, contents)
             size *= 2
 
-    def fill(
-        self, group: int, pages: Sequence[int], contents: Sequence[Sequence[np.ndarray]]
-    ) -> None:
-        """Write into pages what ``contents`` gave."""
-        for some, new in zip(_pieces(pages), _pieces(contents), strict=True):
-            specs, bodies = self._of(group)
-            into = _padded(some)
-            empty = [np.zeros_like(x) for x in new[0]]
-            every = [*new, *[empty] * (len(into) - len(some))]
-            leaves = [np.stack(x) for x in zip(*every, strict=True)]
+    def write(self, group: int, pages: Sequence[int], contents: Sequence[PageArrays]) -> None:
+        """Copy contents from the host into pages."""
+        for batch, new in zip(_batches(pages), _batches(contents), strict=True):
+            formats, bodies = self._bodies_of(group)
+            targets = _padded(batch)
+            zeros = [np.zeros_like(x) for x in new[0]]
+            rows = [*new, *[zeros] * (len(targets) - len(batch))]
+            leaves = [np.stack(x) for x in zip(*rows, strict=True)]
             tree = jax.tree.unflatten(jax.tree.structure(bodies), leaves)
-            found = _write(bodies, into, tree, specs)
-            for entry, body in zip(self.groups[group].layers, found, strict=True):
-                self.bodies[entry] = body
+            written = _write(bodies, targets, tree, formats)
+            for layer, body in zip(self.groups[group].layers, written, strict=True):
+                self.bodies[layer] = body
 
-    def _of(self, group: int) -> tuple[Any, Any]:
-        entries = self.groups[group].layers
-        return tuple(self._forms[n] for n in entries), [self.bodies[n] for n in entries]
-
-
-_PIECE = 16
-"""Pages that are moved at once: so much more memory than the pool's the device needs for it."""
+    def _bodies_of(self, group: int) -> tuple[tuple[Any, ...], list[Body | None]]:
+        layers = self.groups[group].layers
+        return tuple(self._formats[n] for n in layers), [self.bodies[n] for n in layers]
 
 
-def _pieces(some: Sequence[Any]) -> list[Sequence[Any]]:
-    return [some[n : n + _PIECE] for n in range(0, len(some), _PIECE)]
+_BATCH = 16
+"""Pages copied at once. The device needs a temporary buffer of this many pages."""
+
+
+def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
+    return [items[n : n + _BATCH] for n in range(0, len(items), _BATCH)]
 
 
 def _padded(pages: Sequence[int]) -> np.ndarray:
-    """Pages, and -1 up to a power of two, so that few programs are ever compiled."""
-    found = np.full(1 << max(len(pages) - 1, 0).bit_length(), -1, np.int32)
-    found[: len(pages)] = pages
-    return found
+    """Pad with -1 to a power of two, so that few programs are compiled."""
+    padded = np.full(1 << max(len(pages) - 1, 0).bit_length(), -1, np.int32)
+    padded[: len(pages)] = pages
+    return padded
 
 
-@functools.partial(jax.jit, static_argnames="specs")
-def _read(bodies: Any, pages: Array, *, specs: Any) -> Any:
+@functools.partial(jax.jit, static_argnames="formats")
+def _read(bodies: Any, pages: Array, *, formats: Any) -> Any:
     return [
         pages_at(body, orders, placement, pages)
-        for body, (orders, placement) in zip(bodies, specs, strict=True)
+        for body, (orders, placement) in zip(bodies, formats, strict=True)
     ]
 
 
-@functools.partial(jax.jit, static_argnames="specs", donate_argnames="bodies")
-def _write(bodies: Any, pages: Array, contents: Any, specs: Any) -> Any:
+@functools.partial(jax.jit, static_argnames="formats", donate_argnames="bodies")
+def _write(bodies: Any, pages: Array, contents: Any, formats: Any) -> Any:
     return [
         with_pages_at(body, orders, placement, pages, new)
-        for body, new, (orders, placement) in zip(bodies, contents, specs, strict=True)
+        for body, new, (orders, placement) in zip(bodies, contents, formats, strict=True)
     ]

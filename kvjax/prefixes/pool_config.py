@@ -1,4 +1,4 @@
-"""What a tree of prefixes has fixed: the model's shape, the policies, and the grid of positions."""
+"""The fixed configuration of a prefix cache: model shape, policies, pools, granularity of hits."""
 
 import functools
 import math
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
 from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache, has_encoder
+from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import checkpoint_bytes, row_arrays
@@ -20,17 +23,18 @@ from kvjax.prefixes.pool import CacheGroup
 
 @dataclass(frozen=True, eq=False)
 class PoolConfig:
-    """What texts of one tree have in common; ``policies``: of all layers, with their pages.
+    """What all sequences of one prefix cache share.
 
-    ``config``, ``mesh``: of the model. The others are those of ``PrefixTree``.
+    ``model_config``, ``mesh``: the model's; ``policies``: one for each layer, with the number of
+    pages of its pool. The other fields are arguments of ``PrefixTree``.
 
     Raises:
-      ValueError: if a layer keeps a whole text outside of pages, or rows are divided among devices.
+      ValueError: if a layer keeps whole sequences outside of pages, or rows are split over devices.
     """
 
     model_config: Any
-    mesh: Any
-    policies: tuple[Any, ...]
+    mesh: Mesh | None
+    policies: tuple[CachePolicy, ...]
     max_len: int
     prefill_chunk: int
     exact_prefix: bool
@@ -41,68 +45,74 @@ class PoolConfig:
         spread = self.cache_shapes(1).spread
         if spread is not None and spread.rows > 1:
             raise ValueError(
-                "rows are divided among devices, each with a pool of its own: a prefix tree goes "
-                "with a mesh of tensor alone"
+                f"the mesh splits rows over {spread.rows} devices, each with its own pool; a "
+                "prefix tree needs a mesh with the tensor axis alone"
             )
         assert self.groups
 
     @functools.cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """The kinds of layers in pages."""
-        cache, found = self.cache_shapes(1), []
-        for number, held in enumerate(cache.layers):
-            if held.policy.page_group is None and held.policy.layout.window is None:
+        """The groups of paged layers."""
+        cache, groups = self.cache_shapes(1), []
+        for number, layer in enumerate(cache.layers):
+            if layer.policy.page_group is None and layer.policy.layout.window is None:
                 raise ValueError(
-                    f"layer {number} keeps whole texts outside of pages, {held.policy.layout}: a "
-                    "prefix tree can share pages, and windows"
+                    f"layer {number} keeps whole sequences outside of pages, in "
+                    f"{layer.policy.layout}; a prefix tree needs layers with pages or a window"
                 )
         for page_group in cache.page_groups:
-            entries = tuple(
-                n for n, x in enumerate(cache.layers) if x.policy.page_group == page_group
+            layers = tuple(
+                n for n, layer in enumerate(cache.layers) if layer.policy.page_group == page_group
             )
-            bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in entries]
-            found.append(
-                CacheGroup(page_group, entries, tree_bytes(bodies) // (page_group.layout.pool or 1))
-            )
-        return tuple(found)
+            bodies = [(cache.layers[n].keys, cache.layers[n].values) for n in layers]
+            page_bytes = tree_bytes(bodies) // (page_group.layout.pool or 1)
+            groups.append(CacheGroup(page_group, layers, page_bytes))
+        return tuple(groups)
 
     @functools.cached_property
     def node_tokens(self) -> int:
-        """Tokens of a node: whole pages of every kind."""
+        """Tokens of a node of the radix tree: whole pages of every group."""
         return math.lcm(*(group.page_tokens for group in self.groups))
 
     @functools.cached_property
     def hit_multiple(self) -> int:
-        """Of what hits are a multiple."""
+        """Hits end at multiples of this many tokens."""
         if not self.exact_prefix:
             return self.node_tokens
         return math.lcm(self.node_tokens, self.prefill_chunk)
 
     @functools.cached_property
     def needs_checkpoints(self) -> bool:
-        """Whether rows have more than full pages, without which they can't go on."""
-        rows = tree_bytes([row_arrays(held) for held in self.cache_shapes(1).layers])
+        """Whether a sequence can only be resumed where a checkpoint was taken."""
+        rows = tree_bytes([row_arrays(layer) for layer in self.cache_shapes(1).layers])
         return bool(rows) or any(group.windowed for group in self.groups)
 
     @functools.cached_property
     def checkpoint_bytes(self) -> int:
-        """What that takes, of a row."""
+        """Bytes of one checkpoint."""
         return checkpoint_bytes(self.cache_shapes(1), self.groups)
 
-    def checkpoint_positions(self, hit: int, known: int, tokens: int) -> set[int]:
-        """Where the state of a prompt is to be taken, which goes on behind a hit and of which other
-        texts have what is known: at the ends of chunks where it ends, where the same prompt can be
-        gone on from, where others leave it, and every so many pages."""
+    def checkpoint_positions(self, hit: int, matched: int, tokens: int) -> set[int]:
+        """Where to take checkpoints of a prompt, always at the end of a prefill chunk: at its last
+        one, at the last one that the same prompt could resume from, at the last one that it shares
+        with other sequences, and every ``checkpoint_every`` nodes.
+
+        Args:
+          hit: tokens that the prompt resumes from.
+          matched: tokens that it shares with a cached sequence.
+          tokens: its length.
+        """
         if not self.needs_checkpoints:
             return set()
         chunk, every = self.prefill_chunk, self.checkpoint_every * self.node_tokens
-        whole = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.node_tokens == 0]
-        found = {n for n in whole if n // every > (n - chunk) // every}
-        inside, left = ([n for n in whole if n <= most] for most in (tokens - 1, known))
-        return found | {*whole[-1:], *inside[-1:], *left[-1:]}
+        ends = [n for n in range(hit + chunk, tokens + 1, chunk) if n % self.node_tokens == 0]
+        positions = {n for n in ends if n // every > (n - chunk) // every}
+        resumable = [n for n in ends if n < tokens]  # one token must be left to compute
+        shared = [n for n in ends if n <= matched]
+        return positions | {*ends[-1:], *resumable[-1:], *shared[-1:]}
 
     def cache_shapes(self, rows: int) -> KVCache:
-        """The cache of so many rows, as shapes."""
+        """A cache with ``rows`` rows, as shapes."""
         known: dict[int, KVCache] = self.__dict__.setdefault("_shapes", {})
         if rows not in known:
             known[rows] = abstract_cache(
@@ -127,104 +137,106 @@ def make_pool_config(
     checkpoint_every: int,
     rotary_len: int | None = None,
 ) -> PoolConfig:
-    """The terms of a tree, by its arguments; see ``PrefixTree``.
+    """Check the arguments of a ``PrefixTree`` or an engine, and size the pools.
 
     Raises:
-      ValueError: as it says.
+      ValueError: as ``PrefixTree`` does.
     """
     if scanned(lm.config):
         raise ValueError(
-            "trees of prefixes, and engines, keep what rows have a layer at a time: a model whose "
-            "config says stacked can't be lent it"
+            "prefix trees and engines need a cache with separate layers, but the model's config "
+            "has stacked=True"
         )
     if has_encoder(lm):
         raise ValueError(
-            "trees of prefixes, and engines, tell texts by their tokens, and what this model's "
-            "decoder writes goes by what its encoder has read besides"
+            "prefix trees and engines identify sequences by their tokens, but this model's decoder "
+            "also depends on its encoder's input"
         )
-    most = as_optional_int("max_len", max_len, 1, INT32_MAX)
     limit = position_limit(decoder_config(lm.config))
-    most = limit if most is None else most
-    if most is None:
-        raise ValueError("this model's positions have no end: give max_len=")
-    if limit is not None and most > limit:
-        raise ValueError(f"max_len is {most}, but the model has {limit} positions")
+    length = as_optional_int("max_len", max_len, 1, INT32_MAX)
+    length = limit if length is None else length
+    if length is None:
+        raise ValueError("the model has no position limit; give max_len=")
+    if limit is not None and length > limit:
+        raise ValueError(f"max_len is {length}, but the model has {limit} positions")
     exact_prefix = as_bool("exact_prefix", exact_prefix)
-    policies = _in_pages(policy, lm.config)
-    found = PoolConfig(
+    policies = _paged_policies(policy, lm.config)
+    config = PoolConfig(
         lm.config,
         lm.mesh,
         _with_pages(policies, 1),
-        most,
+        length,
         as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX),
         exact_prefix,
         as_int("checkpoint_every", checkpoint_every, 1),
         as_optional_int("rotary_len", rotary_len, 1),
     )
-    # Longer texts would be turned by other frequencies.
-    found = replace(found, max_len=min(most, found.cache_shapes(1).max_len))
-    room = None if memory is None else in_bytes("memory", memory)
-    return replace(found, policies=_pages_for(found, policies, pages, room))
+    # Some rotary tables depend on a length: sequences beyond it would need other frequencies.
+    config = replace(config, max_len=min(length, config.cache_shapes(1).max_len))
+    memory_bytes = None if memory is None else in_bytes("memory", memory)
+    return replace(config, policies=_size_pools(config, policies, pages, memory_bytes))
 
 
 def in_bytes(name: str, size: int | str) -> int:
-    """A number of bytes, which may be given as text."""
+    """A size in bytes, given as an integer or as a string such as ``"2GiB"``."""
     return parse_bytes(size) if isinstance(size, str) else as_int(name, size, 0)
 
 
-def _in_pages(choice: PolicyChoice, config: Any) -> tuple[Any, ...]:
-    """The policies of all layers, of a tree.
+def _paged_policies(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
+    """The policy of each layer.
 
     Raises:
-      ValueError: if it moves layers as it runs, or none is in pages.
+      ValueError: if the choice moves layers while it runs, or no layer is paged.
     """
     policies = per_layer(choice, config)
     if budget_of(choice) is not None:
         raise ValueError(
-            "policy('auto') moves layers as it runs: give a prefix tree layers in pages, whose old "
-            "pages go to the host by themselves"
+            "policy('auto') moves layers while it runs; give a policy with paged layers, whose "
+            "unused pages are swapped out to the host"
         )
-    if not any(paged(each.layout) for each in policies):
-        raise ValueError(
-            "a prefix tree keeps pages: give it a policy with layers in pages, such as 'paged'"
-        )
+    if not any(paged(policy.layout) for policy in policies):
+        raise ValueError("no layer is paged; give a policy with paged layers, such as 'paged'")
     return policies
 
 
-def _pages_for(
-    config: PoolConfig, policies: Sequence[Any], pages: int | None, memory: int | None
-) -> tuple[Any, ...]:
-    """With pools of so many pages, or of as many as so many bytes hold.
+def _size_pools(
+    config: PoolConfig,
+    policies: Sequence[CachePolicy],
+    pages: int | None,
+    memory: int | None,
+) -> tuple[CachePolicy, ...]:
+    """Policies whose pools have ``pages`` pages, or as many as fit into ``memory`` bytes.
 
     Raises:
-      ValueError: if neither was given, or both, or the policies say it themselves; if there is no
-        page.
+      ValueError: if the number of pages is given twice or not at all, or is 0.
     """
-    layouts = [paged(each.layout) for each in policies]
-    said = [layout.pages is not None for layout in layouts if layout is not None]
-    if any(said):
-        if not all(said) or pages is not None or memory is not None:
+    layouts = [paged(policy.layout) for policy in policies]
+    sized = [layout.pages is not None for layout in layouts if layout is not None]
+    if any(sized):
+        if not all(sized) or pages is not None or memory is not None:
             raise ValueError(
-                "the policy names the pages of its pools: let it name those of all, and leave "
-                "pages= and memory= out; or give one of these alone"
+                "the policy sets the pages of some pools; set those of all pools in the policy, or "
+                "give either pages= or memory= instead"
             )
         return tuple(policies)
     if (pages is None) == (memory is None):
-        raise ValueError("give pages=, or memory= in bytes")
+        raise ValueError("give either pages=, or memory= in bytes")
     if memory is not None:
-        page = sum(group.page_bytes for group in config.groups)
-        pages = memory // page
+        page_bytes = sum(group.page_bytes for group in config.groups)
+        pages = memory // page_bytes
         if not pages:
-            raise ValueError(f"memory is {memory} bytes, and a page of all layers takes {page}")
+            raise ValueError(
+                f"memory is {memory} bytes, but one page of all layers takes {page_bytes}"
+            )
     return _with_pages(policies, as_int("pages", pages, 1))
 
 
-def _with_pages(policies: Sequence[Any], pages: int) -> tuple[Any, ...]:
-    """With pools of so many pages, where nothing else was said."""
-    found = []
-    for each in policies:
-        layout = paged(each.layout)
+def _with_pages(policies: Sequence[CachePolicy], pages: int) -> tuple[CachePolicy, ...]:
+    """Policies whose pools have ``pages`` pages, where they did not set a number."""
+    sized = []
+    for policy in policies:
+        layout = paged(policy.layout)
         if layout is not None and layout.pages is None:
-            each = replace(each, layout=replace(layout, pages=pages))
-        found.append(each)
-    return tuple(found)
+            policy = replace(policy, layout=replace(layout, pages=pages))
+        sized.append(policy)
+    return tuple(sized)

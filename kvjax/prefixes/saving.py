@@ -1,4 +1,4 @@
-"""A tree's texts as arrays of a folder, and back."""
+"""A prefix tree as arrays and JSON in a folder, and back."""
 
 import json
 from collections.abc import Hashable, Sequence
@@ -16,139 +16,137 @@ from kvjax.prefixes.radix import DEVICE, Entry, Namespace, Node, subtree
 from kvjax.prefixes.sequences import CachedSequences
 
 KIND = "a tree of prefixes"
+"""Marks the folder; files of earlier versions have it too."""
 
 
 def to_folder(
     sequences: CachedSequences, weights: Hashable
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What a tree keeps of such weights, as arrays, and what there is to tell of them.
+    """The sequences of one version of the weights, as arrays and metadata.
 
     Raises:
-      GoneError: if a file of it is not there any more.
+      EntryLostError: if a file of the disk tier is missing or damaged.
     """
     groups = range(len(sequences.pool_config.groups))
     pages: list[list[tuple[Node, Entry]]] = [[] for _ in groups]
     states: list[tuple[Node, Entry]] = []
-    roots = {key: root for key, root in sequences.radix.roots.items() if key.weights == weights}
+    roots = {name: root for name, root in sequences.radix.roots.items() if name.weights == weights}
     nodes = [node for root in roots.values() for node in subtree(root)]
     for node in nodes:
-        for group, some in enumerate(node.pages):
-            pages[group] += [(node, page) for page in some if page is not None]
-        states += [] if node.checkpoint is None else [(node, node.checkpoint)]
-    numbers = {id(node): n for n, node in enumerate(nodes)}
-    place = {id(kept): n for some in (*pages, states) for n, (_, kept) in enumerate(some)}
-    told = {
+        for group, entries in enumerate(node.pages):
+            pages[group] += [(node, entry) for entry in entries if entry is not None]
+        if node.checkpoint is not None:
+            states.append((node, node.checkpoint))
+    node_index = {id(node): n for n, node in enumerate(nodes)}
+    index = {id(entry): n for items in (*pages, states) for n, (_, entry) in enumerate(items)}
+    metadata = {
         "kind": KIND,
-        "settings": _plain(sequences.pool_config),
-        "weights": _words(weights),
-        "roots": [[_words(tuple(key)), numbers[id(root)]] for key, root in roots.items()],
+        "settings": _settings_json(sequences.pool_config),
+        "weights": _name_json(weights),
+        "roots": [[_name_json(tuple(name)), node_index[id(root)]] for name, root in roots.items()],
         "nodes": [
             {
-                "parent": None if node.parent is None else numbers[id(node.parent)],
+                "parent": None if node.parent is None else node_index[id(node.parent)],
                 "tokens": node.tokens,
                 "used": node.last_used,
-                "pages": [[page and place[id(page)] for page in some] for some in node.pages],
-                "state": node.checkpoint and place[id(node.checkpoint)],
+                "pages": [[page and index[id(page)] for page in pages] for pages in node.pages],
+                "state": node.checkpoint and index[id(node.checkpoint)],
             }
             for node in nodes
         ],
-        "forms": _forms(sequences),
+        "forms": _formats(sequences),
     }
-    arrays = {"nodes": np.array([len(nodes)])}  # a folder is of one array at least
+    arrays = {"nodes": np.array([len(nodes)])}  # a folder needs at least one array
     for group in groups:
-        near = [page.page for _, page in pages[group] if page.tier == DEVICE]
-        contents = dict(zip(near, sequences.pool.read(group, near), strict=True))
-        some = [
-            contents[page.page] if page.tier == DEVICE else sequences.tiers.read(node, page)
-            for node, page in pages[group]
+        on_device = [entry.page for _, entry in pages[group] if entry.tier == DEVICE]
+        contents = dict(zip(on_device, sequences.pool.read(group, on_device), strict=True))
+        data = [
+            contents[entry.page] if entry.tier == DEVICE else sequences.tiers.read(node, entry)
+            for node, entry in pages[group]
         ]
-        arrays |= _stacked(f"pages {group}", some)
-    return arrays | _stacked("states", [sequences.tiers.read(*each) for each in states]), told
+        arrays |= _stack(f"pages {group}", data)
+    data = [sequences.tiers.read(node, entry) for node, entry in states]
+    return arrays | _stack("states", data), metadata
 
 
-def settings_of(told: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the tree that was written."""
-    policies, *rest = deserialize_static(json.dumps(told["settings"]).encode())
+def settings_of(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a saved tree, by the names of ``PrefixTree``'s arguments."""
+    policies, *values = deserialize_static(json.dumps(metadata["settings"]).encode())
     names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
-    rest = [*rest, None][: len(names)]  # older files have no rotary_len
-    return {"policies": policies, "weights": _whole(told["weights"])} | dict(
-        zip(names, rest, strict=True)
-    )
+    values = [*values, None][: len(names)]  # older files have no rotary_len
+    settings = {"policies": policies, "weights": _name(metadata["weights"])}
+    return settings | dict(zip(names, values, strict=True))
 
 
 def from_folder(
-    sequences: CachedSequences, arrays: dict[str, np.ndarray], told: dict[str, Any]
+    sequences: CachedSequences, arrays: dict[str, np.ndarray], metadata: dict[str, Any]
 ) -> None:
-    """Fill a tree that is empty, on the host, as far as its limits go.
+    """Fill an empty tree with a saved one, on the host and on disk, within their limits.
 
     Raises:
-      CheckpointError: if a kind of device, or a mesh, keeps pages in another form.
+      CheckpointError: if this platform or mesh stores pages in another format.
     """
-    if told["forms"] != _forms(sequences):
+    if metadata["forms"] != _formats(sequences):
         raise CheckpointError(
-            "the tree was saved by another kind of device, or mesh, which keeps pages in another "
-            f"form: {str(told['forms'])[:100]}"
+            "the tree was saved on another platform or mesh, which stores pages in another "
+            f"format: {str(metadata['forms'])[:100]}"
         )
-    keys = {number: Namespace(*_whole(key)) for key, number in told["roots"]}
-    made: list[Node] = []
-    for number, each in enumerate(told["nodes"]):
-        tokens, parent = tuple(each["tokens"]), each["parent"]
-        node = Node(tokens, None if parent is None else made[parent], sequences.radix.shape)
-        node.last_used = each["used"]
-        made.append(node)
+    names = {number: Namespace(*_name(name)) for name, number in metadata["roots"]}
+    config, nodes = sequences.pool_config, []
+    for number, saved in enumerate(metadata["nodes"]):
+        tokens, parent = tuple(saved["tokens"]), saved["parent"]
+        node = Node(tokens, None if parent is None else nodes[parent], sequences.radix.shape)
+        node.last_used = saved["used"]
+        nodes.append(node)
         if node.parent is None:
-            sequences.radix.roots[keys[number]] = node
+            sequences.radix.roots[names[number]] = node
         else:
             node.parent.children[tokens] = node
-        for group, some in enumerate(each["pages"]):
-            for at, page in enumerate(some):
+        for group, pages in enumerate(saved["pages"]):
+            for place, page in enumerate(pages):
                 if page is not None:
-                    kept = node.pages[group][at] = Entry(
-                        sequences.pool_config.groups[group].page_bytes
-                    )
-                    sequences.tiers.store_on_host(kept, _of(arrays, f"pages {group}", page))
-        if each["state"] is not None:
-            node.checkpoint = Entry(sequences.pool_config.checkpoint_bytes)
-            sequences.tiers.store_on_host(node.checkpoint, _of(arrays, "states", each["state"]))
-    sequences.radix.clock = max((node.last_used for node in made), default=0)
+                    entry = node.pages[group][place] = Entry(config.groups[group].page_bytes)
+                    sequences.tiers.store_on_host(entry, _slice(arrays, f"pages {group}", page))
+        if saved["state"] is not None:
+            node.checkpoint = Entry(config.checkpoint_bytes)
+            state = _slice(arrays, "states", saved["state"])
+            sequences.tiers.store_on_host(node.checkpoint, state)
+    sequences.radix.clock = max((node.last_used for node in nodes), default=0)
     sequences.tiers.enforce_limits()
 
 
-def _plain(config: PoolConfig) -> Any:
-    return json.loads(
-        serialize_static(
-            (
-                config.policies,
-                config.max_len,
-                config.prefill_chunk,
-                config.exact_prefix,
-                config.checkpoint_every,
-                config.rotary_len,
-            )
-        )
+def _settings_json(config: PoolConfig) -> Any:
+    settings = (
+        config.policies,
+        config.max_len,
+        config.prefill_chunk,
+        config.exact_prefix,
+        config.checkpoint_every,
+        config.rotary_len,
     )
+    return json.loads(serialize_static(settings))
 
 
-def _words(name: Hashable) -> Any:
+def _name_json(name: Hashable) -> Any:
     return json.loads(serialize_static((name,)))
 
 
-def _whole(words: Any) -> Any:
-    (found,) = deserialize_static(json.dumps(words).encode())
-    return found
+def _name(saved: Any) -> Any:
+    (name,) = deserialize_static(json.dumps(saved).encode())
+    return name
 
 
-def _forms(sequences: CachedSequences) -> list[Any]:
-    """How a page's numbers, and a row's, are kept here."""
+def _formats(sequences: CachedSequences) -> list[Any]:
+    """How pages and rows are stored: the platform, dtypes and shapes."""
     leaves: list[Array] = jax.tree.leaves(sequences.pool_config.cache_shapes(1).layers)
     return [current_platform(), [[x.dtype.name, list(x.shape[1:])] for x in leaves]]
 
 
-def _stacked(name: str, some: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {f"{name} {number}": np.stack(x) for number, x in enumerate(zip(*some, strict=True))}
+def _stack(name: str, data: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {f"{name} {number}": np.stack(x) for number, x in enumerate(zip(*data, strict=True))}
 
 
-def _of(arrays: dict[str, np.ndarray], name: str, at: int) -> list[np.ndarray]:
+def _slice(arrays: dict[str, np.ndarray], name: str, index: int) -> list[np.ndarray]:
     count = sum(key.startswith(f"{name} ") for key in arrays)
-    # Their own: a part of a larger array would keep all of it.
-    return [np.array(arrays[f"{name} {number}"][at]) for number in range(count)]
+    # Copies: a view would keep the whole array alive.
+    return [np.array(arrays[f"{name} {number}"][index]) for number in range(count)]

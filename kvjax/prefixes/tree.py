@@ -1,4 +1,4 @@
-"""The tree of prefixes: texts that were computed once, found again by requests that begin alike."""
+"""``PrefixTree``: a prefix cache for ``generate``."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
@@ -23,20 +24,20 @@ from kvjax.prefixes.tiers import retry_lost_entries
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a tree has done, and has.
+    """Statistics of a prefix tree.
 
-    ``rows``: prompts that were asked for; ``hits``: those of which it had something;
-    ``prompt_tokens``, ``saved_tokens``: of them all, and those that were not computed again.
-    ``texts``: ends of texts that it keeps. ``bytes``: of what it keeps, by tier: ``"device"``,
-    ``"host"``, ``"disk"``. ``free``, ``used``, ``cached``: pages of each pool that nobody has, that
-    rows alone have, and that the tree keeps. ``dropped``: pages and states that it let go.
+    ``rows``: prompts looked up; ``hits``: prompts with a cached prefix; ``prompt_tokens``: tokens
+    of all prompts; ``saved_tokens``: those that did not have to be computed; ``texts``: cached
+    sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and ``"disk"``;
+    ``free``, ``used``, ``cached``: for each pool its free pages, pages that only running requests
+    use, and pages that the tree keeps; ``dropped``: pages and checkpoints evicted so far.
     """
 
     rows: int
     hits: int
     prompt_tokens: int
     saved_tokens: int
-    sequences: int
+    texts: int
     bytes: dict[str, int]
     free: tuple[int, ...]
     used: tuple[int, ...]
@@ -45,94 +46,98 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompts' tokens, the share that was not computed again."""
+        """The share of prompt tokens that did not have to be computed."""
         return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class WeightVersions:
-    """Which arrays each value of a tree's ``weights`` stands for, as long as these are there."""
+    """The arrays that each value of ``PrefixTree.weights`` was used with, by weak references."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self._arrays: dict[Hashable, list[weakref.ref[Any]]] = {}
 
     def check(self, weights: Hashable, params: Any) -> None:
-        """Let a value stand for a model's parameters.
+        """Record a version's parameters, or compare them with those recorded.
 
         Raises:
-          ValueError: if it stands for others.
+          ValueError: if the version was used with other parameters.
         """
         leaves = jax.tree.leaves(params)
-        known = self._known.setdefault(weights, [weakref.ref(x) for x in leaves])
-        if len(known) != len(leaves) or any(
-            ref() is not x for ref, x in zip(known, leaves, strict=True)
+        refs = self._arrays.setdefault(weights, [weakref.ref(x) for x in leaves])
+        if len(refs) != len(leaves) or any(
+            ref() is not x for ref, x in zip(refs, leaves, strict=True)
         ):
             raise ValueError(
-                f"the model's weights are other arrays than those that weights={weights!r} of the "
-                "prefix tree stood for: set tree.weights to another value when they change"
+                f"the prefix tree used weights={weights!r} with other parameters; set tree.weights "
+                "to a new value whenever the model's parameters change"
             )
 
-    def gone(self, weights: Hashable) -> list[Hashable]:
-        """The values, but for the one that is in use, of whose arrays some are not there any more,
-        so that no model can be told to have them; they are forgotten."""
-        gone = [
-            each
-            for each, refs in self._known.items()
-            if each != weights and any(ref() is None for ref in refs)
+    def forget_deleted(self, weights: Hashable) -> list[Hashable]:
+        """Forget versions whose arrays have been deleted, except the current one. No model can have
+        these versions again. Returns them."""
+        deleted = [
+            version
+            for version, refs in self._arrays.items()
+            if version != weights and any(ref() is None for ref in refs)
         ]
-        for each in gone:
-            del self._known[each]
-        return gone
+        for version in deleted:
+            del self._arrays[version]
+        return deleted
 
 
 class ModelLike(Protocol):
-    """What a tree asks of a model."""
+    """What a tree needs of a model."""
 
     @property
     def config(self) -> Any: ...
     @property
     def params(self) -> Any: ...
     @property
-    def mesh(self) -> Any: ...
+    def mesh(self) -> Mesh | None: ...
 
 
 class PrefixTree:
-    """Texts that requests begin with, in pages of one pool: ``generate(..., prefix_cache=tree)``
-    computes no prefix twice.
+    """A prefix cache: with ``generate(..., prefix_cache=tree)`` no prefix is computed twice.
 
-    A hit is rounded down to where a chunk of a prompt ended, and to where what the rule of sight
-    asks for was kept (the raw tail, a window). With ``exact_prefix`` it then gives the logits of
-    the same request without a tree (``generate(lm, prompts, **tree.settings)``) bit for bit, on the
-    same device: what a chunk computes does not depend on where it began, so only such chunks are
-    kept, of as many rows at once, and all rows of a request begin at their common hit. Without it
-    hits are longer: of each row its own, and of texts that were generated.
+    Cached sequences are stored in pages of one pool. A hit is rounded down to the end of a prefill
+    chunk, and to a position where the tree has everything that the next token needs: pages, and
+    perhaps a checkpoint of the raw tail or the window.
 
-    Threads may share a tree: it serves one request after the other, and those of ``generate`` wait
-    for their turn; an ``Engine`` has many at once.
+    With ``exact_prefix``, logits equal those of the same request without a tree,
+    ``generate(lm, prompts, **tree.settings)``, bit for bit on the same device. For this the tree
+    keeps only whole prefill chunks, separately for each number of rows, and all rows of a request
+    start from their longest common hit. Without it hits are longer: each row has its own, and
+    generated tokens are cached too.
 
-    Source: radix attention (Zheng et al., SGLang, arXiv:2312.07104), over pages (Kwon et al.,
-    arXiv:2309.06180).
+    Threads may share a tree. It serves one request at a time, and other calls of ``generate`` wait.
+    An ``Engine`` serves many requests at once, and has its own prefix cache.
+
+    Source: RadixAttention (Zheng et al., SGLang, arXiv:2312.07104) on pages (Kwon et al.,
+    PagedAttention, arXiv:2309.06180).
 
     Args:
-      lm: the model; on its mesh, of ``tensor`` alone, if it has one.
-      policy: as for ``init_cache``: layers in pages, or with windows; one at least in pages.
-      pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. A
-        policy that names its pages has neither.
-      max_len: tokens a row, of prompt and new text; by default as many as the model has positions.
-      rotary_len: as of ``init_cache``.
-      prefill_chunk: tokens of a call of prompts; hits end at multiples of it and of a page.
-      exact_prefix: see above.
-      checkpoint_every: pages after which states are kept inside a long prompt, where the policy
-        has any; they always are where prompts end, and where texts part.
-      host_memory: bytes, or text, for pages that leave the device, and for states.
-      folder: for what leaves the host; by default nothing is kept on disk. Files go with the tree.
-      disk_memory: bytes, or text, of these.
-      weights: which weights the model has, a number, a text, or a tuple of such: set
-        ``tree.weights`` to another value whenever they change, and texts that were computed by
-        others are not found; those of arrays that are gone are forgotten.
+      lm: the model. If it is on a mesh, this must have the ``tensor`` axis alone.
+      policy: as for ``init_cache``. Each layer needs pages or a window, at least one needs pages.
+      pages: pages of each pool. Give either this or ``memory``, or set the pages in the policy.
+      memory: bytes of all pools together, such as ``2**31`` or ``"2GiB"``.
+      max_len: tokens a row, prompt and new tokens; by default the model's number of positions.
+      rotary_len: as for ``init_cache``.
+      prefill_chunk: tokens of a prefill call. Hits end at multiples of it and of a page.
+      exact_prefix: whether results must not depend on what is cached, see above.
+      checkpoint_every: pages between checkpoints inside a long prompt, where the policy needs
+        checkpoints. Others are taken at the end of a prompt and where sequences diverge.
+      host_memory: bytes on the host for swapped-out pages and for checkpoints.
+      folder: for files of what does not fit on the host. They are deleted with the tree. By default
+        nothing is kept on disk.
+      disk_memory: bytes of these files.
+      weights: names the version of the model's parameters: a string, an integer, or a tuple of
+        these. Set ``tree.weights`` to a new value whenever the parameters change; sequences of
+        other versions are then not matched, and are removed once their parameters are deleted.
 
     Raises:
-      ValueError: if no layer is in pages, a layer keeps a whole text elsewhere, the policy moves
-        layers as it runs, rows are divided among devices, or a size is none or given twice.
+      ValueError: if no layer is paged, a layer keeps whole sequences outside of pages, the policy
+        moves layers while it runs, the mesh splits rows over devices, or the size of the pools is
+        missing or given twice.
     """
 
     @allow_host_to_device
@@ -169,30 +174,30 @@ class PrefixTree:
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.sequences = CachedSequences(self.pool_config, (host, disk, folder))
         self.sequences.clear()
-        self._rows = self._hits = self._asked = self._saved = 0
+        self._rows = self._hits = self._prompt_tokens = self._saved_tokens = 0
         self.lease_lock = LeaseLock()
 
     @property
     def weights(self) -> Hashable:
-        """Which weights the model has."""
-        return self._named
+        """The current version of the model's parameters."""
+        return self._weights
 
     @weights.setter
     def weights(self, name: Hashable) -> None:
-        self._named = checked_name("weights", name)
+        self._weights = checked_name("weights", name)
 
     def clear(self) -> None:
-        """Forget all texts.
+        """Forget all sequences.
 
         Raises:
-          ValueError: if an earlier request has the pages.
+          ValueError: if an unfinished stream uses the pages.
         """
         with self.lease_lock.acquire(), self.sequences.lock:
             self.sequences.clear()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of ``generate``: with them a request is, without a tree, what it is with this one."""
+        """Arguments of ``generate`` that make a request without a tree compute the same."""
         return {
             "cache": list(self.pool_config.policies),
             "max_len": self.pool_config.max_len,
@@ -202,17 +207,17 @@ class PrefixTree:
 
     @allow_host_to_device
     def save(self, path: str | Path, lm: ModelLike, *, wait: bool = True) -> PendingSave:
-        """Write what it keeps of these ``weights`` into a folder, for ``load``; as
-        ``kvjax.save_cache`` does.
+        """Write the sequences of the current ``weights`` into a folder, for ``load``. ``wait`` is
+        as for ``kvjax.save_cache``.
 
         Raises:
-          ValueError: if an earlier request has the pages.
-          CheckpointError: if something else stands there.
+          ValueError: if an unfinished stream uses the pages.
+          CheckpointError: if the folder holds something else.
         """
-        with self.lease_lock.acquire():  # nobody else changes them meanwhile
+        with self.lease_lock.acquire():  # no other thread may change the tree meanwhile
             self._check_model(lm)
-            arrays, told = retry_lost_entries(lambda: to_folder(self.sequences, self.weights))
-        saving = save_folder(path, arrays, told | {"model": fingerprint(lm)})
+            arrays, metadata = retry_lost_entries(lambda: to_folder(self.sequences, self.weights))
+        saving = save_folder(path, arrays, metadata | {"model": fingerprint(lm)})
         if wait:
             saving.wait()
         return saving
@@ -228,22 +233,23 @@ class PrefixTree:
         folder: str | Path | None = None,
         disk_memory: int | str = "16GiB",
     ) -> "PrefixTree":
-        """The tree that ``save`` wrote, with its texts on the host; arguments as of ``PrefixTree``.
+        """Load a tree that ``save`` wrote. Its sequences start on the host. The arguments are those
+        of ``PrefixTree``.
 
         Raises:
-          CheckpointError: if it is none, was computed by another model, comes from another kind of
-            device, or a file was cut or changed.
+          CheckpointError: if the folder holds no tree, or one of another model or platform, or a
+            file is damaged.
         """
-        told, arrays = read_folder(path)
-        if told.get("kind") != KIND:
-            raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {KIND}")
-        if told.get("model") != (asked := fingerprint(lm)):
+        metadata, arrays = read_folder(path)
+        if metadata.get("kind") != KIND:
+            raise CheckpointError(f"{path}: holds {metadata.get('kind')}, not {KIND}")
+        if metadata.get("model") != (model := fingerprint(lm)):
             raise CheckpointError(
-                f"{path}: texts of the model {told.get('model')}, and this one is {asked}"
+                f"{path}: has sequences of the model {metadata.get('model')}, but this is {model}"
             )
         with report_format_errors(path):
-            settings = settings_of(told)
-        found = cls(
+            settings = settings_of(metadata)
+        tree = cls(
             lm,
             list(settings.pop("policies")),
             host_memory=host_memory,
@@ -252,37 +258,37 @@ class PrefixTree:
             **settings,
         )
         with report_format_errors(path):
-            from_folder(found.sequences, arrays, told)
-        found._check_model(lm)
-        return found
+            from_folder(tree.sequences, arrays, metadata)
+        tree._check_model(lm)
+        return tree
 
     def of(self, tenant: Hashable) -> "Tenant":
-        """The tree for somebody whose texts nobody else finds: as ``prefix_cache``.
+        """The tree for one tenant, to be given as ``prefix_cache``. Tenants never match each
+        other's sequences.
 
         Raises:
-          ValueError: if they are named by no text or whole number, nor a tuple of such.
+          ValueError: if ``tenant`` is not a string, an integer, or a tuple of these.
         """
         return Tenant(self, checked_name("tenant", tenant))
 
     def stats(self) -> PrefixStats:
-        """What it has done, and has."""
+        """Statistics since the tree was created."""
         sequences = self.sequences
         with sequences.lock:
-            ends, nbytes, cached = sequences.usage()
+            count, nbytes, cached = sequences.usage()
             free = [len(allocator.free) for allocator in sequences.pool.allocators]
-            held = [int((allocator.refs > 0).sum()) for allocator in sequences.pool.allocators]
-            used = [n - kept for n, kept in zip(held, cached, strict=True)]
+            taken = [int((allocator.refs > 0).sum()) for allocator in sequences.pool.allocators]
             return PrefixStats(
-                self._rows,
-                self._hits,
-                self._asked,
-                self._saved,
-                ends,
-                nbytes,
-                tuple(free),
-                tuple(used),
-                tuple(cached),
-                sequences.tiers.dropped,
+                rows=self._rows,
+                hits=self._hits,
+                prompt_tokens=self._prompt_tokens,
+                saved_tokens=self._saved_tokens,
+                texts=count,
+                bytes=nbytes,
+                free=tuple(free),
+                used=tuple(n - kept for n, kept in zip(taken, cached, strict=True)),
+                cached=tuple(cached),
+                dropped=sequences.tiers.dropped,
             )
 
     @allow_host_to_device
@@ -295,43 +301,44 @@ class PrefixTree:
         samples: int = 1,
         tenant: Hashable = None,
     ) -> Lease:
-        """The pages for a request, with what is known of its prompts.
+        """Lease the tree's pages to one request.
 
         Args:
-          lm: the model, as it is now.
-          prompts: token ids, a row.
-          new: tokens that may be added to each.
+          lm: the model, with its current parameters.
+          prompts: the token ids of each row.
+          new: the most tokens that will be added to each row.
           samples: continuations of each prompt.
-          tenant: whose texts they are.
+          tenant: the owner of the sequences.
 
         Raises:
-          ValueError: if the model is another one, or its weights are others than those that
-            ``weights`` stood for; if an earlier request has the pages still, or there are too few.
+          ValueError: if the model is not the tree's, its parameters are not those that ``weights``
+            was used with, an unfinished stream uses the pages, or the pool has too few of them.
         """
         with self.lease_lock.acquire(), self.sequences.lock:
             if self.sequences.pool.lost:
                 self.sequences.clear()
             self._check_model(lm)
-            for gone in self._versions.gone(self.weights):
-                self.sequences.forget_weights(gone)
+            for version in self._versions.forget_deleted(self.weights):
+                self.sequences.forget_weights(version)
             rows = len(prompts) if self.pool_config.exact_prefix else None
-            key = Namespace(tenant, self.weights, rows)
-            lease = self.lease_lock.lease = Lease(self.sequences, key, prompts, new, samples)
+            namespace = Namespace(tenant, self.weights, rows)
+            lease = Lease(self.sequences, namespace, prompts, new, samples)
+            self.lease_lock.lease = lease
             self._rows += len(prompts)
             self._hits += int((lease.hits > 0).sum())
-            self._asked += sum(map(len, prompts))
-            self._saved += int(lease.hits.sum())
+            self._prompt_tokens += sum(map(len, prompts))
+            self._saved_tokens += int(lease.hits.sum())
             return lease
 
     def _check_model(self, lm: ModelLike) -> None:
         if lm.config != self.pool_config.model_config or lm.mesh != self.pool_config.mesh:
-            raise ValueError("the prefix tree was made for another model, or for other devices")
+            raise ValueError("the prefix tree was made for another model or other devices")
         self._versions.check(self.weights, lm.params)
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tree, for one tenant."""
+    """A prefix tree, for one tenant."""
 
     tree: PrefixTree
     name: Hashable
