@@ -698,8 +698,8 @@ FAULTS = (
     ),
     Fault(
         "what is drawn is not looked up among what is kept", "sampling/sampler.py",
-        "return lax.cond(fine, lambda x: token, searched, logits)",
-        "return lax.cond(True, lambda x: token, searched, logits)", ("sampling",),
+        "return lax.cond(all_kept, lambda x: token, draw_exactly, logits)",
+        "return lax.cond(True, lambda x: token, draw_exactly, logits)", ("sampling",),
     ),
     Fault(
         "it is kept where as much stands above it as may", "sampling/filters.py",

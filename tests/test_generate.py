@@ -20,7 +20,7 @@ from kvjax.generation.request import padded_width
 from kvjax.layouts import Growing
 from kvjax.memory import InferenceLimits
 from kvjax.models.text import Tokenizer
-from kvjax.sampling.params import prepare_sampling
+from kvjax.sampling.params import SamplingKeywords, prepare_sampling
 from tests.copies import assert_no_copy
 from tests.matrix import tiny_config
 from tests.scripted import scripted
@@ -723,7 +723,7 @@ def test_signatures_show_every_setting(tiny_llama):
         (generate, options.GenerateKeywords), (stream, options.GenerateKeywords),
         (kvjax.generate_batches, options.GenerateKeywords),
         (kvjax.compile, options.CompileKeywords),
-        (kvjax.bench.measure, options.SamplingKeywords),
+        (kvjax.bench.measure, SamplingKeywords),
     ):  # fmt: skip
         shown = inspect.signature(function).parameters
         for name in keywords.__annotations__:

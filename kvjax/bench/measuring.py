@@ -41,11 +41,12 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
 from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.options import SamplingKeywords, explicit_signature
+from kvjax.generation.options import explicit_signature
 from kvjax.generation.programs import MAX_STEPS
 from kvjax.memory.sizes import cache_bytes_read, weight_bytes_read
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
+from kvjax.sampling.params import SamplingKeywords
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.options import GenerationOptions, SamplingKeywords
+from kvjax.generation.options import GenerationOptions
 from kvjax.generation.request import prepare_request, prompt_chunks
 from kvjax.generation.results import Timer
 from kvjax.generation.session import Session
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.rows import reset
 from kvjax.policies.presets import PolicyChoice
+from kvjax.sampling.params import SamplingKeywords
 
 
 class PolicyTimer:

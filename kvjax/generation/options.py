@@ -1,8 +1,8 @@
-"""The keywords of ``generate``: once with their types, once with what they are by default."""
+"""The keywords of ``generate`` and its relatives: their types, and their defaults."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypedDict, TypeVar
 
@@ -16,7 +16,7 @@ from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
-from kvjax.sampling.history import LogitsHook
+from kvjax.sampling.params import PenaltyKeywords, SamplingKeywords, SamplingParams
 
 CacheChoice = PolicyChoice | KVCache
 
@@ -24,35 +24,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class SamplingKeywords(TypedDict, total=False):
-    """How tokens are drawn."""
+class DecodingKeywords(SamplingKeywords, PenaltyKeywords, total=False):
+    """Keywords of a chat's answers. Each of them can select different compiled programs."""
 
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    typical_p: float | None
-
-
-class DecodingKeywords(SamplingKeywords, total=False):
-    """What chooses programs of a text by itself."""
-
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    no_repeat_ngram_size: int | None
-    logit_bias: Mapping[int, float] | None
-    min_new_tokens: int
     eos_token_ids: int | Sequence[int] | None
     prefill_chunk: int
     logprobs: int | bool | None
-    logits_hook: LogitsHook | None
     draft: DraftChoice | None
     guide: GuideChoice | None
 
 
 class CompileKeywords(DecodingKeywords, total=False):
-    """What chooses programs."""
+    """Keywords of ``compile``: all that can select different compiled programs."""
 
     num_beams: int
     num_beam_groups: int
@@ -60,7 +43,7 @@ class CompileKeywords(DecodingKeywords, total=False):
 
 
 class SearchKeywords(TypedDict, total=False):
-    """How more rows of a prompt are searched than are given back."""
+    """How many rows of a prompt are computed, and how results are selected among them."""
 
     n: int
     best_of: int | None
@@ -70,7 +53,7 @@ class SearchKeywords(TypedDict, total=False):
 
 
 class GenerateKeywords(CompileKeywords, SearchKeywords, total=False):
-    """All of them."""
+    """All keywords of ``generate``."""
 
     max_new_tokens: int
     cache: CacheChoice
@@ -85,25 +68,14 @@ class GenerateKeywords(CompileKeywords, SearchKeywords, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """All of them, where those that are not given have their defaults."""
+class GenerationOptions(SamplingParams):
+    """The values of all keywords of ``generate``, with their defaults."""
 
     max_new_tokens: int = 64
     cache: CacheChoice = "static"
     max_len: int | None = None
     rotary_len: int | None = None
     seed: int | Sequence[int] = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    min_new_tokens: int = 0
     stop: str | Sequence[str] | None = None
     eos_token_ids: int | Sequence[int] | None = None
     use_cache: bool = True
@@ -119,7 +91,6 @@ class GenerationOptions:
     diversity_penalty: float = 0.0
     padded: bool = False
     logprobs: int | bool | None = None
-    logits_hook: LogitsHook | None = None
     draft: DraftChoice | None = None
     guide: GuideChoice | None = None
     prefix_cache: PrefixTree | Tenant | None = None
@@ -134,24 +105,24 @@ class GenerationOptions:
 
 
 def explicit_signature(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Puts the names of ``**settings: Unpack[keywords]``, and their defaults, into the signature
-    of a function, for ``help``; one that is not there is a ``TypeError``, as of any function."""
-    known = inspect.signature(GenerationOptions).parameters
+    """A decorator for functions with ``**settings: Unpack[keywords]``: puts the names and defaults
+    of these keywords into the signature, for ``help``. Unknown keywords raise ``TypeError``."""
+    options = inspect.signature(GenerationOptions).parameters
 
-    def spell_out(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
         own = inspect.signature(call)
         *named, _ = own.parameters.values()
-        unpacked = keywords.__annotations__.keys() - own.parameters.keys()
-        given = [each for name, each in known.items() if name in unpacked]
-        signature = own.replace(parameters=[*named, *given])
+        names = keywords.__annotations__.keys() - own.parameters.keys()
+        added = [parameter for name, parameter in options.items() if name in names]
+        signature = own.replace(parameters=[*named, *added])
 
         @functools.wraps(call)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             for name in kwargs.keys() - signature.parameters.keys():
                 raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}")
             return call(*args, **kwargs)
 
-        vars(called)["__signature__"] = signature
-        return called
+        vars(wrapped)["__signature__"] = signature
+        return wrapped
 
-    return spell_out
+    return decorate

@@ -43,7 +43,7 @@ from kvjax.placement.mesh import MeshSharding, shard_over
 from kvjax.policies.model_config import common_heads, positions_needed, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import Tenant
-from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+from kvjax.sampling.params import Filters, SamplingArrays
 
 _SMALLEST_WIDTH = 16
 """Tokens: the narrowest chunk that programs are compiled for."""
@@ -235,22 +235,9 @@ def prepare_request(
             beside=source,
         )
     eos = parse_eos_token_ids(lm, options.eos_token_ids)
-    filters, sampling = prepare_sampling(
-        seeds=seeds,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        typical_p=options.typical_p,
-        repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        no_repeat_ngram_size=options.no_repeat_ngram_size,
-        min_new_tokens=min_new_tokens,
-        eos_token_ids=eos,
-        logit_bias=parse_logit_bias(lm.config, options.logit_bias),
-        logits_hook=options.logits_hook,
-    )
+    bias = parse_logit_bias(lm.config, options.logit_bias)
+    params = replace(options, min_new_tokens=min_new_tokens, logit_bias=bias)
+    filters, sampling = params.prepare(seeds, eos)
     total = len(rows) * samples
     return GenerationRequest(
         prompts=rows,

@@ -30,7 +30,7 @@ from kvjax.generation.inputs import (
 )
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.model import Model, check_model
-from kvjax.generation.options import SamplingKeywords, explicit_signature
+from kvjax.generation.options import explicit_signature
 from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MAX_PAGE_SIZE
 from kvjax.operations.rows import repeat, reset
@@ -48,7 +48,12 @@ from kvjax.policies.model_config import (
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.results import Rollout
 from kvjax.sampling.history import TokenHistory
-from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+from kvjax.sampling.params import (
+    Filters,
+    SamplingArrays,
+    SamplingKeywords,
+    prepare_sampling,
+)
 
 
 class RolloutSettings(SamplingKeywords, total=False):

@@ -1,9 +1,9 @@
-"""What of a row's logits may be drawn: filters, each of which leaves the rest at minus infinity.
+"""Penalties and filters: functions that change logits. Filters set what they drop to -inf.
 
-Nothing is sorted: top-k, top-p and typical-p keep what lies at or above some threshold, found by
-bisection over the 2**32 ordered bit patterns of float32: on a CPU a twentieth of the time of a sort
-of 49,152 logits. So ``k`` and ``p`` are traced numbers, one for all or one a row, and tokens that
-tie at the threshold are all kept.
+Nothing is sorted. Top-k, top-p and typical-p keep the tokens at or above a threshold, which is
+found by bisection over the 2**32 ordered bit patterns of float32. For 49,152 logits on a CPU this
+takes a twentieth of the time of a sort. ``k`` and ``p`` can be traced, one number for all rows or
+one per row. Tokens that tie at the threshold are all kept.
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
 Allowed = UInt[Array, "batch words"]
-"""A bit for each token of a row, 32 in a word, the lowest first; 1 for what may be drawn."""
+"""A bit per token, 32 in a word, the lowest bit first; 1 for tokens that may be drawn."""
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
-"""A word that allows its tokens, all of them."""
+"""A word that allows all its tokens."""
 _ARGMAX_BLOCK = 128
-"""Tokens whose largest logit is found in one go."""
+"""Tokens that the first pass of ``argmax`` reduces to their maximum."""
 
 
 def add_bias(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:
-    """Add numbers to the logits of a row's ``tokens``; but for such as are none."""
+    """Add ``by`` to the logits of a row's ``tokens``. Ids outside the vocabulary are ignored."""
     return _add_at(logits, tokens, by)
 
 
 def set_at(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
-    """An array [batch, n, ...] with numbers at places of each row, but for those outside; one
-    number for all, or an array of them. Row by row: where rows are numbered among the indices, a
-    mesh would give every device those of all."""
+    """Set entries ``at`` of each row of an array [batch, n, ...] to ``values``, one number or an
+    array. Indices outside are ignored. ``vmap`` keeps the row out of the indices: otherwise, on a
+    mesh, every device would gather all rows."""
     if isinstance(values, jax.Array):
         return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(array, at, values)
     return jax.vmap(lambda row, at: row.at[at].set(values, mode="drop"))(array, at)
@@ -57,18 +57,18 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
 
     Source: Keskar et al., CTRL, arXiv:1909.05858, in the form of Transformers.
     """
-    penalty = _a_row(penalty)
+    penalty = _column(penalty)
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def count_tokens(
     tokens: Tokens, first: PerRow, end: PerRow, vocab: int
 ) -> Int[Array, "batch vocab"]:
-    """How often each token of the vocabulary stands in a row from one place to another."""
+    """How often each token of the vocabulary occurs among a row's tokens ``first`` to ``end``."""
     at = arange_row(tokens.shape[1])
-    there = (at >= first[:, None]) & (at < end[:, None])
+    inside = (at >= first[:, None]) & (at < end[:, None])
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
-    return _add_at(zeros, jnp.where(there, tokens, vocab), there.astype(jnp.int32))
+    return _add_at(zeros, jnp.where(inside, tokens, vocab), inside.astype(jnp.int32))
 
 
 def penalize_counts(
@@ -77,43 +77,43 @@ def penalize_counts(
     frequency: Array | float,
     presence: Array | float,
 ) -> Logits:
-    """Subtract, of tokens that were counted, ``frequency`` for each time, and ``presence`` once.
+    """Subtract ``frequency`` times a token's count from its logit, and ``presence`` if it occurs.
 
-    Source: OpenAI's API; as vLLM has them.
+    Source: OpenAI's API, in the form of vLLM.
     """
-    logits = logits - _a_row(frequency) * counts.astype(jnp.float32)
-    return logits - jnp.where(counts > 0, _a_row(presence), 0)
+    logits = logits - _column(frequency) * counts.astype(jnp.float32)
+    return logits - jnp.where(counts > 0, _column(presence), 0)
 
 
 def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | int) -> Logits:
-    """Keep the tokens that would not end a run of ``n`` that a row of ``length`` ``tokens`` has
-    already; of a row that would be left with none, all. 0 is no limit.
+    """Drop the tokens that would repeat an n-gram of the row's first ``length`` tokens. A row that
+    would be left without tokens keeps all of them. ``n`` of 0 is no limit.
 
     Source: Paulus et al., arXiv:1705.04304, in the form of Transformers.
     """
     at, n = arange_row(tokens.shape[1]), jnp.reshape(jnp.asarray(n, jnp.int32), (-1, 1))
     n = jnp.broadcast_to(n, length[:, None].shape)
     end = length[:, None]
-    # A token is banned where the n - 1 before it are the row's last ones.
+    # A token is banned if the n - 1 tokens before it equal the row's last n - 1 tokens.
     banned = (at >= n - 1) & (at < end) & (n > 0)
 
-    def go_on(carry: tuple[Array, Array]) -> Array:
+    def more(carry: tuple[Array, Array]) -> Array:
         back, banned = carry
         return jnp.any(banned & (back < n))
 
-    def one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         back, banned = carry
         last = jnp.take_along_axis(tokens, end - back, axis=1, mode="clip")
-        alike = jnp.roll(tokens, back, axis=1) == last
-        return back + 1, banned & (alike | (back >= n))
+        equal = jnp.roll(tokens, back, axis=1) == last
+        return back + 1, banned & (equal | (back >= n))
 
-    _, banned = lax.while_loop(go_on, one, (jnp.int32(1), banned))
+    _, banned = lax.while_loop(more, step, (jnp.int32(1), banned))
     left = set_at(logits, jnp.where(banned, tokens, logits.shape[1]), -jnp.inf)
     return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, logits)
 
 
 def keep_top_k(logits: Logits, k: Array | int) -> Logits:
-    """Keep a row's ``k`` largest, and what ties with the k-th; the rest become minus infinity.
+    """Keep each row's ``k`` largest logits, and those equal to the k-th.
 
     Source: Fan et al., arXiv:1805.04833.
     """
@@ -121,7 +121,8 @@ def keep_top_k(logits: Logits, k: Array | int) -> Logits:
 
 
 def keep_top_p(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens with less than ``p`` of the probability above them, so always the likeliest.
+    """Keep the tokens for which all more likely tokens together have a probability below ``p``. The
+    most likely token is always kept.
 
     Source: Holtzman et al., arXiv:1904.09751.
     """
@@ -129,17 +130,17 @@ def keep_top_p(logits: Logits, p: Array | float) -> Logits:
 
 
 def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
-    """Keep the tokens that are at least ``min_p`` times as likely as the likeliest.
+    """Keep the tokens that are at least ``min_p`` times as likely as the most likely one.
 
     Source: Nguyen et al., arXiv:2407.01082.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where(logits - largest >= jnp.log(_a_row(min_p)), logits, -jnp.inf)
+    return jnp.where(logits - largest >= jnp.log(_column(min_p)), logits, -jnp.inf)
 
 
 def keep_typical(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens whose surprise is nearest to the one expected, the fewest that hold ``p`` of
-    the probability.
+    """Keep the tokens whose information content is closest to the entropy: the fewest that hold
+    ``p`` of the probability.
 
     Source: Meister et al., arXiv:2202.00666.
     """
@@ -147,20 +148,20 @@ def keep_typical(logits: Logits, p: Array | float) -> Logits:
 
 
 class Ranking(NamedTuple):
-    """What a filter keeps: the tokens above which, in the order of their numbers ``ordered``, stand
-    ``weights`` of less than ``limit``, in sum."""
+    """A filter as a ranking of tokens. It keeps a token if the ``weights`` of all tokens ranked
+    higher (with larger ``ordered``) sum to less than ``limit``."""
 
     ordered: Int[Array, "batch vocab"]
     weights: Array
     limit: Array | float
 
     def keeps(self, token: PerRow) -> RowMask:
-        """Whether it keeps a token of each row: one look, where the threshold takes 32."""
+        """Whether one token per row is kept. This takes one pass; ``threshold`` takes 32."""
         mine = jnp.take_along_axis(self.ordered, token[:, None], axis=1)
         return self._above(mine) < self.limit
 
     def threshold(self) -> Int[Array, "batch 1"]:
-        """Of ``ordered``, the least that is kept."""
+        """The smallest value of ``ordered`` that is kept."""
 
         def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
@@ -178,17 +179,17 @@ class Ranking(NamedTuple):
 
 
 def ranked_by_k(logits: Logits, k: Array | int) -> Ranking:
-    """What ``keep_top_k`` goes by."""
+    """The ranking of ``keep_top_k``."""
     return Ranking(_ordered(logits), jnp.ones_like(logits, jnp.int32), k)
 
 
 def ranked_by_p(logits: Logits, p: Array | float) -> Ranking:
-    """What ``keep_top_p`` goes by."""
+    """The ranking of ``keep_top_p``."""
     return Ranking(_ordered(logits), jax.nn.softmax(logits, axis=-1), p)
 
 
 def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
-    """What ``keep_typical`` goes by."""
+    """The ranking of ``keep_typical``."""
     known = jax.nn.log_softmax(logits, axis=-1)
     weights = jnp.exp(known)
     expected = jnp.sum(jnp.where(weights > 0, weights * known, 0), axis=-1, keepdims=True)
@@ -196,18 +197,20 @@ def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
 
 
 def argmax(logits: Logits) -> PerRow:
-    """The first of each row's largest, int32[batch]. Pieces are looked at first, and then one of
-    them: what a CPU does for the index of a maximum, it does number by number."""
+    """The index of each row's largest logit, int32[batch]; the first one of equal ones.
+
+    The maximum of each block is vectorized; the index is then searched in one block only, because
+    CPUs compute ``argmax`` one number at a time."""
     batch, vocab = logits.shape
-    pieces = jnp.pad(logits, ((0, 0), (0, -vocab % _ARGMAX_BLOCK)), constant_values=-jnp.inf)
-    pieces = pieces.reshape(batch, -1, _ARGMAX_BLOCK)
-    first = lax.argmax(pieces.max(axis=2), 1, jnp.int32)
-    piece = jnp.take_along_axis(pieces, first[:, None, None], axis=1)[:, 0]
-    return first * _ARGMAX_BLOCK + lax.argmax(piece, 1, jnp.int32)
+    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _ARGMAX_BLOCK)), constant_values=-jnp.inf)
+    blocks = blocks.reshape(batch, -1, _ARGMAX_BLOCK)
+    index = lax.argmax(blocks.max(axis=2), 1, jnp.int32)
+    block = jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
+    return index * _ARGMAX_BLOCK + lax.argmax(block, 1, jnp.int32)
 
 
-def _a_row(number: Array | float) -> Array:
-    """One number for all rows, or one for each, beside their logits."""
+def _column(number: Array | float) -> Array:
+    """A number, or one number per row, as float32[1 or batch, 1]."""
     return jnp.reshape(jnp.asarray(number, jnp.float32), (-1, 1))
 
 
@@ -216,6 +219,6 @@ def _keep(logits: Logits, ranking: Ranking) -> Logits:
 
 
 def _ordered(numbers: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
-    """Whole numbers in the order of float32."""
+    """int32 values in the same order as the float32 numbers."""
     bits = lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

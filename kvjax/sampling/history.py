@@ -12,40 +12,45 @@ from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.filters import Logits, Seen, set_at
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
-"""A user's own change of the logits: of float32[batch, vocab], each row's tokens so far,
-int32[batch, room], and how many they are, int32[batch]. Pure, and traced once for a program."""
+"""A user's function that changes logits: float32[batch, vocab], each row's tokens so far,
+int32[batch, room], and their number, int32[batch] -> float32[batch, vocab]. It must be pure; it is
+traced once for every program."""
 
 
 @pytree_dataclass
 class TokenHistory:
-    """``seen``: which tokens stand in a row, for the repetition penalty; ``tokens``: all of them,
-    int32[batch, room], and ``length``, how many, int32[batch], for a hook, counts of tokens and
-    their runs; None where that is not asked for."""
+    """The tokens of each row so far, as far as the enabled steps need them, else None.
+
+    Attributes:
+      seen: bool[batch, vocab], whether a row contains a token, for the repetition penalty.
+      tokens: int32[batch, room], all tokens, for hooks, counts and n-grams.
+      length: int32[batch], how many of ``tokens`` are real.
+    """
 
     seen: Seen | None = None
     tokens: Array | None = None
     length: PerRow | None = None
 
     def apply_hook(self, logits: Logits, hook: LogitsHook | None) -> Logits:
-        """Logits as a hook changes them; what it sets to minus infinity is not drawn.
+        """The logits that ``hook`` returns. Tokens that it sets to minus infinity are not drawn.
 
         Raises:
-          ValueError: if it gives something else.
+          ValueError: if the hook does not return logits of the same shape.
         """
         if hook is None:
             return logits
         assert self.tokens is not None and self.length is not None
-        found: Any = hook(logits.astype(jnp.float32), self.tokens, self.length)
-        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", np.dtype(object))
+        changed: Any = hook(logits.astype(jnp.float32), self.tokens, self.length)
+        shape, dtype = getattr(changed, "shape", None), getattr(changed, "dtype", np.dtype(object))
         if shape != logits.shape or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
-                f"logits_hook must give logits [batch={logits.shape[0]}, vocab={logits.shape[1]}], "
-                f"and gave {dtype}{list(shape or ())}"
+                f"logits_hook must return logits [batch={logits.shape[0]}, "
+                f"vocab={logits.shape[1]}], got {dtype}{list(shape or ())}"
             )
-        return found
+        return changed
 
     def append_tokens(self, seen: Seen | None, token: PerRow, taken: RowMask) -> "TokenHistory":
-        """With a token more of the rows that took one; ``seen``: with it already."""
+        """Append ``token`` to the rows in ``taken``; ``seen`` already includes it."""
         if self.tokens is None or self.length is None:
             return TokenHistory(seen)
         at = jnp.where(taken, self.length, self.tokens.shape[1])

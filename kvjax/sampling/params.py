@@ -1,10 +1,16 @@
-"""Sampling parameters: as a user gives them, and as arrays with one number per row."""
+"""Sampling parameters: each declared once, checked, and turned into arrays with a value per row.
+
+To add a parameter that takes a number, add a field to ``SamplingParams`` and ``SamplingArrays``, a
+key to ``PenaltyKeywords``, and a flag to ``Filters``. Write the step in
+``kvjax.sampling.filters``, and apply it in ``kvjax.sampling.sampler``. ``generate`` and its
+relatives then accept it as a keyword.
+"""
 
 import math
 import numbers
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +21,249 @@ from kvjax.core.validation import as_python, short_repr
 from kvjax.sampling.history import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
+"""Pads arrays of token ids: larger than any id."""
+_TINY = float(np.finfo(np.float32).tiny)
+_MAX_TEMPERATURE = 1e30
+"""At this temperature all tokens are equally likely. The inverse of a higher one underflows to 0 in
+float32, which would turn forbidden logits (minus infinity) into NaN."""
+_MIN_WIDTH = 8
+"""The smallest width of the arrays of end tokens and biased tokens."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """The declaration of a parameter that takes a number.
+
+    Attributes:
+      help: what the parameter does.
+      range: the allowed values, in words.
+      allowed: whether a value is in this range.
+      neutral: the array value that changes nothing. Its dtype is the array's dtype.
+      step: the flag of ``Filters`` that enables the step; "" for none.
+      draws: whether the parameter is ignored when decoding is greedy.
+      encode: the array value for a user's value.
+    """
+
+    help: str
+    range: str
+    allowed: Callable[[Any], bool]
+    neutral: np.generic
+    step: str
+    draws: bool = False
+    encode: Callable[[Any], Any] = lambda value: value
+
+    def array_value(self, value: Any) -> np.generic:
+        """The array value for a checked value, or for None."""
+        return self.neutral if value is None else self.neutral.dtype.type(self.encode(value))
+
+
+def _param(default: Any, **declaration: Any) -> Any:
+    return field(default=default, metadata={"param": Param(**declaration)})
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return least <= value < 2**64 and value == int(value)
+
+
+def _as_int32(value: Any) -> int:
+    return min(int(value), int(NO_TOKEN))
+
+
+def _as_share(value: Any) -> float:
+    # Sums of probabilities can exceed 1 by rounding, so 2 is the share that keeps every token.
+    return max(float(value), _TINY) if value < 1 else 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Every parameter that takes a number is declared by the
+    ``Param`` in the metadata of its field; None means that its step is disabled.
+
+    Attributes:
+      logit_bias: numbers, by token id, that are added to the logits of these tokens.
+      logits_hook: a function that changes the logits first, see ``kvjax.sampling.history``.
+    """
+
+    temperature: float = _param(
+        0.0,
+        help="Divides the logits. 0 is greedy: the most likely token, whatever top_k, top_p, min_p "
+        "and typical_p are.",
+        range="a finite number, at least 0",
+        allowed=lambda x: 0 <= x < math.inf,
+        neutral=np.float32(0),
+        step="",
+        # Processors may flush subnormal numbers to 0, so these are greedy too.
+        encode=lambda x: 0 if x < _TINY else min(float(x), _MAX_TEMPERATURE),
+    )
+    top_k: int | None = _param(
+        None,
+        help="Draw among the k most likely tokens.",
+        range="an integer >= 1",
+        allowed=lambda x: _is_whole(x, 1),
+        neutral=NO_TOKEN,
+        step="top_k",
+        draws=True,
+        encode=_as_int32,
+    )
+    top_p: float | None = _param(
+        None,
+        help="Draw among the fewest most likely tokens that hold this share of the probability.",
+        range="above 0 and at most 1",
+        allowed=lambda x: 0 < x <= 1,
+        neutral=np.float32(2),
+        step="top_p",
+        draws=True,
+        encode=_as_share,
+    )
+    min_p: float | None = _param(
+        None,
+        help="Draw among tokens at least this many times as likely as the most likely token.",
+        range="from 0 to 1",
+        allowed=lambda x: 0 <= x <= 1,
+        neutral=np.float32(0),
+        step="min_p",
+        draws=True,
+    )
+    typical_p: float | None = _param(
+        None,
+        help="Draw among the tokens whose information content is closest to the entropy, the "
+        "fewest that hold this share of the probability.",
+        range="above 0 and at most 1",
+        allowed=lambda x: 0 < x <= 1,
+        neutral=np.float32(2),
+        step="typical_p",
+        draws=True,
+        encode=_as_share,
+    )
+    repetition_penalty: float | None = _param(
+        None,
+        help="Above 1, tokens that the row already contains become less likely.",
+        # Beyond this range, finite logits might not stay finite.
+        range="from 1e-6 to 1e6",
+        allowed=lambda x: 1e-6 <= x <= 1e6,
+        neutral=np.float32(1),
+        step="repetition_penalty",
+    )
+    frequency_penalty: float | None = _param(
+        None,
+        help="Subtracted from a token's logit once for every occurrence in the row's new tokens.",
+        range="from -2 to 2",
+        allowed=lambda x: -2 <= x <= 2,
+        neutral=np.float32(0),
+        step="counts",
+    )
+    presence_penalty: float | None = _param(
+        None,
+        help="Subtracted once from the logit of every token that occurs in the row's new tokens.",
+        range="from -2 to 2",
+        allowed=lambda x: -2 <= x <= 2,
+        neutral=np.float32(0),
+        step="counts",
+    )
+    no_repeat_ngram_size: int | None = _param(
+        None,
+        help="No sequence of this length occurs twice in a row's prompt and new tokens; 0 is no "
+        "limit.",
+        range="an integer >= 0",
+        allowed=_is_whole,
+        neutral=np.int32(0),
+        step="ngrams",
+        encode=_as_int32,
+    )
+    min_new_tokens: int = _param(
+        0,
+        help="No end-of-text token before a row has this many new tokens.",
+        range="an integer >= 0",
+        allowed=lambda x: 0 <= x < math.inf and x == int(x),
+        neutral=np.int32(0),
+        step="min_new_tokens",
+        encode=_as_int32,
+    )
+    logit_bias: Mapping[int, float] | None = None
+    logits_hook: LogitsHook | None = None
+
+    def prepare(
+        self, seeds: Sequence[int], eos_token_ids: Sequence[int] = ()
+    ) -> tuple["Filters", "SamplingArrays"]:
+        """Check the parameters, and return the arguments of ``sample`` for rows with these seeds.
+
+        Args:
+          seeds: the seed of each row.
+          eos_token_ids: tokens that end a row.
+
+        Raises:
+          ValueError: with the value that is out of its range, and the range.
+        """
+        values = {name: as_python(getattr(self, name)) for name in PARAMS}
+        bias = {token: as_python(value) for token, value in (self.logit_bias or {}).items()}
+        seeds = [as_python(seed) for seed in seeds]
+        for name, param in PARAMS.items():
+            optional = name not in ("temperature", "min_new_tokens")
+            if not (values[name] is None and optional):
+                _check(name, values[name], param.range, param.allowed)
+        for value in bias.values():
+            _check("logit_bias", value, "numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6)
+        for seed in seeds:
+            _check("seed", seed, "an integer from 0 to 2**64 - 1", _is_whole)
+        if not eos_token_ids:
+            values["min_new_tokens"] = None
+        if greedy := values["temperature"] < _TINY:
+            values |= {name: None for name, param in PARAMS.items() if param.draws}
+        arrays: dict[str, Any] = {
+            name: param.array_value(values[name]) for name, param in PARAMS.items()
+        }
+        steps = {param.step: False for param in PARAMS.values() if param.step} | {
+            param.step: True
+            for name, param in PARAMS.items()
+            if param.step and arrays[name] != param.neutral
+        }
+        filters = Filters(
+            greedy=greedy, bias=bool(bias), hook=_check_hook(self.logits_hook), **steps
+        )
+        arrays |= {
+            "eos": _padded(list(eos_token_ids), NO_TOKEN),
+            "biased": _padded(list(bias), NO_TOKEN) if bias else np.zeros(0, np.int32),
+            "bias": _padded(list(bias.values()), np.float32(0))
+            if bias
+            else np.zeros(0, np.float32),
+        }
+        # NumPy arrays, until jit transfers them.
+        rows = {name: np.stack([value] * len(seeds)) for name, value in arrays.items()}
+        words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
+        rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
+        return filters, SamplingArrays(**rows)
+
+
+PARAMS: dict[str, Param] = {
+    each.name: each.metadata["param"] for each in fields(SamplingParams) if each.metadata
+}
+"""The declarations of all parameters that take a number, by name."""
+NEUTRAL: dict[str, np.generic] = {name: param.neutral for name, param in PARAMS.items()} | {
+    "biased": NO_TOKEN
+}
+"""Values of ``SamplingArrays`` with which a row enables no step."""
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The parameters of the distribution that tokens are drawn from."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+
+
+class PenaltyKeywords(TypedDict, total=False):
+    """The parameters that change logits before the draw."""
+
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
+    min_new_tokens: int
+    logit_bias: Mapping[int, float] | None
+    logits_hook: LogitsHook | None
 
 
 @dataclass(frozen=True)
@@ -46,23 +295,25 @@ class Filters:
 
     @property
     def needs_seen(self) -> bool:
-        """Whether they ask which tokens a row has, compiled in."""
+        """Whether a compiled step needs to know which tokens a row contains."""
         return bool(self.repetition_penalty)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether they ask for all of a row's tokens, in their order."""
+        """Whether a compiled step needs all tokens of a row, in order."""
         return bool(self.counts) or bool(self.ngrams) or self.hook is not None
 
 
 @pytree_dataclass
 class SamplingArrays:
-    """The numbers of ``sample``, traced, so that a new value compiles nothing: [batch] each, one a
-    row. A row that a filter is not for has a number with which it changes nothing.
+    """The parameters as arrays [batch], a value per row. They are traced, so new values compile
+    nothing. A row without a step has the step's neutral value.
 
-    ``seeds``: uint32[batch, 2], low and high word. ``eos``: int32[batch, n], padded with a number
-    that is no token's. ``biased``, ``bias``: int32 and float32[batch, m], tokens, padded so, and
-    what is added to their logits.
+    Attributes:
+      seeds: uint32[batch, 2], the low and the high word of each seed.
+      eos: int32[batch, n], end tokens, padded with ``NO_TOKEN``.
+      biased, bias: int32[batch, m] and float32[batch, m]: tokens, padded with ``NO_TOKEN``, and
+        the numbers added to their logits.
     """
 
     temperature: Array
@@ -82,156 +333,38 @@ class SamplingArrays:
 
     @property
     def filters(self) -> Filters:
-        """Those that some row needs, as truth values."""
+        """The steps that at least one row enables, as traced truth values."""
+        steps: dict[str, Array] = {}
+        for name, param in PARAMS.items():
+            if param.step:
+                enabled = jnp.any(getattr(self, name) != param.neutral)
+                known = steps.get(param.step)
+                steps[param.step] = enabled if known is None else known | enabled
         return Filters(
-            greedy=jnp.all(self.temperature == 0),
-            top_k=jnp.any(self.top_k < NO_TOKEN),
-            top_p=jnp.any(self.top_p < 1),
-            min_p=jnp.any(self.min_p > 0),
-            typical_p=jnp.any(self.typical_p < 1),
-            repetition_penalty=jnp.any(self.repetition_penalty != 1),
-            counts=jnp.any((self.frequency_penalty != 0) | (self.presence_penalty != 0)),
-            ngrams=jnp.any(self.no_repeat_ngram_size > 0),
-            min_new_tokens=jnp.any(self.min_new_tokens > 0),
-            bias=jnp.any(self.biased < NO_TOKEN),
+            greedy=jnp.all(self.temperature == 0), bias=jnp.any(self.biased < NO_TOKEN), **steps
         )
 
 
-_TINY = float(np.finfo(np.float32).tiny)
-_HOT = 1e30
-"""A temperature at which all tokens are alike; the inverse of a higher one is no float32, and would
-let what is forbidden be drawn."""
-_RANGES = {
-    "temperature": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
-    "top_k": ("an integer >= 1", lambda x: 1 <= x < 2**64 and x == int(x)),
-    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "typical_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    # Beyond this, finite logits might not stay finite.
-    "repetition_penalty": ("from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
-    "frequency_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
-    "presence_penalty": ("from -2 to 2", lambda x: -2 <= x <= 2),
-    "no_repeat_ngram_size": (
-        "an integer >= 0",
-        lambda x: 0 <= x < 2**64 and x == int(x),
-    ),
-    "logit_bias": ("numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
-    "seed": ("an integer from 0 to 2**64 - 1", lambda x: 0 <= x < 2**64 and x == int(x)),
-}
-
-
 def prepare_sampling(
-    *,
-    seeds: Sequence[int],
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
-    repetition_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    no_repeat_ngram_size: int | None = None,
-    min_new_tokens: int = 0,
-    eos_token_ids: Sequence[int] = (),
-    logit_bias: Mapping[int, float] | None = None,
-    logits_hook: LogitsHook | None = None,
+    *, seeds: Sequence[int], eos_token_ids: Sequence[int] = (), **params: Any
 ) -> tuple[Filters, SamplingArrays]:
-    """What ``sample`` needs, from the numbers as a user gives them.
-
-    Args:
-      seeds: one a row.
-      temperature: 0 is greedy: the likeliest token, whatever ``top_k``, ``top_p``, ``min_p``,
-        ``typical_p`` say.
-      top_k: draw among the k likeliest tokens.
-      top_p: draw among the fewest likeliest tokens that hold this share of the probability.
-      min_p: draw among tokens at least this share as likely as the likeliest.
-      typical_p: draw among the tokens whose surprise is nearest to the one expected, the fewest
-        that hold this share of the probability.
-      repetition_penalty: above 1 makes tokens that the row has already less likely.
-      frequency_penalty: is subtracted from a token's logit for each time that it is among the row's
-        new tokens.
-      presence_penalty: is subtracted once from the logits of all that are.
-      no_repeat_ngram_size: no run of so many tokens twice in a row's prompt and new text; 0 is
-        no limit.
-      min_new_tokens: none of ``eos_token_ids`` before a row has so many new tokens.
-      logit_bias: numbers that are added to the logits of tokens.
-      logits_hook: a function that changes the logits first, see ``kvjax.sampling.history``.
-
-    Raises:
-      ValueError: naming the value that is out of its range, and the range.
-    """
-    temperature, top_k, top_p, min_p = map(as_python, (temperature, top_k, top_p, min_p))
-    typical_p, repetition_penalty = as_python(typical_p), as_python(repetition_penalty)
-    frequency_penalty, presence_penalty = as_python(frequency_penalty), as_python(presence_penalty)
-    no_repeat_ngram_size = as_python(no_repeat_ngram_size)
-    seeds = [as_python(seed) for seed in seeds]
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given |= {"typical_p": typical_p, "repetition_penalty": repetition_penalty}
-    given |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
-    given["no_repeat_ngram_size"] = no_repeat_ngram_size
-    bias = {token: as_python(value) for token, value in (logit_bias or {}).items()}
-    every = [*given.items(), *(("seed", seed) for seed in seeds)]
-    for name, value in [*every, *(("logit_bias", each) for each in bias.values())]:
-        limits, fits = _RANGES[name]
-        optional = name not in ("temperature", "seed", "logit_bias")
-        fine = value is None and optional
-        if not fine and not (isinstance(value, numbers.Real) and fits(value)):
-            raise ValueError(f"{name} must be {limits}, got {short_repr(value)}")
-    # A temperature that processors may round to nothing is the limit: greedy.
-    greedy = temperature < _TINY
-    ends = list(eos_token_ids)
-    least = min(min_new_tokens, int(NO_TOKEN)) if ends else 0
-    if greedy:
-        top_k = top_p = min_p = typical_p = None
-    filters = Filters(
-        greedy=greedy,
-        top_k=top_k is not None,
-        top_p=top_p is not None and top_p < 1,
-        min_p=min_p is not None and min_p > 0,
-        typical_p=typical_p is not None and typical_p < 1,
-        repetition_penalty=repetition_penalty not in (None, 1),
-        counts=bool(frequency_penalty or presence_penalty),
-        ngrams=bool(no_repeat_ngram_size),
-        min_new_tokens=least > 0,
-        bias=bool(bias),
-        hook=_hashable(logits_hook),
-    )
-    words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
-    fields: dict[str, Any] = {
-        "temperature": np.float32(0 if greedy else min(temperature, _HOT)),
-        "top_k": np.int32(min(top_k or NO_TOKEN, int(NO_TOKEN))),
-        # Sums of probabilities may come to more than 1.
-        "top_p": np.float32(max(top_p or 1, _TINY) if filters.top_p else 2),
-        "min_p": np.float32(min_p or 0),
-        "typical_p": np.float32(max(typical_p or 1, _TINY) if filters.typical_p else 2),
-        "repetition_penalty": np.float32(repetition_penalty or 1),
-        "frequency_penalty": np.float32(frequency_penalty or 0),
-        "presence_penalty": np.float32(presence_penalty or 0),
-        "no_repeat_ngram_size": np.int32(min(no_repeat_ngram_size or 0, int(NO_TOKEN))),
-        "min_new_tokens": np.int32(least),
-        "eos": _padded(ends, 8),
-        "biased": _padded(list(bias), 8 if bias else 0),
-        "bias": _padded(list(bias.values()), 8 if bias else 0, np.float32(0)),
-    }
-    # Of the host, until jit takes them.
-    rows: Any = {name: np.stack([x] * len(words)) for name, x in fields.items()}
-    rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
-    return filters, SamplingArrays(**rows)
+    """``SamplingParams(**params).prepare(seeds, eos_token_ids)``."""
+    return SamplingParams(**params).prepare(seeds, eos_token_ids)
 
 
-def _hashable(hook: LogitsHook | None) -> LogitsHook | None:
-    """A hook that a program can be compiled for.
+def _check(name: str, value: Any, range: str, allowed: Callable[[Any], bool]) -> None:
+    if not (isinstance(value, numbers.Real) and allowed(value)):
+        raise ValueError(f"{name} must be {range}, got {short_repr(value)}")
 
-    Raises:
-      ValueError: if it is no function, or has no hash.
-    """
+
+def _check_hook(hook: LogitsHook | None) -> LogitsHook | None:
+    """``hook``, if programs can be compiled for it: it must be hashable."""
     if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
-        raise ValueError(f"logits_hook must be a function with a hash, got {hook!r:.80}")
+        raise ValueError(f"logits_hook must be a hashable function, got {hook!r:.80}")
     return hook
 
 
-def _padded(numbers: Sequence[Any], least: int, fill: Any = NO_TOKEN) -> np.ndarray:
-    """As many as a power of two, so that few programs are ever compiled."""
-    more = max(least, 1 << len(numbers).bit_length()) if least else 0
-    return np.array([*numbers, *[fill] * (more - len(numbers))], fill.dtype)
+def _padded(values: Sequence[Any], fill: np.generic) -> np.ndarray:
+    """``values``, padded to a power of two, so that few programs are compiled."""
+    width = max(_MIN_WIDTH, 1 << len(values).bit_length())
+    return np.array([*values, *[fill] * (width - len(values))], fill.dtype)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that were chosen, and the likeliest beside them."""
+"""Log-probabilities of chosen tokens, and of the most likely ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,19 @@ from kvjax.core.typing import Array, PerRow
 from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
 MAX_LOGPROBS = 20
-"""The likeliest tokens that are told with one, at most."""
+"""The most tokens whose log-probabilities are reported with each new token."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Of a new token: ``logprob``, its log-probability by the model's own distribution, before
-    filters and temperature; ``likeliest``: as many tokens as were asked for, with theirs;
-    ``drawn``: its log-probability by the distribution that it was drawn from, behind them, which is
-    0 where the likeliest token was taken."""
+    """Log-probabilities that belong to one new token.
+
+    Attributes:
+      logprob: of the token, under the model's distribution, before filters and temperature.
+      likeliest: the most likely tokens, each with its log-probability, in falling order.
+      drawn: of the token, under the filtered distribution that it was drawn from; 0 if decoding was
+        greedy.
+    """
 
     logprob: float
     likeliest: tuple[tuple[int, float], ...]
@@ -30,9 +34,8 @@ class TokenScore:
 
 @pytree_dataclass
 class Scores:
-    """Of a token a row: ``chosen``, its log-probability by the model's own distribution, before any
-    filter or temperature; ``drawn``, that by the distribution that it was drawn from; ``ids`` and
-    ``likeliest``: the likeliest tokens and theirs, falling."""
+    """``TokenScore`` as arrays: ``chosen`` is ``TokenScore.logprob``; ``ids`` and ``likeliest`` are
+    the most likely tokens and their log-probabilities, in falling order."""
 
     chosen: Float[Array, "*batch"]
     drawn: Float[Array, "*batch"]
@@ -41,10 +44,10 @@ class Scores:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], most: int) -> "Scores":
-        """For arrays of tokens of this shape."""
-        wide = (*shape, most)
-        one, likeliest = jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.float32)
-        return cls(one, one, jnp.zeros(wide, jnp.int32), likeliest)
+        """Zeros for tokens of this shape, with the ``most`` most likely tokens each."""
+        zeros = jnp.zeros(shape, jnp.float32)
+        ids = jnp.zeros((*shape, most), jnp.int32)
+        return cls(zeros, zeros, ids, jnp.zeros((*shape, most), jnp.float32))
 
 
 def score_tokens(
@@ -56,9 +59,16 @@ def score_tokens(
     temperature: Array,
     among: Allowed | None = None,
 ) -> Scores:
-    """The scores of a token a row, with the ``most`` likeliest; ``filtered``: the logits that it
-    was drawn from, where its row's ``temperature`` is not 0; None where that is so of no row;
-    ``among``: bits of those that the likeliest are looked for in, None for all."""
+    """The scores of one token per row.
+
+    Args:
+      logits: the model's logits.
+      token: the chosen tokens.
+      most: how many of the most likely tokens to report.
+      filtered: the logits that the tokens were drawn from; None if all rows are greedy.
+      temperature: of each row; 0 is greedy.
+      among: bits of the tokens that the most likely ones are selected from; None for all.
+    """
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = take_tokens(known, token)
     drawn = jnp.zeros_like(chosen)
@@ -73,16 +83,17 @@ def score_tokens(
 
 
 def take_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"]) -> Array:
-    """Of numbers for every token of a vocabulary, those of one: [*rest]."""
+    """The entry of ``tokens`` in an array over the vocabulary: [*rest]."""
     return jnp.take_along_axis(numbers, tokens[..., None], axis=-1, mode="clip")[..., 0]
 
 
 def token_scores(scores: Any, row: int, first: int, end: int, most: int) -> list[TokenScore]:
-    """Of a row's tokens from one to another, from ``Scores`` of [batch, tokens] on the host."""
+    """The scores of a row's tokens ``first`` to ``end``, from ``Scores`` [batch, tokens] on the
+    host."""
     chosen, drawn = (x[row, first:end].tolist() for x in (scores.chosen, scores.drawn))
     ids = scores.ids[row, first:end, :most].tolist()
     likeliest = scores.likeliest[row, first:end, :most].tolist()
     return [
-        TokenScore(own, tuple(zip(*others, strict=True)), of_draw)
-        for own, of_draw, *others in zip(chosen, drawn, ids, likeliest, strict=True)
+        TokenScore(logprob, tuple(zip(*most_likely, strict=True)), drawn_logprob)
+        for logprob, drawn_logprob, *most_likely in zip(chosen, drawn, ids, likeliest, strict=True)
     ]
