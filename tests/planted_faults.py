@@ -314,8 +314,8 @@ FAULTS = (
     ),
     Fault(
         "samples share what is in their tails", "generation/cache_choice.py",
-        "full = len(CacheGroup(page_group).pages_for(tokens)[0])",
-        "full = tokens // layout.page_size", ("prefixes",),
+        "shared = len(CacheGroup(page_group).pages_for(tokens)[0])",
+        "shared = tokens // size", ("prefixes",),
     ),
     Fault(
         "a changed word of a file is believed", "core/array_folder.py",
@@ -598,7 +598,7 @@ FAULTS = (
     ),
     Fault(
         "parameters of other shapes are taken", "generation/loaded_model.py",
-        "if found != wanted:", "if len(found) != len(wanted):", ("adapters",),
+        "if shape != expected:", "if len(shape) != len(expected):", ("adapters",),
     ),
     Fault(
         "a stack's rows are rewound a layer at a time", "operations/rows.py",

@@ -733,7 +733,10 @@ BAD = {
     "priority": ({"priority": 0.5}, "priority is 0.5"),
     "deadline": ({"deadline": -1}, "deadline is -1"),
     "logprobs": ({"logprobs": 21}, "at most 20"),
-    "logprobs of the prompt": ({"prompt_logprobs": 21}, "prompt_logprobs is 21, .* at most 20"),
+    "logprobs of the prompt": (
+        {"prompt_logprobs": 21},
+        "prompt_logprobs must be at most 20, got 21",
+    ),
     "bias": ({"logit_bias": {99: 1.0}}, "logit_bias: token id 99"),
     "ends": ({"eos_token_ids": range(17)}, "eos_token_ids has 17 tokens"),
     "tenant": ({"tenant": 1.5}, "tenant is 1.5"),

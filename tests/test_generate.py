@@ -663,14 +663,14 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ("a", {"max_len": 200}, "max_len is 200, but the model has only 100 positions"),
         ("a", {"top_p": 0}, "top_p must be"),
         ("a", {"logprobs": -1}, "logprobs must be an integer >= 0"),
-        ("a", {"logprobs": 21}, "logprobs is 21, and must be at most 20"),
+        ("a", {"logprobs": 21}, "logprobs must be at most 20, got 21"),
         ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999 is out of range"),
         ("a", {"logit_bias": {1: 1e9}}, "logit_bias must be numbers from -1e6 to 1e6"),
         ("a", {"logit_bias": {1: np.nan}}, "logit_bias must be numbers .*, got nan"),
         ("a", {"logit_bias": {1.5: 1}}, "a token of logit_bias must be an integer"),
         ("a", {"logit_bias": [1]}, r"logit_bias must map token ids to numbers, got \[1\]"),
         ("a", {"temperature": -1}, "temperature must be"),
-        (["a", "b"], {"seed": [1]}, "1 seeds for 2 prompts"),
+        (["a", "b"], {"seed": [1]}, "1 seeds for 2 rows"),
         ("a", {"cache": "dynamical"}, "unknown cache policy 'dynamical'"),
         ("a", {"cache": None}, "cache is None: give a policy, its name or a KVCache"),
         ("a", {"stop": ""}, "a stop string must have at least one character, got ''"),
@@ -696,7 +696,7 @@ def test_bad_requests_of_a_continuation(byte_tokenizer):
         generate(lm, "c", cache=cache, max_new_tokens=3)
     with pytest.raises(ValueError, match="the cache has 1 rows, but there are 2 prompts"):
         generate(lm, ["a", "b"], cache=cache, max_new_tokens=1)
-    with pytest.raises(ValueError, match="max_len is 9, but the cache given holds 8"):
+    with pytest.raises(ValueError, match="max_len is 9, but the given cache holds 8"):
         generate(lm, "a", cache=cache, max_len=9, max_new_tokens=1)
     with pytest.raises(ValueError, match="use_cache=False"):
         generate(lm, "a", cache=cache, use_cache=False, max_new_tokens=1)
@@ -741,13 +741,13 @@ def test_what_is_no_model_is_told(tiny_llama):
         width: int = 8
 
     for wrong, message in {
-        "gpt2": r"a model is needed, as of kvjax\.models\.load, not a str: it has no config",
-        Bare(): "the model's config has no vocab_size: generation asks for",
+        "gpt2": r"expected a model, as kvjax\.models\.load returns, got a str: it has no config",
+        Bare(): "the model's config has no vocab_size: generation needs",
     }.items():
         with pytest.raises(ValueError, match=message):
             kvjax.generate(wrong, [[1]], max_new_tokens=1)
     other = dataclasses.replace(tiny_llama, architecture=Mutable())
-    with pytest.raises(ValueError, match=r"lm\.architecture has no hash.*a frozen dataclass"):
+    with pytest.raises(ValueError, match=r"lm\.architecture is not hashable.*a frozen dataclass"):
         kvjax.generate(other, [[1]], max_new_tokens=1)
     with pytest.raises(ValueError, match="generation can't run inside jit"):
         jax.jit(lambda: kvjax.generate(tiny_llama, [[1]], max_new_tokens=1).tokens)()

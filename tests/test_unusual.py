@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "eos_token_ids": (1.5, "eos_token_ids must be a token id, or a list of them, got 1.5"),
     "min_p": (np.array([1.0, 2.0]), "min_p must be from 0 to 1, got array"),
     "temperature": (jnp.array([1.0, 2.0]), "temperature must be a finite number, at least 0, got"),
-    "seed": (jax.random.key(0), "seed must be a whole number, or one a prompt, got Array"),
+    "seed": (jax.random.key(0), "seed must be an integer, or one per row, got Array"),
     "length_penalty": (np.array([1, 2]), "length_penalty is array"),
     "max_new_tokens": (10**30, "max_new_tokens must be at most 1,099,511,627,776, got 1000"),
     "max_len": (2**63, "max_len must be at most 1,099,511,627,776"),

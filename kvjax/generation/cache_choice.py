@@ -1,4 +1,4 @@
-"""Choose the cache of a request: a given one, a new one by policy, or a prefix tree's."""
+"""The cache of a request: a given one, a new one with a policy, or one from a prefix tree."""
 
 import functools
 from collections.abc import Sequence
@@ -24,15 +24,17 @@ from kvjax.prefixes.tree import Tenant
 
 
 def parse_cache(options: GenerationOptions) -> tuple[KVCache | None, PolicyChoice | None]:
-    """The cache to continue, or the policy of the one to make; neither where none is used."""
+    """The cache to continue, or the policy of a new one; None for both without a cache."""
     choice = options.cache
     if isinstance(choice, KVCache):
         if not options.use_cache:
-            raise ValueError("a cache to continue was given together with use_cache=False")
+            raise ValueError(
+                "a cache was given together with use_cache=False: leave out one of them"
+            )
         return choice, None
     if choice is None or isinstance(choice, bool):
         raise ValueError(
-            f"cache is {choice!r}: give a policy, its name or a KVCache; use_cache=False for none"
+            f"cache is {choice!r}: give a policy, its name or a KVCache, or use_cache=False"
         )
     choice = policy(choice) if isinstance(choice, str) else choice
     return None, choice if options.use_cache else None
@@ -41,25 +43,26 @@ def parse_cache(options: GenerationOptions) -> tuple[KVCache | None, PolicyChoic
 def limit_memory(
     lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
 ) -> PolicyChoice:
-    """A policy that keeps to a memory: to its own, or to what limits allow or the device has left.
+    """Resolve the memory budget of the policy ``Auto``: the smaller one of its own and of the
+    request's limits, or the device's available memory. Other policies are unchanged.
 
     Raises:
-      ValueError: if there is no room for so many tokens though all layers are on the host.
+      ValueError: if the budget can't hold ``tokens`` even with all layers on the host.
     """
     if not isinstance(choice, Auto):
         return choice
-    memory = choice.memory
+    own = choice.memory
     allowed = None if limits is None else limits.allowed(lm, batch=batch, capacity=tokens)
-    if allowed is None and memory is None:
+    if allowed is None and own is None:
         try:
             allowed = available_memory(lm, batch=batch, capacity=tokens)
         except ValueError as error:
             raise ValueError(f"policy('auto') without memory=: {error}") from None
-    found = min(bytes for bytes in (memory, allowed) if bytes is not None)
-    if found < 1:
-        raise ValueError("weights and temporaries leave nothing of the device to the cache")
-    choice = replace(choice, memory=found)
-    # Where it can't be kept to, this raises.
+    budget = min(bytes for bytes in (own, allowed) if bytes is not None)
+    if budget < 1:
+        raise ValueError("weights and temporaries leave no device memory for the cache")
+    choice = replace(choice, memory=budget)
+    # This raises if the budget is too small.
     abstract_cache(lm.config, choice, batch=batch, max_len=tokens, mesh=lm.mesh)
     return choice
 
@@ -67,117 +70,127 @@ def limit_memory(
 def encoder_inputs(
     lm: LanguageModel, prompts: Prompts, options: GenerationOptions
 ) -> list[list[int]] | None:
-    """Of a model with an encoder that has read nothing yet, the prompts: it reads these, and what
-    is written begins with a token of its own. None where prompts are what is continued.
+    """The prompts as token ids, if an encoder must read them: the decoder then starts with its
+    start token. None if the decoder continues the prompts.
 
     Raises:
-      ValueError: if what is continued, or known, would go by another text.
+      ValueError: if the model has an encoder and a cache or prefix cache was given.
     """
     if not has_encoder(lm):
         return None
     if options.prefix_cache is not None:
         raise ValueError(
-            "prefix_cache tells texts by their tokens, and what this model's decoder writes goes "
-            "by what its encoder has read besides"
+            "prefix_cache does not support models with an encoder: it identifies a sequence by the "
+            "decoder's tokens only"
         )
     if has_encoded(lm):
         return None
     refuse_auto(options.cache)
     if isinstance(options.cache, KVCache):
         raise ValueError(
-            "a cache to continue was given to a model whose encoder has read no text: "
-            "lm.reading(texts) continues with it"
+            "a cache was given, but the model's encoder has read no text: call lm.reading(texts) "
+            "first"
         )
     check_token_ids(lm.config, [lm.start_token], "the start token")
     return tokenize_prompts(lm, prompts, [])
 
 
 def parse_rotary_len(config: Any, options: GenerationOptions, need: int) -> int | None:
-    """The length of text that a request's rotary frequencies go by; None where its capacity says.
+    """The length that rotary frequencies are computed for; None if they are computed for the
+    capacity, or do not depend on a length.
 
     Raises:
-      ValueError: if a cache is there already, or a text without one would be longer than that.
+      ValueError: if a cache was given, or a sequence without a cache would exceed ``rotary_len``.
     """
-    chosen = as_optional_int("rotary_len", options.rotary_len, 1)
-    if chosen is None:
+    length = as_optional_int("rotary_len", options.rotary_len, 1)
+    if length is None:
         return None
     if isinstance(options.cache, KVCache) or options.prefix_cache is not None:
         raise ValueError(
-            f"rotary_len is {chosen}, but keys of a cache or a prefix_cache that is given are "
-            "turned already: say it where that is made"
+            f"rotary_len is {length}, but the keys of a given cache or prefix_cache are already "
+            "rotated: set rotary_len where the cache is created"
         )
     if same_rotary(config, 1, UNLIMITED):
         return None
-    if not options.use_cache and need > chosen and not same_rotary(config, chosen, need):
+    if not options.use_cache and need > length and not same_rotary(config, length, need):
         raise ValueError(
-            f"prompt and max_new_tokens need {need} positions, but rotary_len is {chosen}"
+            f"prompt and max_new_tokens need {need} positions, but rotary_len is {length}"
         )
-    return chosen
+    return length
 
 
 def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
-    """Where the beginnings of prompts may be known.
+    """The prefix tree of a request, with its tenant.
 
     Raises:
-      ValueError: if what a tree has fixed was given besides.
+      ValueError: if options contradict the tree's settings.
     """
-    found = options.prefix_cache
-    if found is None:
+    given = options.prefix_cache
+    if given is None:
         return None
-    found = found if isinstance(found, Tenant) else Tenant(found, None)
-    tree = found.tree
+    tenant = given if isinstance(given, Tenant) else Tenant(given, None)
+    tree = tenant.tree
     if not options.use_cache:
         raise ValueError("a prefix_cache was given together with use_cache=False")
     fixed = {
         "max_len": (None, tree.pool_config.max_len),
         "prefill_chunk": (PREFILL_CHUNK, tree.pool_config.prefill_chunk),
     }
-    for name, known in fixed.items():
-        if getattr(options, name) not in known:
+    for name, (default, value) in fixed.items():
+        if getattr(options, name) not in (default, value):
             raise ValueError(
-                f"{name} is {getattr(options, name)}, but the prefix tree's is {known[1]}: the "
-                "texts that it has were computed so"
+                f"{name} is {getattr(options, name)}, but the prefix tree was made with {value}: "
+                f"leave {name}= out"
             )
     if options.cache != "static" and options.cache != list(tree.pool_config.policies):
-        raise ValueError("the prefix tree has a policy of its own: leave cache= out")
-    return found
+        raise ValueError("the prefix tree has its own policy: leave cache= out")
+    return tenant
 
 
 def size_pools(
     config: ModelConfig,
     choice: PolicyChoice,
-    texts: Sequence[int],
+    prompts: Sequence[int],
     limit: int,
     samples: int,
     *,
     rows: int,
 ) -> PolicyChoice:
-    """A policy whose pools have as many pages as ``samples`` continuations of each of so many rows
-    can need, who share the full ones of their prompt, of one of the lengths ``texts``."""
+    """Set the size of page pools for ``samples`` continuations of each prompt. Continuations share
+    the full pages of their prompt.
+
+    Args:
+      config: the model's.
+      choice: the policies. ``Auto``, and layouts with a window or given ``pages``, are unchanged.
+      prompts: tokens of each prompt.
+      limit: the most new tokens per row.
+      samples: continuations of each prompt.
+      rows: the number of prompts.
+    """
     if isinstance(choice, Auto):
         return choice
-    found = []
+    policies = []
     for each in per_layer(choice, config):
         layout = paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
-            each = replace(each, layout=layout.resolve(positions_needed(max(texts), limit), None))
-            layout = replace(
-                layout, pages=rows * _pages(each, layout.page_size, tuple(texts), limit, samples)
-            )
-            each = replace(each, layout=layout)
-        found.append(each)
-    return found
+            needed = positions_needed(max(prompts), limit)
+            each = replace(each, layout=layout.resolve(needed, None))
+            pages = _pages(each, layout.page_size, tuple(prompts), limit, samples)
+            each = replace(each, layout=replace(layout, pages=rows * pages))
+        policies.append(each)
+    return policies
 
 
 @functools.lru_cache(maxsize=256)
-def _pages(policy: CachePolicy, size: int, texts: tuple[int, ...], limit: int, samples: int) -> int:
-    """The most pages, of ``size`` tokens, that ``samples`` continuations of a prompt need, which
-    is of one of these lengths."""
+def _pages(
+    policy: CachePolicy, size: int, prompts: tuple[int, ...], limit: int, samples: int
+) -> int:
+    """Pages of ``size`` tokens that the continuations of any one of the prompts need."""
     page_group = policy.page_group
     assert page_group is not None
-    needs = []
-    for tokens in texts:
-        full = len(CacheGroup(page_group).pages_for(tokens)[0])
-        most = -(-positions_needed(tokens, limit) // size)
-        needs.append(full + samples * (most - full))
-    return max(needs)
+    needed = []
+    for tokens in prompts:
+        shared = len(CacheGroup(page_group).pages_for(tokens)[0])
+        total = -(-positions_needed(tokens, limit) // size)
+        needed.append(shared + samples * (total - shared))
+    return max(needed)

@@ -17,12 +17,12 @@ def capacity_bucket(tokens: int) -> int:
 
 
 def max_capacity(cache: KVCache) -> int:
-    """Tokens a row that a cache can ever hold."""
+    """Tokens per row that a cache can hold after it has grown."""
     return cache.max_len if cache.grows_to is None else cache.grows_to
 
 
 def grown_capacity(cache: KVCache, tokens: int) -> int:
-    """What a cache is grown to for so many tokens a row."""
+    """The capacity that a cache grows to in order to hold ``tokens`` per row."""
     return min(capacity_bucket(tokens), max_capacity(cache))
 
 
@@ -36,28 +36,35 @@ def choose_capacity(
     new: str = "max_new_tokens=",
     rounded: bool = False,
 ) -> int:
-    """For prompts of at most ``longest`` tokens and ``limit`` ``new`` ones, with a cache that was
-    given or without one; ``rounded``: up, though rotary frequencies depend on the length.
+    """The capacity in tokens per row for a prompt of ``longest`` tokens and ``limit`` new ones.
+
+    Args:
+      config: the model's.
+      longest, limit: tokens of the longest prompt, and the most new tokens.
+      max_len: as the user gave it, or None.
+      given: the cache to continue, or None.
+      new: how error messages introduce ``limit``.
+      rounded: round the capacity up even if rotary frequencies depend on it.
 
     Raises:
-      ValueError: if that is more than ``max_len``, the model's positions, or the cache given hold.
+      ValueError: if ``max_len``, the model's positions or the given cache are too few.
     """
     need, positions = positions_needed(longest, limit), position_limit(config)
-    asked = f"{longest} tokens of prompt and {new}{limit} need {need} positions"
+    required = f"{longest} tokens of prompt and {new}{limit} need {need} positions"
     if positions is not None and need > positions:
-        raise ValueError(f"{asked}, but the model has only {positions}")
+        raise ValueError(f"{required}, but the model has only {positions}")
     if given is not None:
-        holds = max_capacity(given)
-        if max_len not in (None, holds):
-            raise ValueError(f"max_len is {max_len}, but the cache given holds {holds}")
-        if need > holds:
+        most = max_capacity(given)
+        if max_len not in (None, most):
+            raise ValueError(f"max_len is {max_len}, but the given cache holds {most}")
+        if need > most:
             raise ValueError(
-                f"{asked}, but the cache given holds {holds}: kvjax.grow(cache, {need}) makes room"
+                f"{required}, but the given cache holds {most}: call kvjax.grow(cache, {need})"
             )
-        max_len = holds
+        max_len = most
     if max_len is None:
         bucket = capacity_bucket(need)
-        # Rounding up must not change the frequencies of a length-dependent rotary kind.
+        # Rounding must not change the frequencies of length-dependent rotary embeddings.
         if not rounded and not same_rotary(config, need, bucket):
             return need
         return bucket if positions is None else min(bucket, positions)
@@ -65,5 +72,5 @@ def choose_capacity(
     if positions is not None and positions < max_len < UNLIMITED:
         raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
     if need > max_len:
-        raise ValueError(f"{asked}, but max_len is {max_len}")
+        raise ValueError(f"{required}, but max_len is {max_len}")
     return max_len

@@ -1,4 +1,4 @@
-"""The sequence so far, in the form that programs continue from: a cache, or all tokens."""
+"""The sequence that programs continue: a cache, or all tokens without a cache."""
 
 from typing import Any
 
@@ -16,35 +16,37 @@ from kvjax.sampling.filters import Logits
 
 @pytree_dataclass
 class Cached:
-    """The text so far, as a cache."""
+    """A sequence in a cache."""
 
     cache: KVCache
 
     def forward(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Cached"]:
-        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        """Append each row's first ``lengths`` tokens, and return the logits after the last one."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
         return logits[:, 0], Cached(cache)
 
     def forward_all(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
-        """The same, with the logits behind every token."""
+        """As ``forward``, with the logits after every token."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
         return logits, Cached(cache)
 
     def rewind(self, tokens: PerRow) -> "Cached":
-        """Without so many of each row's newest tokens."""
+        """Remove each row's newest ``tokens``."""
         return Cached(rewind(self.cache, tokens))
 
 
 @pytree_dataclass
 class Uncached:
-    """The text so far, as tokens, all of which every step computes again.
+    """A sequence without a cache. Every step processes all its tokens again.
 
-    ``tokens``: int32[batch, capacity]; ``length``: int32[batch]; ``rotary_len``: the length that
-    rotary frequencies go by, None for the capacity.
+    Attributes:
+      tokens: int32[batch, capacity].
+      length: int32[batch].
+      rotary_len: the length that rotary frequencies are computed for; None for the capacity.
     """
 
     tokens: Array
@@ -53,20 +55,20 @@ class Uncached:
 
     @property
     def cache(self) -> None:
-        """There is none."""
+        """None."""
 
     def forward(
         self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Uncached"]:
-        """Append each row's first ``lengths`` tokens; the logits after the last of them."""
+        """Append each row's first ``lengths`` tokens, and return the logits after the last one."""
         capacity = self.tokens.shape[1]
         index = arange_row(capacity) - self.length[:, None]
         new = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
-        text = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
+        tokens = jnp.where((index >= 0) & (index < lengths[:, None]), new, self.tokens)
         length = self.length + lengths
-        reach = self.rotary_len or capacity
-        logits = model.apply(params, text, lengths=length, last_only=True, max_len=reach)
-        return logits[:, 0], Uncached(text, length, self.rotary_len)
+        max_len = self.rotary_len or capacity
+        logits = model.apply(params, tokens, lengths=length, last_only=True, max_len=max_len)
+        return logits[:, 0], Uncached(tokens, length, self.rotary_len)
 
 
 Context = Cached | Uncached

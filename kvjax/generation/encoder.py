@@ -1,4 +1,4 @@
-"""Run an encoder once per text, into a cache that the decoder attends to."""
+"""Run an encoder once per text; its output is a cache that the decoder attends to."""
 
 import functools
 from dataclasses import replace
@@ -16,70 +16,67 @@ from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
 SOURCE = "source"
-"""The key of that cache, beside a model's parameters."""
-NOT_ENCODED = "this model's encoder has read no text: lm.reading(texts) lets it"
+"""The key of the encoder's cache among the parameters."""
+NOT_ENCODED = "this model's encoder has read no text: call lm.reading(texts) first"
 
 
 def has_encoded(lm: Any) -> bool:
-    """Whether it has, and that has read what its rows go by."""
+    """Whether the model has an encoder that has read its texts."""
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
 
 def without_source(params: dict[str, Any]) -> dict[str, Any]:
-    """A model's parameters alone."""
+    """The parameters without the encoder's cache."""
     return {name: node for name, node in params.items() if name != SOURCE}
 
 
 def refuse_encoder(what: str, lm: Any) -> None:
-    """Raise ``ValueError`` for a model with an encoder, of which there is no ``what``."""
+    """Raise ``ValueError`` for a model with an encoder, which ``what`` does not support."""
     if has_encoder(lm):
-        raise ValueError(
-            f"{what} is of models without an encoder: what one reads has no place in it"
-        )
+        raise ValueError(f"{what} does not support models with an encoder")
 
 
 def check_encoded(lm: Any) -> None:
-    """Raise ``ValueError`` for a model whose encoder has read nothing."""
+    """Raise ``ValueError`` for a model whose encoder has not read any text."""
     if has_encoder(lm) and not has_encoded(lm):
         raise ValueError(NOT_ENCODED)
 
 
 def refuse_auto(choice: Any) -> None:
-    """Raise ``ValueError`` for a policy that keeps to a memory."""
+    """Raise ``ValueError`` for the policy ``Auto``."""
     if isinstance(choice, Auto) or (isinstance(choice, str) and isinstance(policy(choice), Auto)):
         raise ValueError(
-            "policy('auto') moves layers as a text grows, and what an encoder has read is there at "
-            "once: give a policy of the device or of the host"
+            "policy('auto') moves layers as a sequence grows, but the encoder's cache is filled at "
+            "once: give a policy for the device or the host"
         )
 
 
 def source_bytes(lm: Any, choice: PolicyChoice | None, texts: list[list[int]], rows: int) -> int:
-    """Bytes of the device that texts will take once they are read, in so many rows."""
+    """Device memory in bytes that the encoder's cache takes for these texts in ``rows`` rows."""
     policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
     return device_bytes(lm.config, policies, rows, width, lm.mesh)
 
 
 def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
-    """Of a text that is read at once no token is the newest, so the layout is dense."""
+    """The policies of the encoder's cache: dense, because all its tokens arrive at once."""
     choice = "static" if choice is None else choice
     return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
 
 
 def encode_source(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice) -> KVCache:
-    """Run a model's encoder once, over texts; the cache that its decoder attends to across.
+    """Run a model's encoder over texts, and return the cache for cross-attention.
 
     Args:
-      lm: the model, which has an encoder.
+      lm: a model with an encoder.
       tokens, lengths: int32[batch, new], right-padded, and int32[batch].
-      choice: a policy, of which codecs and places count.
+      choice: a policy; its codecs and placements are used, its layout is not.
     """
     rows, width = tokens.shape
     source = init_cache(lm.config, _policies(lm, choice), batch=rows, max_len=width, mesh=lm.mesh)
-    found: KVCache = _read(lm.architecture, lm.params, tokens, lengths, source)
-    return found
+    return _encode(lm.architecture, lm.params, tokens, lengths, source)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="source")
-def _read(model: Any, params: Any, tokens: Tokens, lengths: PerRow, source: KVCache) -> KVCache:
-    found: KVCache = model.read(params, tokens, lengths, source)
-    return found
+def _encode(model: Any, params: Any, tokens: Tokens, lengths: PerRow, source: KVCache) -> KVCache:
+    filled: KVCache = model.read(params, tokens, lengths, source)
+    return filled

@@ -1,4 +1,4 @@
-"""Check and convert the prompts, seeds, stop strings and other inputs of a request."""
+"""Check the inputs of a request and convert them: prompts, seeds, stop strings, end tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +16,17 @@ _PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids
 
 
 def tokenize_prompts(
-    lm: LanguageModel, prompts: Prompts, held: Sequence[int], *, what: str = "prompt"
+    lm: LanguageModel, prompts: Prompts, cache_lengths: Sequence[int], *, what: str = "prompt"
 ) -> list[list[int]]:
-    """Token ids of each prompt, or of ``what`` else; ``held``: tokens that the rows of a given
-    cache hold already."""
+    """Token ids of each prompt.
+
+    Args:
+      lm: the model.
+      prompts: texts or token ids.
+      cache_lengths: tokens that each row of a given cache holds. A text that continues such a row
+        gets no BOS token.
+      what: how error messages call an entry of ``prompts``.
+    """
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
@@ -31,35 +38,35 @@ def tokenize_prompts(
         if isinstance(entry, str):
             if lm.tokenizer is None:
                 raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
-            # Where a row holds tokens already, a second BOS token would stand inside its text.
-            begun = number < len(held) and held[number] > 0
-            ids = lm.tokenizer.encode(entry, add_special_tokens=not begun)
+            continues = number < len(cache_lengths) and cache_lengths[number] > 0
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not continues)
         else:
-            ids = _ints(entry, f"{what} {number}")
+            ids = _as_token_ids(entry, f"{what} {number}")
         if not ids:
-            raise ValueError(f"{what} {number} is empty: there is no token to continue from")
+            raise ValueError(f"{what} {number} is empty: give at least one token")
         check_token_ids(lm.config, ids, f"{what} {number}")
         rows.append(ids)
     return rows
 
 
-def _ints(entry: Any, which: str) -> list[int]:
+def _as_token_ids(entry: Any, name: str) -> list[int]:
     try:
         ids = np.asarray(entry)
-    except (TypeError, ValueError):  # a list of uneven lists; what can't be looked at
+    except (TypeError, ValueError):  # lists of uneven lengths, and objects without an array form
         ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        wanted = "must be a text or a list of token ids"
-        raise ValueError(f"{which} {wanted}, got {short_repr(entry)}: {_PROMPTS}")
+        raise ValueError(
+            f"{name} must be a text or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
+        )
     return ids.tolist()
 
 
-def check_token_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None:
-    """Raise ``ValueError`` for a token that the model has not."""
+def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str) -> None:
+    """Raise ``ValueError`` for a token id outside the vocabulary."""
     for i in ids:
         if not 0 <= i < config.vocab_size:
             raise ValueError(
-                f"{where}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
+                f"{name}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
                 f"tokens, 0 to {config.vocab_size - 1}"
             )
 
@@ -67,56 +74,62 @@ def check_token_ids(config: ModelConfig, ids: Sequence[int], where: str) -> None
 def parse_logit_bias(
     config: ModelConfig, logit_bias: Mapping[int, float] | None
 ) -> dict[int, float]:
-    """What is added to the logits of which tokens."""
+    """The numbers that are added to logits, by token id."""
     if not isinstance(logit_bias, Mapping | None):
         raise ValueError(f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}")
-    given = logit_bias or {}
-    found = {as_int("a token of logit_bias", i, 0): bias for i, bias in given.items()}
-    check_token_ids(config, list(found), "logit_bias")
-    return found
+    biases = {
+        as_int("a token of logit_bias", token, 0): bias
+        for token, bias in (logit_bias or {}).items()
+    }
+    check_token_ids(config, list(biases), "logit_bias")
+    return biases
 
 
 def parse_logprobs(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
-    """How many of the likeliest tokens to report with each token; None for no log-probability."""
+    """How many of the most likely tokens to report with each new token; None for no
+    log-probabilities."""
     logprobs = as_python(logprobs)
     if logprobs is None or logprobs is False:
         return None
-    logprobs = 0 if logprobs is True else logprobs
-    most = as_int(name, logprobs, 0)
-    if most > MAX_LOGPROBS:
-        raise ValueError(f"{name} is {logprobs}, and must be at most {MAX_LOGPROBS}")
-    return min(most, config.vocab_size)
+    count = as_int(name, 0 if logprobs is True else logprobs, 0)
+    if count > MAX_LOGPROBS:
+        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {count}")
+    return min(count, config.vocab_size)
 
 
 def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """A seed for each row."""
+    """The seed of each row."""
     seed = as_python(seed)
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]
-    each = as_list("seed", seed, "a whole number, or one a prompt")
-    if len(each) != rows:
-        raise ValueError(f"{len(each)} seeds for {rows} prompts: give one number, or one a prompt")
-    return [as_python(one) for one in each]
+    seeds = as_list("seed", seed, "an integer, or one per row")
+    if len(seeds) != rows:
+        raise ValueError(f"{len(seeds)} seeds for {rows} rows: give one number, or one per row")
+    return [as_python(each) for each in seeds]
 
 
-def parse_eos_token_ids(lm: LanguageModel, given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Tokens after which a row ends: those given, or else the checkpoint's."""
-    if given is None:
+def parse_eos_token_ids(
+    lm: LanguageModel, eos_token_ids: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Tokens that end a row: the given ones, or those of the checkpoint."""
+    if eos_token_ids is None:
         return tuple(lm.generation.eos_token_ids)
-    tokens: Any = as_python(given)
-    wanted = "a token id, or a list of them"
-    each = (tokens,) if isinstance(tokens, int) else as_list("eos_token_ids", tokens, wanted)
-    found = tuple(as_int("a token of eos_token_ids", token, 0) for token in each)
-    check_token_ids(lm.config, found, "eos_token_ids")
-    return found
+    given: Any = as_python(eos_token_ids)
+    expected = "a token id, or a list of them"
+    entries = (given,) if isinstance(given, int) else as_list("eos_token_ids", given, expected)
+    tokens = tuple(as_int("a token of eos_token_ids", token, 0) for token in entries)
+    check_token_ids(lm.config, tokens, "eos_token_ids")
+    return tokens
 
 
 def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The strings before which a text ends."""
-    some = () if stop is None else stop
-    stops = (some,) if isinstance(some, str) else tuple(as_list("stop", some, "a text, or some"))
+    """The strings that end a text."""
+    given = () if stop is None else stop
+    stops = (
+        (given,) if isinstance(given, str) else tuple(as_list("stop", given, "a text, or texts"))
+    )
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(
@@ -124,5 +137,7 @@ def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str
             )
         check_unicode("a stop string", text)
     if stops and lm.tokenizer is None:
-        raise ValueError("the model has no tokenizer, so there is no text to find stop strings in")
+        raise ValueError(
+            "the model has no tokenizer, so stop strings can't be found: leave out stop="
+        )
     return stops

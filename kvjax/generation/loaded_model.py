@@ -1,4 +1,4 @@
-"""``LanguageModel``: a model with its parameters and tokenizer."""
+"""``LanguageModel``: a model with its parameters and its tokenizer."""
 
 import functools
 import math
@@ -29,70 +29,69 @@ from kvjax.policies.presets import PolicyChoice
 
 
 def check_params_match(params: Any, own: Any, *, dtypes: bool = True) -> None:
-    """Raise ``ValueError`` if parameters are not of the names and shapes of a model's own, and with
-    ``dtypes`` of their dtypes."""
+    """Raise ``ValueError`` if parameters differ from a model's own in names or shapes, or, with
+    ``dtypes``, in dtypes."""
     if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
-        raise ValueError("parameters must be a tree of arrays, with nothing else in it")
+        raise ValueError("parameters must be a pytree of arrays only")
     if _forms(params, dtypes) == _forms(own, dtypes):
         return
     if isinstance(own, dict) and SOURCE in own and SOURCE not in params:
         raise ValueError(
-            "what the encoder has read goes by the parameters that it had: give others to the "
-            "model before it reads, and let it read again"
+            "the encoder has read its texts with other parameters: set the new ones first, then "
+            "call lm.reading(texts) again"
         )
     theirs, ours = _named(params), _named(own)
     for name in ours.keys() - theirs.keys():
-        raise ValueError(f"the parameters lack {name}, which the model's own have")
+        raise ValueError(f"the parameters lack {name}, which the model has")
     for name in theirs.keys() - ours.keys():
-        raise ValueError(f"the parameters have {name}, which the model's own have not")
+        raise ValueError(f"the parameters have {name}, which the model lacks")
     for name, leaf in ours.items():
-        found, wanted = np.shape(theirs[name]), np.shape(leaf)
-        if found != wanted:
-            raise ValueError(f"{name} is {list(found)}, and {list(wanted)} in the model's own")
-        other, dtype = theirs[name].dtype, leaf.dtype
-        if dtypes and other != dtype:
+        shape, expected = np.shape(theirs[name]), np.shape(leaf)
+        if shape != expected:
+            raise ValueError(f"{name} has shape {list(shape)}, but the model's is {list(expected)}")
+        dtype = theirs[name].dtype
+        if dtypes and dtype != leaf.dtype:
             raise ValueError(
-                f"{name} is {other}, and {dtype} in the model's own: lm.put(params) casts them"
+                f"{name} is {dtype}, but the model's is {leaf.dtype}: lm.put(params) casts it"
             )
     if jax.tree.structure(params) != jax.tree.structure(own):
         raise ValueError(
-            f"the parameters are a {type(params).__name__} of another structure than the model's "
-            f"own, a {type(own).__name__}"
+            f"the parameters, a {type(params).__name__}, have another structure than the model's, "
+            f"a {type(own).__name__}"
         )
 
 
 def without_weak_types(params: Any) -> Any:
-    """Parameters without weak types, such as that of ``jnp.full(shape, 0.5)``: an optimizer returns
-    strongly typed ones, which would compile every program again."""
-    return jax.tree.map(_strong, params)
+    """Parameters without weak types, such as the type of ``jnp.full(shape, 0.5)``. An optimizer
+    returns strongly typed parameters, which would otherwise compile every program again."""
 
+    def convert(x: Any) -> Any:
+        weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type
+        return lax.convert_element_type(x, x.dtype) if weak else x
 
-def _strong(x: Any) -> Any:
-    weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type
-    return lax.convert_element_type(x, x.dtype) if weak else x
+    return jax.tree.map(convert, params)
 
 
 def cast_params(params: Any, own: Any) -> Any:
-    """Parameters in the dtypes of a model's own and, where these are arrays, where they are. What
-    is so already is not copied."""
+    """Parameters with the dtypes and, if both are arrays, the shardings of a model's own. Arrays
+    that already have them are not copied."""
     check_params_match(params, own, dtypes=False)
     leaves, structure = jax.tree.flatten(params)
-    wanted = jax.tree.leaves(own)
-    placed = [_there(x, to) for x, to in zip(leaves, wanted, strict=True)]
-    other = [n for n, to in enumerate(wanted) if placed[n].dtype != to.dtype]
-    dtypes = tuple(wanted[n].dtype for n in other)
-    for n, x in zip(other, _cast([placed[n] for n in other], dtypes), strict=True):
+    targets = jax.tree.leaves(own)
+    placed = [_placed_like(x, target) for x, target in zip(leaves, targets, strict=True)]
+    different = [n for n, target in enumerate(targets) if placed[n].dtype != target.dtype]
+    dtypes = tuple(targets[n].dtype for n in different)
+    for n, x in zip(different, _cast([placed[n] for n in different], dtypes), strict=True):
         placed[n] = x
     return without_weak_types(structure.unflatten(placed))
 
 
-def _there(x: Any, to: Any) -> Any:
-    """An array where another one is, if both are somewhere."""
-    if is_traced(x) or is_traced(to) or not isinstance(to, jax.Array):
+def _placed_like(x: Any, target: Any) -> Any:
+    if is_traced(x) or is_traced(target) or not isinstance(target, jax.Array):
         return x
-    here = isinstance(x, jax.Array) and x.sharding.device_set == to.sharding.device_set
-    # What is uncommitted, and on the same device, stays so.
-    return x if here and not to.committed else jax.device_put(x, to.sharding)
+    same_devices = isinstance(x, jax.Array) and x.sharding.device_set == target.sharding.device_set
+    # An uncommitted array on the same device stays uncommitted.
+    return x if same_devices and not target.committed else jax.device_put(x, target.sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -101,27 +100,31 @@ def _cast(arrays: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
 
 
 def _forms(params: Any, dtypes: bool) -> tuple[Any, ...]:
-    """What is compared, without names, which take longer: of every rollout."""
+    """Structure, shapes and dtypes. Comparing them is faster than comparing names; rollouts do it
+    at every step."""
     leaves, structure = jax.tree.flatten(params)
     return structure, [(np.shape(x), x.dtype if dtypes else None) for x in leaves]
 
 
 def _named(params: Any) -> dict[str, Any]:
-    """The arrays, each by its way from the top."""
-    found = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+    """The arrays by name, such as ``layers.0.weight``."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A model and all that is needed to turn text into text.
+    """A model, its parameters and its tokenizer: all that text generation needs.
 
-    ``config``: its numbers. ``params``: a tree of arrays; of ``kvjax.models`` nested dicts, whose
-    keys are the parts of the tensors' names in Transformers, and all weights of linear layers are
-    [out, in].
-    ``architecture``: the model without its parameters, hashable: the static argument for ``jit``.
-    ``tokenizer``: None where there is none. ``source``: where it came from, a checkpoint's folder.
-    ``mesh``: the devices that the parameters are spread over, None for one.
+    Attributes:
+      config: the model's sizes and settings.
+      params: a pytree of arrays. Models of ``kvjax.models`` have nested dicts, whose keys are the
+        parts of the tensor names in Transformers; weights of linear layers are [out, in].
+      tokenizer: None if there is none.
+      generation: values of ``generation_config.json``.
+      architecture: the model without its parameters; hashable, the static argument for ``jit``.
+      source: the checkpoint's folder, or another name of the model's origin.
+      mesh: the devices that the parameters are sharded over; None for one device.
     """
 
     config: Any
@@ -133,11 +136,11 @@ class LanguageModel:
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
-        """What it is, not its parameters."""
+        """The model's type and size, without its parameters."""
         config = self.config
         weights = without_source(self.params) if has_encoder(self) else self.params
         count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(weights))
-        name = getattr(config, "model_type", "a model of one's own")
+        name = getattr(config, "model_type", "a custom model")
         return (
             f"LanguageModel({name}, {config.num_hidden_layers} layers, {count:,} parameters in "
             f"{config.dtype}, from {self.source})"
@@ -145,52 +148,53 @@ class LanguageModel:
 
     @without_mesh_context
     def on(self, mesh: Mesh) -> "LanguageModel":
-        """The same model with its parameters spread over a mesh; itself, if they are.
+        """The same model with its parameters sharded over a mesh.
 
         Raises:
-          ValueError: if the mesh has other axes than ``make_mesh`` gives, or an encoder has read.
+          ValueError: if the mesh has other axes than those of ``make_mesh``, or the model's encoder
+            has already read texts.
         """
         if mesh == self.mesh:
             return self
         if has_encoded(self):
             raise ValueError(
-                "what the encoder has read is where the model was: move that first, and let it "
-                "read there"
+                "the encoder's cache can't be moved: move the model first, then call "
+                "lm.reading(texts)"
             )
         params = jax.tree.map(put_on_mesh, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
     def with_params(self, params: Any) -> "LanguageModel":
-        """The same model with other parameters, such as those after a step of training: nothing is
-        copied, and nothing compiled again.
+        """The same model with other parameters, for example after a training step. Nothing is
+        copied, and nothing is compiled again.
 
         Raises:
-          ValueError: if they are not of the same names, shapes and dtypes; ``put`` casts them.
+          ValueError: if names, shapes or dtypes differ; ``put`` casts dtypes.
         """
         check_params_match(params, self.params)
         return replace(self, params=without_weak_types(params))
 
     def put(self, params: Any) -> Any:
-        """Parameters of the same names and shapes, as this model has its own: in its dtypes, on its
-        devices, divided as they are there. For a trainer's, which are wider or divided otherwise.
+        """Cast parameters to this model's dtypes, and move them to its devices and shardings. For
+        parameters of a trainer, which may have wider dtypes or other shardings.
 
         Raises:
-          ValueError: if names or shapes are not the same.
+          ValueError: if names or shapes differ.
         """
         return cast_params(params, self.params)
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint that ``kvjax.models.load`` and Transformers read: the parameters, and
-        config, tokenizer and settings of the folder that the model came from.
+        """Write a checkpoint that ``kvjax.models.load`` and Transformers can read: the parameters,
+        and the config, tokenizer and settings of the folder that the model was loaded from.
 
         Raises:
-          ValueError: if it did not come from a checkpoint; if the folder is there and not empty.
+          ValueError: if the model was not loaded from a checkpoint, or the folder is not empty.
         """
         write = getattr(self.architecture, "save", None)
         if write is None:
             raise ValueError(
-                "only models of kvjax.models are saved as checkpoints: save lm.params of your own "
-                "as you save them elsewhere"
+                "only models of kvjax.models can be saved as checkpoints: save lm.params of a "
+                "custom model yourself"
             )
         write(self.params, Path(self.source), expand_user(folder))
 
@@ -200,26 +204,26 @@ class LanguageModel:
         texts: str | Sequence[str] | Sequence[Sequence[int]],
         cache: PolicyChoice = "static",
     ) -> "LanguageModel":
-        """The same model with texts that its encoder has read, once: what is written by its decoder
-        goes by them, row by row. ``generate`` and ``stream`` do this themselves.
+        """Run the encoder over texts. The result is the same model with the encoder's output, which
+        its decoder attends to, row by row. ``generate`` and ``stream`` do this themselves.
+
+        The output depends on the parameters: after a training step, call this again.
 
         Args:
-          texts: as of ``encode``. Calls have a row for each, or the same number of rows one behind
-            the other; on a mesh those that ``data`` does not divide are filled up with empty ones.
-          cache: a policy or its name: how the keys and values are kept that are attended to
-            across. Codecs and places count, a layout does not.
-
-        What is read goes by the parameters: after a step of training it is read again.
+          texts: as for ``encode``. A call of the decoder has one row per text, or the same number
+            of consecutive rows per text. On a mesh, empty rows are added until ``data`` divides
+            their number.
+          cache: a policy or its name, for the keys and values of cross-attention. Its codecs and
+            placements are used, its layout is not.
 
         Raises:
           ValueError: if the model has no encoder, a text is empty, or the policy is ``Auto``.
         """
         if not has_encoder(self):
-            raise ValueError("the model has no encoder: what it reads is its prompt")
+            raise ValueError("the model has no encoder: it reads prompts only")
         refuse_auto(cache)
         ids = self._ids(texts)
         if self.mesh is not None:
-            # Rows that `data` does not divide are filled up with empty ones.
             ids += [[]] * (-len(ids) % shard_over(self.mesh, common_heads(self.config)).rows)
         tokens, lengths = self._put(ids, capacity_bucket(max(map(len, ids))))
         return replace(
@@ -241,48 +245,48 @@ class LanguageModel:
           texts: a text, a list of texts, or a list of lists of token ids.
 
         Returns:
-          int32[batch, new] and int32[batch], how many of each row are real.
+          Tokens, int32[batch, new], and the number of real tokens in each row, int32[batch].
 
         Raises:
-          ValueError: if there are no texts, a row has no tokens, an id is not in the vocabulary,
-            or texts are given and there is no tokenizer.
+          ValueError: if the list is empty, a row has no tokens, an id is outside the vocabulary, or
+            the model has no tokenizer for texts.
         """
         ids = self._ids(texts)
         return self._put(ids, max(map(len, ids)))
 
     def _ids(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-        wanted = "a text, or a list of texts or of lists of token ids"
-        rows = [texts] if isinstance(texts, str) else as_list("texts", texts, wanted)
+        expected = "a text, or a list of texts or of lists of token ids"
+        rows = [texts] if isinstance(texts, str) else as_list("texts", texts, expected)
         if not rows:
-            raise ValueError("there is nothing to encode: the list of texts is empty")
+            raise ValueError("nothing to encode: the list of texts is empty")
         return [self._row(number, row) for number, row in enumerate(rows)]
 
     def _put(
         self, ids: list[list[int]], width: int
     ) -> tuple[Int[Array, "batch width"], Int[Array, " batch"]]:
-        """Tokens where the parameters are, and how many of each row are real."""
+        """Padded tokens and lengths, on the devices of the parameters."""
         lengths = np.array([len(row) for row in ids], np.int32)
         tokens = np.full((len(ids), width), self.padding, np.int32)
         for number, row in enumerate(ids):
             tokens[number, : len(row)] = row
-        found = jnp.asarray(tokens), jnp.asarray(lengths)
+        arrays = jnp.asarray(tokens), jnp.asarray(lengths)
         if self.mesh is None:
-            return Device().put(found)
-        spread = shard_over(self.mesh, common_heads(self.config))
-        # Rows that come out uneven are everywhere.
-        shares = spread.row_spec() if len(ids) % spread.rows == 0 else PartitionSpec()
-        return spread.put(found, lambda shape: shares)
+            return Device().put(arrays)
+        sharding = shard_over(self.mesh, common_heads(self.config))
+        # Rows that can't be divided evenly are replicated.
+        spec = sharding.row_spec() if len(ids) % sharding.rows == 0 else PartitionSpec()
+        return sharding.put(arrays, lambda shape: spec)
 
     def _row(self, number: int, row: str | Sequence[int]) -> list[int]:
         ids = self._need_tokenizer().encode(row) if isinstance(row, str) else _ints(row)
         if not ids:
-            raise ValueError(f"prompt {number} is empty: it has no tokens to continue from")
+            raise ValueError(f"prompt {number} is empty: it has no tokens")
         self.check_ids(ids)
         return ids
 
     @property
     def padding(self) -> int:
-        """The token that stands behind the real ones of a row: which one does not matter."""
+        """The token that pads rows. It has no effect on results."""
         pad = self.generation.pad_token_id
         if pad is None:
             pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -290,15 +294,16 @@ class LanguageModel:
 
     @property
     def start_token(self) -> int:
-        """What a decoder behind an encoder begins with: as told, or the first token, or padding."""
-        told = self.generation.start_token_id, self.generation.bos_token_id
-        return next((token for token in told if token is not None), self.padding)
+        """The first token of an encoder-decoder model's decoder: ``start_token_id`` of the
+        checkpoint, or its BOS token, or padding."""
+        candidates = self.generation.start_token_id, self.generation.bos_token_id
+        return next((token for token in candidates if token is not None), self.padding)
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Check that token ids are in the model's vocabulary.
 
         Raises:
-          ValueError: naming the first that is not, and the vocabulary's size.
+          ValueError: with the first id that is not, and the vocabulary's size.
         """
         for i in ids:
             if not 0 <= i < self.config.vocab_size:
@@ -308,7 +313,7 @@ class LanguageModel:
                 )
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of one row of token ids, without padding.
+        """The text of one row of token ids.
 
         Raises:
           ValueError: if there is no tokenizer, or ``ids`` is not one row.
@@ -316,10 +321,11 @@ class LanguageModel:
         return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation, ready to be answered; see ``kvjax.models.Tokenizer.chat``.
+        """Token ids of a conversation, ready for an answer; see ``kvjax.models.Tokenizer.chat``.
 
         Raises:
-          ValueError: if there is no tokenizer or no chat template, or it refuses the messages.
+          ValueError: if there is no tokenizer or no chat template, or the template rejects the
+            messages.
         """
         tokenizer = self._need_tokenizer()
         if not hasattr(tokenizer, "chat"):

@@ -19,9 +19,8 @@ from kvjax.policies.model_config import CacheShape, layer_heads
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Token ids, and the sampling settings that ``generation_config.json`` gives; None where it
-    is silent. ``start_token_id``: what a text begins with that a decoder behind an encoder writes.
-    """
+    """The values of a checkpoint's ``generation_config.json``; None if it does not give one.
+    ``start_token_id`` is the first token of the decoder of an encoder-decoder model."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -36,7 +35,7 @@ class GenerationDefaults:
 
 
 class Model(Protocol):
-    """A model without its parameters, hashable: see ``kvjax.models.architecture``."""
+    """A model without its parameters. It must be hashable, see ``kvjax.models.architecture``."""
 
     def apply(
         self,
@@ -51,7 +50,7 @@ class Model(Protocol):
 
 
 class ModelConfig(CacheShape, Protocol):
-    """What generation asks of a model's config."""
+    """What generation requires of a model's config."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -59,33 +58,32 @@ class ModelConfig(CacheShape, Protocol):
 
 @allow_host_to_device
 def check_model(lm: Any, *, inside: bool = False) -> None:
-    """Raise ``ValueError`` for what is no model to generate with, or within ``jit``, unless it may
-    be ``inside``."""
+    """Raise ``ValueError`` if ``lm`` can't generate; also inside ``jit``, unless ``inside``."""
     parts = ("config", "params", "mesh", "tokenizer", "generation", "architecture")
     if missing := [part for part in parts if not hasattr(lm, part)]:
         raise ValueError(
-            f"a model is needed, as of kvjax.models.load, not a {type(lm).__name__}: it has no "
+            f"expected a model, as kvjax.models.load returns, got a {type(lm).__name__}: it has no "
             f"{missing[0]}"
         )
     if not hasattr(lm.config, "vocab_size"):
-        raise ValueError("the model's config has no vocab_size: generation asks for it")
+        raise ValueError("the model's config has no vocab_size: generation needs it")
     layer_heads(lm.config)
     check_device(lm)
     try:
         hash(lm.architecture)
     except TypeError:
         raise ValueError(
-            "lm.architecture has no hash, and is a static argument of compiled programs: make it "
-            "a frozen dataclass of what can be hashed"
+            "lm.architecture is not hashable, but it is a static argument of compiled programs: "
+            "make it a frozen dataclass with hashable fields"
         ) from None
     if not inside:
-        # There, what is made is traced.
+        # Inside jit, new arrays are traced.
         check_not_traced("generation", jnp.zeros(()))
 
 
 def check_device(lm: Any) -> None:
-    """Raise ``ValueError`` for a model on one device, and not the one that caches are made on:
-    what is uncommitted would be moved at every call."""
+    """Raise ``ValueError`` if the model is on one device that is not the default device. Caches are
+    created on the default device, so every call would transfer them."""
     leaf = next(iter(jax.tree.leaves(lm.params)), None)
     if lm.mesh is not None or not isinstance(leaf, jax.Array) or is_traced(leaf):
         return
@@ -93,13 +91,13 @@ def check_device(lm: Any) -> None:
     if ours != {here}:
         there = ", ".join(map(str, ours))
         raise ValueError(
-            f"the model is on {there}, and JAX's default device is {here}: call it inside "
-            "jax.default_device(...) of the model's, or put the model there"
+            f"the model is on {there}, but JAX's default device is {here}: call this inside "
+            "jax.default_device(...) with the model's device, or move the model"
         )
 
 
 MAX_CHUNK = 1024
-"""Tokens of a prompt that are fed together, at most."""
+"""The most tokens of a long call that are processed together."""
 
 
 def chunk_size(cache: KVCache, last_only: bool, new: int) -> int:
@@ -108,8 +106,8 @@ def chunk_size(cache: KVCache, last_only: bool, new: int) -> int:
     would take more memory than its cache. Policies with ``prefill="exact"`` ignore ``MAX_CHUNK``:
     there the result depends on how a sequence is divided into calls."""
     exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
-    usual = MAX_CHUNK if last_only and not exact else new
-    return min(usual, cache.chunk or usual)
+    size = MAX_CHUNK if last_only and not exact else new
+    return min(size, cache.chunk or size)
 
 
 def apply_in_chunks(
@@ -121,28 +119,29 @@ def apply_in_chunks(
     last_only: bool,
     vocab: int,
 ) -> tuple[Array, KVCache]:
-    """``run(tokens, cache, lengths)``, which gives logits, of each row's last real token alone
-    where ``last_only``, and the cache; of a long call in parts, one compiled for all of them."""
+    """``run(tokens, cache, lengths)``, which returns logits and the cache. A long call is a scan
+    over chunks, compiled once. With ``last_only``, the logits are those of each row's last real
+    token."""
     batch, new = tokens.shape
     size = chunk_size(cache, last_only, new)
     if new <= size:
         return run(tokens, cache, lengths)
     count = -(-new // size)
-    # All of a row's tokens or none: a part that fits must not follow one that did not.
+    # A row takes all tokens of the call or none, so admission precedes the first chunk.
     cache, taken = admit(cache, new, lengths)
-    parts = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
-    parts = parts.reshape(batch, count, size).swapaxes(0, 1)
+    chunks = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
+    chunks = chunks.reshape(batch, count, size).swapaxes(0, 1)
     real = jnp.clip(taken[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
 
-    def one(carry: tuple[KVCache, Array], part: tuple[Array, Array]) -> Any:
-        (cache, last), (tokens, lengths) = carry, part
+    def step(carry: tuple[KVCache, Array], chunk: tuple[Array, Array]) -> Any:
+        (cache, last), (tokens, lengths) = carry, chunk
         logits, cache = run(tokens, cache, lengths)
         if not last_only:
             return (cache, last), logits
         return (cache, jnp.where((lengths > 0)[:, None, None], logits, last)), None
 
     last = jnp.zeros((batch, 1, vocab), jnp.float32)
-    (cache, last), every = control_flow.scan(one, (cache, last), (parts, real))
+    (cache, last), every = control_flow.scan(step, (cache, last), (chunks, real))
     if last_only:
         return last, cache
     logits = every.swapaxes(0, 1).reshape(batch, count * size, -1)

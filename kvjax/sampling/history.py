@@ -1,4 +1,4 @@
-"""The tokens of each row so far, for penalties and hooks."""
+"""The tokens of each row, for penalties and hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.filters import Logits, Seen, set_at
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
-"""A user's function that changes logits: float32[batch, vocab], each row's tokens so far,
-int32[batch, room], and their number, int32[batch] -> float32[batch, vocab]. It must be pure; it is
-traced once for every program."""
+"""A user's function that changes logits. It receives logits, float32[batch, vocab], the tokens of
+each row, int32[batch, room], and their number, int32[batch], and returns logits. It must be pure;
+it is traced once for every program."""
 
 
 @pytree_dataclass
 class TokenHistory:
-    """The tokens of each row so far, as far as the enabled steps need them, else None.
+    """The prompt and the new tokens of each row. Parts that no enabled step needs are None.
 
     Attributes:
       seen: bool[batch, vocab], whether a row contains a token, for the repetition penalty.
@@ -65,7 +65,7 @@ def make_history(
     """The history of rows, as NumPy arrays; None if nothing is needed.
 
     Args:
-      rows: the tokens of each row so far.
+      rows: the tokens of each row.
       vocab: the size of the vocabulary.
       width: tokens that a row may grow to.
       seen, tokens: whether to include ``TokenHistory.seen``, and ``tokens`` with ``length``.

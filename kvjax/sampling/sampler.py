@@ -55,8 +55,8 @@ def sample(
     Args:
       logits: of the next token.
       filters, sampling: from ``SamplingParams.prepare``.
-      count: new tokens of each row so far. The draw depends on it and the row's seed only.
-      past: the tokens of each row so far, if an enabled step needs them.
+      count: new tokens that each row has. The draw depends on it and the row's seed only.
+      past: the tokens of each row, if an enabled step needs them.
       allowed: bits of the tokens that may be chosen; by default all.
 
     Returns:
